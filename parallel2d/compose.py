@@ -1,0 +1,247 @@
+"""Hydra at the door: from command-line words to a validated `TrainConfig` and a run directory.
+
+Registers the schema, runs Hydra, and turns what is wrong with the words into one message that names the key, the value, what is
+allowed and the nearest valid choice. Nothing behind the door knows Hydra.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel2d.config import (
+    BUCKETINGS,
+    CHECKPOINTINGS,
+    COMPILES,
+    PRECISIONS,
+    STRATEGIES,
+    ConfigError,
+    CustomModel,
+    LaunchConfig,
+    LlamaModel,
+    MetricsConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SyncConfig,
+    TrainConfig,
+)
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "strategy": dict(STRATEGIES),
+    "bucketing": dict(BUCKETINGS),
+    "precision": dict(PRECISIONS),
+    "activation_checkpointing": dict(CHECKPOINTINGS),
+    "compile": dict(COMPILES),
+    "sync": {"exact": SyncConfig()},
+    "optimizer": {"adamw": OptimizerConfig()},
+    "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
+    "metrics": {"default": MetricsConfig()},
+    "launch": {"local": LaunchConfig()},
+}
+_MODEL_SCHEMAS = {"llama_schema": LlamaModel, "custom_schema": CustomModel}
+_EXPECTED = {
+    "IntegerNode": "a whole number",
+    "FloatNode": "a number",
+    "BooleanNode": "true or false",
+    "StringNode": "text",
+    "UnionNode": "a whole number or auto",
+    "ListConfig": "a list [a,b]",
+    "DictConfig": "a mapping {a: b}",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One composed job: its validated configuration, its directory, and the words it was started with."""
+
+    config: TrainConfig
+    run_dir: str
+    overrides: tuple[str, ...]
+
+
+def register() -> None:
+    """Makes the schema and the presets known to Hydra. Safe to call again."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig)
+    for group, presets in _PRESETS.items():
+        for name, node in presets.items():
+            store.store(group=group, name=name, node=node)
+    for name, node in _MODEL_SCHEMAS.items():
+        store.store(group="model", name=name, node=node)
+
+
+def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multirun: str | None = None) -> None:
+    """Composes ``arguments`` and calls ``task`` once per job, each with a run directory of its own.
+
+    ``refuse_multirun``: why ``-m`` cannot be used here, if it cannot. Raises `ConfigError` for anything wrong with the words.
+    """
+    register()
+    words = list(arguments)
+    if any(word.startswith("--experimental-rerun") for word in words):
+        raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
+    if refuse_multirun and any(word in ("-m", "--multirun") for word in words):
+        raise ConfigError(f"-m is refused here: {refuse_multirun}")
+
+    def call(composed: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
+        task(
+            Job(
+                to_config(composed),
+                os.path.abspath(hydra_config.runtime.output_dir),
+                tuple(hydra_config.overrides.task),
+            )
+        )
+
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *words]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions on instead of printing them and exiting
+    try:
+        hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")(call)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(words, error)) from None
+    except PermissionError as error:
+        raise ConfigError(f"the run directory cannot be written: {error}") from None
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"the run directory cannot be made: {error}") from None
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def to_config(composed: DictConfig) -> TrainConfig:
+    """The validated dataclasses of a composed config. Raises `ConfigError` with every problem."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_first_line(error)) from None
+    assert isinstance(config, TrainConfig)
+    config.validate()
+    return config
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration as text, for workers and for people; `from_yaml` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def from_yaml(text: str) -> TrainConfig:
+    """The configuration that `to_yaml` wrote. Data only: nothing in it is instantiated but the schema's own dataclasses."""
+    loaded = OmegaConf.create(text)
+    schema = OmegaConf.structured(TrainConfig)
+    families = {"llama": LlamaModel, "custom": CustomModel}
+    family = loaded.model.family
+    if family not in families:
+        raise ConfigError(f"model.family={family} is not one of {', '.join(families)}")
+    schema.model = OmegaConf.structured(families[family])
+    return to_config(OmegaConf.merge(schema, loaded))  # type: ignore[arg-type]
+
+
+def _explain(words: Sequence[str], error: Exception) -> str:
+    """One line per wrong word, found by trying each on its own; the error's own first line when none is."""
+    from hydra import compose, initialize_config_module
+    from hydra._internal.utils import get_args_parser
+    from hydra.core.global_hydra import GlobalHydra
+
+    arguments = get_args_parser().parse_args(list(words))
+    if arguments.config_dir or arguments.config_name or arguments.config_path:
+        return _first_line(error)
+    GlobalHydra.instance().clear()
+    lines: list[str] = []
+    with initialize_config_module("parallel2d.conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        groups = set(loader.list_groups("")) - {"hydra"}
+        chosen: list[str] = []
+        values = []
+        for word in arguments.overrides:
+            try:
+                override = OverridesParser.create(loader).parse_override(word)
+            except HydraException as wrong:
+                lines.append(f"{word}: {_first_line(wrong)}; write key=value, and quote values with special characters")
+                continue
+            key = override.key_or_group
+            if override.is_sweep_override() or key.startswith("hydra"):
+                choices = [part.strip() for part in str(override.value_string()).split(",")]
+                if key not in groups or not override.is_sweep_override():
+                    continue
+            else:
+                choices = [str(override.value())]
+            if key not in groups:
+                values.append((word, override))
+                continue
+            allowed = [name for name in loader.get_group_options(key) if not name.endswith("_schema")]
+            for choice in choices:
+                if choice not in allowed:
+                    lines.append(f"{key}={choice} is not one of {', '.join(allowed)}{_nearest(choice, allowed)}")
+                elif not override.is_sweep_override():
+                    chosen.append(f"{key}={choice}")
+        base = compose("train", overrides=chosen)
+        keys = _dotted_keys(base)
+        lines += [line for word, override in values for line in _try(base, keys, groups, word, override)]
+    return "\n".join(lines) or _first_line(error)
+
+
+def _try(base: DictConfig, keys: list[str], groups: set[str], word: str, override: Any) -> list[str]:
+    key = override.key_or_group
+    if override.is_delete():
+        return [f"{word}: keys cannot be removed, only set"]
+    node = OmegaConf.select(base, key, throw_on_missing=False) if key in keys else None
+    if key not in keys:
+        parent = key.rpartition(".")[0]
+        siblings = [k for k in keys if k.rpartition(".")[0] == parent] if parent in keys else []
+        listed = f"; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}" if siblings else ""
+        near = _nearest(key, [*keys, *groups]) or (_nearest(key, [k.rpartition(".")[2] for k in keys]))
+        return [f"unknown key {key} (given as {word}){near}{listed}"]
+    if OmegaConf.is_dict(node) and key in keys and not isinstance(override.value(), dict):
+        return [f"{word}: {key} is a group of keys, not a value; set one of {', '.join(k for k in keys if k.startswith(key + '.'))}"]  # fmt: skip
+    try:
+        trial = base.copy()
+        OmegaConf.update(trial, key, override.value(), merge=True)
+        OmegaConf.resolve(trial)
+    except OmegaConfBaseException:
+        typed = _node(base, key)
+        expected = _EXPECTED.get(type(typed).__name__, "of another type")
+        return [f"{key}={override.value()} must be {expected}"]
+    return []
+
+
+def _node(base: DictConfig, key: str) -> Any:
+    parent, _, last = key.rpartition(".")
+    container = OmegaConf.select(base, parent) if parent else base
+    return container._get_node(last)
+
+
+def _dotted_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for key in config:
+        keys.append(f"{prefix}{key}")
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_missing() and not node._is_none():
+            keys += _dotted_keys(node, f"{prefix}{key}.")
+    return keys
+
+
+def _nearest(word: str, choices: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if error.__cause__ is not None and len(lines) < 2:
+        lines += [line.strip() for line in str(error.__cause__).splitlines()[:1]]
+    return "; ".join(lines[:2])

@@ -1,0 +1,392 @@
+"""The words every room shares: typed configuration and its validation.
+
+Plain dataclasses flow out of here and nothing flows in. They are usable without Hydra (``ParallelConfig(strategy=...)`` in
+somebody's own loop) and are the schema that Hydra composes against at the door (``train.py``). Each field's comment gives
+its consequence. `problems` returns everything that is wrong with a configuration at once; it never raises on the first.
+
+This module imports neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message is complete: what, got what, allowed what. Shown without traceback."""
+
+
+def option(default: Any, **constraint: Any) -> Any:
+    """A dataclass field with a constraint that `problems` checks.
+
+    Constraints: ``choices`` (tuple), ``minimum``, ``above``, ``maximum`` (numbers), ``auto=True`` (the word ``auto`` is
+    allowed beside a number).
+    """
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=constraint)
+    return field(default=default, metadata=constraint)
+
+
+STRATEGY_NAMES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
+
+
+@dataclass
+class MeshConfig:
+    """Sizes of the mesh axes, outermost to innermost. ``auto`` is resolved against the machines that are found."""
+
+    replicate: int | str = option("auto", minimum=1, auto=True)  # whole copies; only reduced gradients cross this axis
+    shard: int | str = option("auto", minimum=1, auto=True)  # ranks that split parameters, gradients, optimizer state
+    tensor: int | str = option("auto", minimum=1, auto=True)  # ranks that split each matrix; auto = 1
+    allow_cross_node: bool = False  # accept a shard or tensor group across hosts that would fit in one: up to 4x traffic
+
+
+@dataclass
+class StrategyConfig:
+    """What each mesh axis does to the parameters.
+
+    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and frees them after each module's
+    forward; ``zero2`` keeps them gathered until backward is done (fewer all-gathers, more memory). The hybrids do the same
+    inside the shard axis and all-reduce the sharded gradient over the replicate axis.
+    """
+
+    name: str = option("hybrid", choices=STRATEGY_NAMES)
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward, the root group's included."""
+        return self.name in ("zero3", "hybrid")
+
+
+@dataclass
+class BucketingConfig:
+    """Which parameters travel in one collective.
+
+    ``layer``: one group per module that owns parameters (most calls, least memory). ``block``: one group per repeated block
+    and the root group for all else. ``size``: consecutive modules up to ``size_mib``. ``none``: the finest the engine
+    allows, which is ``layer``; said in the log.
+    """
+
+    name: str = option("block", choices=("none", "layer", "block", "size"))
+    size_mib: float = option(25.0, above=0)  # used by name=size; inf puts the whole model into the root group
+    blocks: list[str] = option([])  # class names that are blocks; empty: repeated structure is detected
+
+
+@dataclass
+class PrecisionConfig:
+    """The dtype of every tensor that mixed precision decides about."""
+
+    name: str = "fp32"
+    storage: str = option("fp32", choices=DTYPES)  # sharded parameters, their gradients and the optimizer state
+    param: str = option("fp32", choices=DTYPES)  # gathered parameters and activations; halves all-gather bytes at bf16
+    reduce: str = option("fp32", choices=DTYPES)  # gradients on the wire; bf16 halves the bytes and rounds the sums
+    loss_scaling: bool = False  # fp16 only: dynamic scaling against underflow
+
+
+PRECISIONS = {
+    "fp64": PrecisionConfig("fp64", "fp64", "fp64", "fp64"),
+    "fp32": PrecisionConfig("fp32"),
+    "bf16": PrecisionConfig("bf16", "fp32", "bf16", "fp32"),
+    "bf16_reduce_bf16": PrecisionConfig("bf16_reduce_bf16", "fp32", "bf16", "bf16"),
+    "fp16": PrecisionConfig("fp16", "fp32", "fp16", "fp32", loss_scaling=True),
+}
+
+
+@dataclass
+class ActivationCheckpointingConfig:
+    """What backward recomputes instead of keeping. ``full`` keeps only block inputs; ``selective`` keeps the results of
+    matrix products and attention too and recomputes the cheap rest."""
+
+    name: str = option("none", choices=("none", "full", "selective"))
+    every: int = option(1, minimum=1)  # 2: only every second block is checkpointed, half the saving, half the cost
+
+
+@dataclass
+class CompileConfig:
+    """``block`` compiles each repeated block on its own (one compilation serves all equal blocks)."""
+
+    name: str = option("none", choices=("none", "block"))
+    backend: str = "inductor"  # any backend torch.compile knows; inductor on CPU needs a C++ compiler
+
+
+@dataclass
+class SyncConfig:
+    """What crosses the replicate axis, and when."""
+
+    # Under gradient accumulation, per micro-batch: full = reduce-scatter and all-reduce (most bytes); reduce_scatter_only =
+    # the replicate axis moves once per global batch; none = nothing moves before the last one (full gradients in memory)
+    during_accumulation: str = option("reduce_scatter_only", choices=("full", "reduce_scatter_only", "none"))
+
+
+@dataclass
+class ParallelConfig:
+    """Everything `parallel2d.parallelize` needs to know beside the model and the mesh.
+
+    Each field also takes a preset's name: ``ParallelConfig(strategy="zero3", precision="bf16")``.
+    """
+
+    strategy: StrategyConfig | str = field(default_factory=StrategyConfig)
+    bucketing: BucketingConfig | str = field(default_factory=BucketingConfig)
+    precision: PrecisionConfig | str = field(default_factory=PrecisionConfig)
+    activation_checkpointing: ActivationCheckpointingConfig | str = field(default_factory=ActivationCheckpointingConfig)
+    compile: CompileConfig | str = field(default_factory=CompileConfig)
+    allow_cross_node: bool = False
+
+    def resolved(self) -> ResolvedParallelConfig:
+        """The same with every preset name replaced by its dataclass. Raises `ConfigError` listing every problem."""
+        values = {}
+        for name, (presets, kind) in _PRESETS.items():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                if value not in presets:
+                    raise ConfigError(f"{name}={value!r} is not one of {', '.join(presets)}")
+                value = presets[value]
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name} must be a preset name or {kind.__name__}, got {type(value).__name__}")
+            values[name] = dataclasses.replace(value)
+        resolved = ResolvedParallelConfig(**values, allow_cross_node=self.allow_cross_node)
+        if found := list(problems(resolved)):
+            raise ConfigError("\n".join(found))
+        return resolved
+
+
+@dataclass
+class ResolvedParallelConfig:
+    """`ParallelConfig` without preset names: what the transforms read."""
+
+    strategy: StrategyConfig
+    bucketing: BucketingConfig
+    precision: PrecisionConfig
+    activation_checkpointing: ActivationCheckpointingConfig
+    compile: CompileConfig
+    allow_cross_node: bool
+
+
+STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
+BUCKETINGS = {name: BucketingConfig(name) for name in ("none", "layer", "block", "size")}
+CHECKPOINTINGS = {name: ActivationCheckpointingConfig(name) for name in ("none", "full", "selective")}
+COMPILES = {name: CompileConfig(name) for name in ("none", "block")}
+_PRESETS: dict[str, tuple[dict[str, Any], type]] = {
+    "strategy": (STRATEGIES, StrategyConfig),
+    "bucketing": (BUCKETINGS, BucketingConfig),
+    "precision": (PRECISIONS, PrecisionConfig),
+    "activation_checkpointing": (CHECKPOINTINGS, ActivationCheckpointingConfig),
+    "compile": (COMPILES, CompileConfig),
+}
+
+
+@dataclass
+class LlamaModel:
+    """A Llama-3-style decoder (`parallel2d.models.llama`)."""
+
+    family: str = "llama"
+    dim: int = option(128, minimum=1)
+    n_layers: int = option(4, minimum=1)
+    n_heads: int = option(8, minimum=1)
+    n_kv_heads: int = option(4, minimum=1)  # fewer than n_heads: grouped-query attention
+    hidden_dim: int = option(352, minimum=1)  # of the SwiGLU feed-forward
+    vocab_size: int = option(320, minimum=1)  # at least the tokenizer's; padded rows are never a target
+    max_seq_len: int = option(2048, minimum=1)
+    norm_eps: float = option(1e-5, above=0)
+    rope_theta: float = option(500000.0, above=0)
+    tie_embeddings: bool = False
+
+
+@dataclass
+class CustomModel:
+    """Your own ``nn.Module``: ``model=custom model.target=package.module:factory``."""
+
+    family: str = "custom"
+    target: str = "???"  # package.module:factory; called with `arguments`, returns an nn.Module
+    arguments: dict[str, Any] = option({})  # keyword arguments of the factory
+    loss: str | None = None  # package.module:function(output, targets) -> summed loss; default: cross-entropy of logits
+    tensor_plan: str | None = None  # package.module:function(model) -> {module pattern: ParallelStyle}
+
+
+@dataclass
+class DataConfig:
+    """What is read. Global batch k is a function of seed, data and k alone."""
+
+    name: str = option("stdlib", choices=("stdlib", "text"))  # stdlib: the Python standard library's own source
+    path: str | None = None  # name=text: a file, folder or glob
+    validation_fraction: float = option(0.02, minimum=0, maximum=0.5)  # of documents, chosen by their content's hash
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW. Weight decay acts on matrices only, never on norms and biases."""
+
+    name: str = option("adamw", choices=("adamw",))
+    lr: float = option(1e-3, above=0)
+    betas: list[float] = option([0.9, 0.95])
+    eps: float = option(1e-8, above=0)
+    weight_decay: float = option(0.1, minimum=0)
+    clip_norm: float = option(1.0, above=0)  # global 2-norm of the gradient; inf: never clipped, still measured
+
+
+@dataclass
+class SchedulerConfig:
+    """The learning rate as a function of the step alone: linear warm-up, then the named shape down to ``floor`` · lr."""
+
+    name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
+    warmup_steps: int = option(0, minimum=0)
+    floor: float = option(0.1, minimum=0, maximum=1)  # share of lr that is left at the last step
+    decay_fraction: float = option(0.2, above=0, maximum=1)  # wsd: the last part of the run in which it decays
+
+
+@dataclass
+class LoopConfig:
+    """The loop. Batch sizes count sequences; steps count from 1."""
+
+    steps: int = option(300, minimum=1)
+    seed: int = option(0, minimum=0)
+    global_batch_size: int = option(32, minimum=1)
+    micro_batch_size: int | str = option("auto", minimum=1, auto=True)  # per rank; auto: largest divisor up to 8
+    seq_len: int = option(128, minimum=1)
+    validate_every: int = option(100, minimum=0)  # steps; 0: never
+    validate_batches: int = option(4, minimum=1)  # global batches per validation
+    max_skipped_steps: int = option(20, minimum=1)  # non-finite steps in a row before the run ends with an error
+    gc_every: int = option(100, minimum=1)  # steps between collections, on all ranks at once, instead of at random
+    deterministic: bool = False  # torch.use_deterministic_algorithms; slower on GPU
+
+
+@dataclass
+class MetricsConfig:
+    """What is written and shown."""
+
+    log_every: int = option(1, minimum=1)  # steps; losses in between are reduced all the same
+    console: str = option("rich", choices=("rich", "plain", "silent"))  # rich falls back to plain off a terminal
+    tensorboard: bool = True
+
+
+@dataclass
+class LaunchConfig:
+    """Starting workers on this machine when not under torchrun or srun."""
+
+    nproc_per_node: int | str = option("auto", minimum=1, auto=True)  # auto: one per GPU, 4 on a machine without
+    timeout: float = option(600.0, above=0)  # seconds a collective may wait for a late rank
+    host_id: str | None = None  # overrides the found host identity (host name and network namespace)
+
+
+@dataclass
+class TrainConfig:
+    """The whole job: what ``python -m parallel2d.train`` composes."""
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    bucketing: BucketingConfig = field(default_factory=BucketingConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    model: Any = field(default_factory=LlamaModel)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def parallel(self) -> ParallelConfig:
+        """The part that `parallel2d.parallelize` reads."""
+        return ParallelConfig(
+            strategy=self.strategy,
+            bucketing=self.bucketing,
+            precision=self.precision,
+            activation_checkpointing=self.activation_checkpointing,
+            compile=self.compile,
+            allow_cross_node=self.mesh.allow_cross_node,
+        )
+
+    def validate(self) -> None:
+        """Raises `ConfigError` with one line per problem: field constraints first, then those between fields."""
+        found = [*problems(self), *_cross_field_problems(self)]
+        if found:
+            raise ConfigError("\n".join(found))
+
+
+def problems(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yields one line per field of a dataclass tree that breaks its own constraint."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        key = prefix + item.name
+        if is_dataclass(value):
+            yield from problems(value, key + ".")
+        elif value == "???":
+            yield f"{key} is required and was not given"
+        elif item.metadata:
+            yield from _constraint_problems(key, value, item.metadata)
+
+
+def _constraint_problems(key: str, value: Any, constraint: Any) -> Iterator[str]:
+    if "choices" in constraint:
+        if value not in constraint["choices"]:
+            yield f"{key}={value} is not one of {', '.join(constraint['choices'])}"
+        return
+    auto = constraint.get("auto", False)
+    if auto and value == "auto":
+        return
+    bounded = {"minimum", "above", "maximum"} & set(constraint)
+    if not bounded:
+        return
+    bounds = " and ".join(
+        text.format(constraint[name])
+        for name, text in (("minimum", "at least {}"), ("above", "above {}"), ("maximum", "at most {}"))
+        if name in constraint
+    )
+    allowed = f"must be {'a whole number ' if auto else ''}{bounds}{' or auto' if auto else ''}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or (auto and not isinstance(value, int)):
+        yield f"{key}={value} {allowed}"
+    elif (
+        math.isnan(value)
+        or value < constraint.get("minimum", -math.inf)
+        or value <= constraint.get("above", -math.inf)
+        or value > constraint.get("maximum", math.inf)
+    ):
+        yield f"{key}={value} {allowed}"
+
+
+def _cross_field_problems(config: TrainConfig) -> Iterator[str]:
+    train, model = config.train, config.model
+    if isinstance(model, LlamaModel):
+        if model.dim % model.n_heads:
+            yield f"model.dim={model.dim} must be a multiple of model.n_heads={model.n_heads}"
+        elif (model.dim // model.n_heads) % 2:
+            yield f"model.dim / model.n_heads = {model.dim // model.n_heads} must be even: rotary embedding turns pairs"
+        if model.n_heads % model.n_kv_heads:
+            yield f"model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}"
+        if train.seq_len > model.max_seq_len:
+            yield f"train.seq_len={train.seq_len} is longer than model.max_seq_len={model.max_seq_len}"
+    elif isinstance(model, CustomModel):
+        for key in ("target", "loss", "tensor_plan"):
+            value = getattr(model, key)
+            if value not in (None, "???") and not _is_reference(value):
+                yield f"model.{key}={value} must have the form package.module:name"
+    if config.data.name == "text" and not config.data.path:
+        yield "data.path is required with data=text: a file, folder or glob"
+    if config.data.name == "stdlib" and config.data.path:
+        yield f"data.path={config.data.path} is only read with data=text"
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
+    if config.scheduler.warmup_steps >= train.steps and config.scheduler.warmup_steps > 0:
+        yield f"scheduler.warmup_steps={config.scheduler.warmup_steps} must be below train.steps={train.steps}"
+    precision = config.precision
+    if precision.loss_scaling and precision.param != "fp16":
+        yield f"precision.loss_scaling=true needs precision.param=fp16, got {precision.param}"
+    if config.activation_checkpointing.name == "none" and config.activation_checkpointing.every != 1:
+        yield "activation_checkpointing.every needs activation_checkpointing=full or selective"
+    if isinstance(train.micro_batch_size, int) and train.micro_batch_size > train.global_batch_size:
+        yield (
+            f"train.micro_batch_size={train.micro_batch_size} is larger than "
+            f"train.global_batch_size={train.global_batch_size}"
+        )
+
+
+def _is_reference(value: str) -> bool:
+    module, colon, name = value.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])

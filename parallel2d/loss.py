@@ -1,0 +1,114 @@
+"""The loss, and the scaling that makes it and its gradient independent of the layout.
+
+[Note: the mean over valid tokens] The loss of a global batch is the sum over its valid tokens divided by their number, however
+unevenly they fall on ranks and micro-batches; a mean of rank means is something else. Each rank backpropagates its summed loss
+times `token_weight` = data ranks / valid tokens of the global batch. Sharding averages gradients over the data ranks, which
+cancels the numerator, so that what remains is exactly the gradient of the global mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel2d.mesh import mesh_shape
+
+IGNORED = -100  # a target that is not a valid token, as in torch's cross_entropy
+_CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
+
+
+def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
+    """What a rank's summed loss is multiplied with before ``backward``; see [Note: the mean over valid tokens].
+
+    ``valid_tokens``: those of this rank in the whole global batch (all of its micro-batches). Collective over the data ranks.
+    Returns an fp64 scalar tensor on the mesh's device; zero when no rank has a valid token.
+    """
+    total = torch.as_tensor(valid_tokens, dtype=torch.float64, device=mesh.device_type).clone()
+    sum_over_data_ranks(total, mesh)
+    return torch.where(total > 0, mesh_shape(mesh).data_ranks / total.clamp(min=1), 0.0)
+
+
+def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sums ``value`` in place over the replicate and shard axes (tensor ranks hold copies, not parts). Collective."""
+    for axis in ("shard", "replicate"):
+        if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1:
+            dist.all_reduce(value, group=mesh.get_group(axis))
+    return value
+
+
+def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
+    """Summed cross-entropy over the targets that are not `IGNORED`; a scalar in fp32 (fp64 for fp64 logits).
+
+    ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism leaves it, or a model output
+    with an attribute ``logits``; ``targets``: int64 [...]. Beside the logits and their gradient only one chunk is ever held in
+    full precision: softmax is computed again in backward from a saved log-sum-exp per token.
+    """
+    logits = getattr(logits, "logits", logits)
+    if not isinstance(logits, DTensor):
+        return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0)
+    mesh, (placement,) = logits.device_mesh, logits.placements
+    if not placement.is_shard(logits.ndim - 1):
+        return cross_entropy_sum(logits.full_tensor(), targets)
+    per_rank = -(-logits.shape[-1] // mesh.size())
+    local = logits.to_local()
+    return _CrossEntropySum.apply(
+        local.flatten(0, -2), targets.flatten(), mesh.get_group(), per_rank * mesh.get_local_rank()
+    )
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Cross-entropy over a vocabulary of which this rank may hold only columns ``first`` onwards (Shoeybi et al. 2019)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        columns = logits.shape[1]
+        log_sums, picked = [], []
+        for rows, target in _chunks(logits, targets):
+            own = (target >= first) & (target < first + columns)
+            chunk = rows.to(dtype)
+            index = (target - first).clamp(0, max(columns - 1, 0))[:, None]
+            value = chunk.gather(1, index)[:, 0] if columns else chunk.new_zeros(len(target))
+            picked.append(torch.where(own, value, 0))
+            log_sums.append(chunk.logsumexp(1))
+        log_sum = torch.cat(log_sums) if log_sums else logits.new_zeros(0, dtype=dtype)
+        value = torch.cat(picked) if picked else logits.new_zeros(0, dtype=dtype)
+        if group is not None:
+            largest = log_sum.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            total = (log_sum - largest).exp()
+            dist.all_reduce(total, group=group)
+            dist.all_reduce(value, group=group)
+            log_sum = largest + total.log()
+        ctx.save_for_backward(logits, targets, log_sum)
+        ctx.first = first
+        return torch.where(targets != IGNORED, log_sum - value, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, log_sum = ctx.saved_tensors
+        (scale,) = grad_outputs
+        gradient = torch.empty_like(logits)
+        columns, start = logits.shape[1], 0
+        for rows, target in _chunks(logits, targets):
+            end = start + len(target)
+            chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
+            own = (target >= ctx.first) & (target < ctx.first + columns)
+            index = (target - ctx.first).clamp(0, max(columns - 1, 0))[:, None]
+            if columns:
+                chunk.scatter_add_(1, index, -own.to(chunk.dtype)[:, None])
+            gradient[start:end] = chunk.mul_(torch.where(target != IGNORED, scale, 0)[:, None])
+            start = end
+        return gradient, None, None, None
+
+
+def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    rows = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], 1))
+    return list(zip(logits.split(rows), targets.split(rows), strict=True))
+
+

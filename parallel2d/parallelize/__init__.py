@@ -1,0 +1,84 @@
+"""`parallelize`: the one page that turns a plain ``nn.Module`` into one that is sharded, replicated and ready to train.
+
+A model (on meta or with weights), a mesh and a `ParallelConfig` flow in; the same model object flows out, its parameters
+DTensors, its parameter names unchanged. The transforms run in a fixed order, each in a file of its own:
+
+    tensor parallel -> activation checkpointing -> compile -> sharding and replicate sync -> weights
+
+Tensor parallelism comes first because it changes what a layer computes; checkpointing and compilation wrap what a block runs
+and so must see the split layers; sharding comes last because its hooks must stay outside of what is recomputed or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.config import ParallelConfig
+from parallel2d.mesh import Topology, check_placement, mesh_shape
+from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
+from parallel2d.parallelize.bucketing import bucket_modules
+from parallel2d.parallelize.compilation import compile_blocks
+from parallel2d.parallelize.initialization import (
+    Initializer,
+    build_on_meta,
+    check_equal_on_all_ranks,
+    has_meta_parameters,
+    plan_weights,
+)
+from parallel2d.parallelize.sharding import cast_storage, shard
+from parallel2d.parallelize.structure import find_blocks
+from parallel2d.parallelize.tensor_parallel import apply_tensor_parallel
+
+__all__ = ["build_on_meta", "parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig | None = None,
+    *,
+    seed: int | None = None,
+    init: Initializer | None = None,
+    tensor_plan: Mapping[str, object] | None = None,
+    topology: Topology | None = None,
+) -> nn.Module:
+    """Shards ``model`` over ``mesh`` in place and returns it. Collective: every rank calls it with equal arguments.
+
+    Args:
+        model: any ``nn.Module``. Built under `build_on_meta` its weights are drawn here, from ``seed`` and the canonical
+            names alone; built with real weights they are kept, after a check that all ranks hold the same.
+        mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and optionally ``tensor``.
+        config: strategy, bucketing, precision, activation checkpointing, compilation; presets by name.
+        seed: of the initial weights; required when parameters are on meta.
+        init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each module's own initializer.
+        tensor_plan: module pattern -> parallel style; required when the mesh has a tensor axis.
+        topology: which rank is on which host, if known; otherwise the ranks are asked.
+
+    Build the optimizer after this call, on the returned model's parameters.
+
+    Raises:
+        ConfigError: a setting that cannot work on this model or mesh, with what can.
+    """
+    settings = (config or ParallelConfig()).resolved()
+    shape = mesh_shape(mesh)
+    topology = topology or Topology.gather()
+    check_placement(mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor), topology, settings.allow_cross_node)
+
+    on_meta = has_meta_parameters(model, seed)
+    cast_storage(model, settings.precision)
+    if not on_meta:
+        check_equal_on_all_ranks(model)
+    blocks = find_blocks(model, settings.bucketing.blocks)
+    weights = plan_weights(model, blocks, init) if on_meta else None
+
+    apply_tensor_parallel(model, mesh, tensor_plan)
+    checkpoint_activations(model, blocks, settings.activation_checkpointing)
+    compile_blocks(model, blocks, settings.compile)
+    shard(model, mesh, bucket_modules(model, blocks, settings.bucketing), settings)
+    if weights is not None:
+        assert seed is not None
+        weights.write(model, seed, mesh.device_type)
+    return model

@@ -1,0 +1,85 @@
+"""Which modules share one collective. A model and its blocks flow in, groups of modules flow out, innermost first.
+
+A group's parameters are gathered by one all-gather and their gradients leave in one reduce-scatter. What no group names
+belongs to the root's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import nn
+
+from parallel2d.config import BucketingConfig
+from parallel2d.parallelize.structure import ATOMIC, owning_modules
+
+log = logging.getLogger(__name__)
+
+
+def bucket_modules(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig
+) -> list[list[nn.Module]]:
+    """Groups of modules below the root, children before parents; modules with tied parameters always share a group."""
+    name = config.name
+    if name == "none":
+        log.info("bucketing=none: a group per single parameter is not possible; the finest, a group per layer, is used")
+        name = "layer"
+    if name == "block" and not blocks:
+        log.warning("bucketing=block: %s has no repeated blocks; a group per layer is used", type(model).__name__)
+        name = "layer"
+    if name == "block":
+        groups = [[block] for _, block in blocks]
+    else:
+        owners = [(path, module) for path, module in owning_modules(model) if path]
+        groups = [[module] for _, module in owners] if name == "layer" else _by_size(model, owners, config.size_mib)
+    return _innermost_first(model, _merge_tied(model, groups))
+
+
+def _by_size(model: nn.Module, owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:
+    limit = size_mib * 2**20
+    groups: list[list[nn.Module]] = []
+    filled = 0
+    seen: set[int] = set()
+    for _, module in owners:
+        parameters = module.parameters(recurse=isinstance(module, ATOMIC))
+        size = sum(p.numel() * p.element_size() for p in parameters if id(p) not in seen)
+        seen.update(map(id, module.parameters(recurse=False)))
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(module)
+        filled += size
+    return groups if len(groups) > 1 else []  # everything in one group: the root's
+
+
+def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
+    """Joins groups that hold one and the same parameter; a group that shares one with the root's is dissolved into it."""
+    root = -1
+    group_of_top = {id(module): index for index, group in enumerate(groups) for module in group}
+    holders: dict[int, set[int]] = defaultdict(set)
+
+    def visit(module: nn.Module, group: int) -> None:
+        group = group_of_top.get(id(module), group)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders[id(parameter)].add(group)
+        for child in module.children():
+            visit(child, group)
+
+    visit(model, root)
+    home = list(range(len(groups)))
+    for sharing in holders.values():
+        homes = {index if index == root else home[index] for index in sharing}
+        home = [min(homes) if index in homes else index for index in home]
+    joined: dict[int, list[nn.Module]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        joined[home[index]] += group
+    joined.pop(root, None)
+    return list(joined.values())
+
+
+def _innermost_first(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
+    depth = {id(module): name.count(".") for name, module in model.named_modules()}
+    return sorted(groups, key=lambda group: -max(depth[id(module)] for module in group))

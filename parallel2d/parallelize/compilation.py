@@ -1,0 +1,27 @@
+"""``torch.compile`` of each repeated block on its own: short compilations, one for all equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from parallel2d.config import CompileConfig, ConfigError
+
+
+def compile_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig) -> nn.Module:
+    """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside. Raises `ConfigError` without blocks or for an
+    unknown backend."""
+    if config.name == "none":
+        return model
+    if not blocks:
+        raise ConfigError(
+            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their classes in bucketing.blocks"
+        )
+    known = torch.compiler.list_backends(exclude_tags=())
+    if config.backend not in known:
+        raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(known)}")
+    for _, block in blocks:
+        block.forward = torch.compile(block.forward, backend=config.backend)  # type: ignore[method-assign]
+    return model

@@ -1,0 +1,212 @@
+"""Weights that do not know the mesh: `build_on_meta`, the seeded initial values, and what each rank keeps of them.
+
+[Note: mesh-independent weights] A module's initial values depend on the seed and on canonical names alone. Before any transform a
+blueprint of the model (structure without storage) is kept. After sharding it is filled one unit at a time, where a unit is a
+repeated block or the rest of the model: storage on CPU, each module's own initializer in post-order, under a generator seeded
+from a hash of the seed and that module's name. Every rank does the same and keeps its slice, so no device, mesh or world size
+enters, and a rank never holds more than the largest unit.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel2d.config import ConfigError
+from parallel2d.parallelize.structure import canonical_name, tied_parameters
+
+Initializer = Callable[[nn.Module, str], None]
+
+
+@contextmanager
+def build_on_meta() -> Iterator[None]:
+    """Inside, every parameter that a module registers goes to the meta device; buffers stay real, so that tables which a
+    constructor computes are right without being computed again. Costs one parameter of memory at a time."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            attributes = dict(param.__dict__)
+            param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param.__dict__.update(attributes)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
+    """Whether all parameters are on meta. Raises `ConfigError` for a mixture, or for meta without a seed."""
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if not meta and not real:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    if meta and real:
+        raise ConfigError(f"{meta[0]} is on meta and {real[0]} is not: build the whole model one way")
+    if meta and seed is None:
+        raise ConfigError("the parameters are on meta: give the seed of their initial values")
+    return bool(meta)
+
+
+def check_equal_on_all_ranks(model: nn.Module) -> None:
+    """Raises `ConfigError` when ranks hold different weights, which sharding would mix silently. Collective."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().double()
+        digest.update(f"{name} {tuple(parameter.shape)} {data.sum().item()} {data.square().sum().item()}".encode())
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise ConfigError(
+            f"ranks {different} hold other weights than rank 0: build the model under the same torch.manual_seed on every "
+            "rank, or under parallel2d.build_on_meta with seed="
+        )
+
+
+def module_seed(seed: int, name: str) -> int:
+    """The generator seed of the module called ``name``: 63 bits of SHA-256 over seed and canonical name."""
+    digest = hashlib.sha256(f"{seed}/{canonical_name(name)}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class InitialWeights:
+    """What `plan` found: a blueprint of the model, its units, and how each module is initialized."""
+
+    def __init__(self, blueprint: nn.Module, units: list[str], init: Initializer | None) -> None:
+        self.blueprint, self.units, self.init = blueprint, units, init
+
+    def write(self, model: nn.Module, seed: int, device_type: str) -> None:
+        """Allocates the model's parameters on this rank's device and fills them with their slice of the initial values.
+
+        Raises `ConfigError` naming every parameter that no initializer sets.
+        """
+        _allocate(model, device_type)
+        destinations = {canonical_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        written: set[int] = set()
+        unset: list[str] = []
+        for unit in self.units:
+            filled = self._fill(unit, seed)
+            for name, value in filled.named_parameters(prefix=unit, remove_duplicate=False):
+                parameter = destinations[canonical_name(name)]
+                if value.is_meta or id(parameter) in written:
+                    continue
+                if value.isnan().any():
+                    unset.append(name)
+                written.add(id(parameter))
+                copy_slice(parameter, value)
+            for name, value in filled.named_buffers(prefix=unit, remove_duplicate=False):
+                if not value.is_meta and name in buffers and self.blueprint.get_buffer(name).is_meta:
+                    if value.is_floating_point() and value.isnan().any():
+                        unset.append(name)
+                    buffers[name].copy_(value)
+        if unset:
+            raise ConfigError(
+                f"no initializer sets {', '.join(unset)}: give the module that owns "
+                f"{'them' if len(unset) > 1 else 'it'} a reset_parameters method, pass init=function(module, name) "
+                "(model.init=package.module:function), or build the model with real weights"
+            )
+
+    def _fill(self, unit: str, seed: int) -> nn.Module:
+        """The unit's modules with storage on CPU and initial values; other units inside it stay on meta."""
+        top = self.blueprint.get_submodule(unit)
+        others = {id(self.blueprint.get_submodule(name)) for name in self.units if name != unit}
+        kept: dict[int, Any] = {id(module): module for module in top.modules() if id(module) in others}
+        filled = copy.deepcopy(top, dict(kept))  # what is in the memo is not copied: it stays the blueprint's, on meta
+        foreign = {id(m) for module in kept.values() for m in module.modules()}
+        storage: dict[int, nn.Parameter] = {}
+        for module in filled.modules():
+            if id(module) in foreign:
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in storage:
+                        storage[id(parameter)] = _empty_on_cpu(parameter)
+                    module._parameters[name] = storage[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    empty = torch.empty_like(buffer, device="cpu")
+                    module._buffers[name] = empty.fill_(torch.nan) if buffer.is_floating_point() else empty.zero_()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            self._initialize(filled, unit, seed, foreign, complete=not kept)
+        return filled
+
+    def _initialize(self, module: nn.Module, name: str, seed: int, foreign: set[int], complete: bool) -> None:
+        for child_name, child in module.named_children():
+            if id(child) not in foreign:
+                child_path = f"{name}.{child_name}" if name else child_name
+                whole = not any(id(m) in foreign for m in child.modules())
+                self._initialize(child, child_path, seed, foreign, whole)
+        owns = any(parameter is not None for parameter in module._parameters.values())
+        if not owns and not complete:
+            return  # its initializer would reach into modules that are not here
+        torch.manual_seed(module_seed(seed, name))
+        if self.init is not None:
+            self.init(module, canonical_name(name))
+            return
+        for attribute in ("reset_parameters", "_reset_parameters"):
+            reset = getattr(module, attribute, None)
+            if callable(reset):
+                reset()
+                return
+
+
+def _empty_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
+    """Drawn in fp32 whatever it is stored in, so that every precision starts from the same values; NaN until set."""
+    if not parameter.is_floating_point():
+        return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+    return nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), parameter.requires_grad)
+
+
+def plan_weights(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
+) -> InitialWeights:
+    """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms; `InitialWeights.write` comes after
+    them. See [Note: mesh-independent weights]."""
+    return InitialWeights(copy.deepcopy(model), ["", *(name for name, _ in blocks)], init)
+
+
+def _allocate(model: nn.Module, device_type: str) -> None:
+    """Gives every parameter and buffer storage on this rank's device; tied parameters stay tied."""
+    device = torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else "cpu"
+    ties = tied_parameters(model)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for (first, first_name), *others in ties:
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
+
+
+@torch.no_grad()
+def copy_slice(parameter: Tensor, full: Tensor) -> None:
+    """Copies this rank's slice of ``full`` (the whole tensor, on any device) into ``parameter``. No communication.
+
+    Mesh axes are undone from the innermost outwards, because tensor parallelism splits first and sharding splits what is left;
+    each splits as ``torch.chunk`` does, so the last ranks may hold less or nothing.
+    """
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(full)
+        return
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis in reversed(range(mesh.ndim)):
+        placement = parameter.placements[axis]
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            chunks = full.chunk(mesh.size(axis), dim=dim)
+            index = coordinate[axis]
+            full = chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)
+    local = parameter.to_local()
+    local.copy_(full.reshape(local.shape))

@@ -1,0 +1,132 @@
+"""Pools of gloo worker processes that stay alive for the test session, so that a multi-rank test costs tenths of a second.
+
+``run(world_size, function, *args)`` calls a module-level function on every rank, inside one process group, and returns the list of
+results by rank. An exception on any rank is raised in the test with that rank's traceback; the pool is then started afresh,
+because the other ranks may be waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+TIMEOUT = 240.0  # seconds a test may take on the workers before they are ended
+
+
+def _worker(rank: int, world_size: int, store_path: str, connection: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
+    )
+    connection.send(("ready", None))
+    while (task := connection.recv()) is not None:
+        function, args, kwargs = task
+        try:
+            answer = ("ok", function(*args, **kwargs))
+        except BaseException as error:
+            answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
+        connection.send(answer)
+    dist.destroy_process_group()
+
+
+class WorkerError(AssertionError):
+    """A test function failed on a rank. ``kind`` and ``message`` are those of the exception there."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"rank {rank}: {kind}: {message}\n{trace}")
+        self.kind, self.message = kind, message
+
+
+class Pool:
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+        self.folder = tempfile.TemporaryDirectory(prefix="parallel2d-test-")
+        self.connections = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_worker,
+                args=(rank, world_size, os.path.join(self.folder.name, "store"), theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+        self._gather(TIMEOUT)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        for connection in self.connections:
+            connection.send((function, args, kwargs))
+        return self._gather(TIMEOUT)
+
+    def _gather(self, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        rank_of = {id(connection): rank for rank, connection in enumerate(self.connections)}
+        waiting = list(self.connections)
+        failure = None
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, timeout=2.0 if failure else timeout)
+            if not ready:
+                break
+            for connection in ready:
+                waiting.remove(connection)
+                rank = rank_of[id(connection)]
+                try:
+                    kind, value = connection.recv()
+                except EOFError:
+                    kind, value = "error", ("EOFError", "the worker process ended", "")
+                if kind == "error":
+                    failure = failure or WorkerError(rank, *value)
+                results[rank] = value
+        if failure:
+            raise failure
+        if waiting:
+            late = [rank_of[id(connection)] for connection in waiting]
+            raise WorkerError(late[0], "TimeoutError", f"ranks {late} did not answer in {timeout} s", "")
+        return [results[rank] for rank in range(len(self.connections))]
+
+    def close(self, kill: bool = False) -> None:
+        for connection, process in zip(self.connections, self.processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                connection.send(None)
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+
+class Pools:
+    """One pool per world size, started when first asked for."""
+
+    def __init__(self) -> None:
+        self.pools: dict[int, Pool] = {}
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if world_size not in self.pools:
+            self.pools[world_size] = Pool(world_size)
+        try:
+            return self.pools[world_size].run(function, *args, **kwargs)
+        except BaseException:
+            self.pools.pop(world_size).close(kill=True)
+            raise
+
+    def close(self) -> None:
+        while self.pools:
+            self.pools.popitem()[1].close()
