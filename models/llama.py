@@ -47,16 +47,20 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """``x``: [batch, seq, dim]; ``positions``: int64 [seq]; ``mask``: bool [batch, 1, seq, seq] or None for plain causal attention."""
+        """``x``: [batch, seq, dim]; ``positions``: int64 [seq]; ``mask``: bool [batch, 1, seq, seq] or None (causal)."""
         batch, seq, _ = x.shape
         query, key, value = (
-            projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.wq, self.wk, self.wv)
+            projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2) for projection in (self.wq, self.wk, self.wv)
         )
         cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
@@ -109,9 +113,7 @@ class Llama(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.max_seq_len = n_heads, n_kv_heads, max_seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(
-            Block(dim, n_heads, n_kv_heads, hidden_dim, norm_eps, rope_theta) for _ in range(n_layers)
-        )
+        self.layers = nn.ModuleList(Block(dim, n_heads, n_kv_heads, hidden_dim, norm_eps, rope_theta) for _ in range(n_layers))
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:

@@ -1,11 +1,37 @@
-"""parallel2d: hybrid 2-D parallel training. Shard inside a node, replicate across nodes; the loss does not depend on the mesh."""
+"""parallel2d: hybrid 2-D parallel training. Shard inside a node, replicate across nodes; the loss does not depend on the mesh.
 
-from parallel2d.config import ConfigError, ParallelConfig
-from parallel2d.gradients import clip_gradient_norm
-from parallel2d.loss import cross_entropy_sum, token_weight
-from parallel2d.mesh import MeshSpec, Topology, build_mesh, data_coordinate, mesh_shape
-from parallel2d.parallelize import build_on_meta, parallelize
-from parallel2d.sync import accumulate, no_sync
+The names below are imported when first used, so that commands which do not train start without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel2d.config import ConfigError, ParallelConfig
+    from parallel2d.gradients import clip_gradient_norm
+    from parallel2d.loss import cross_entropy_sum, token_weight
+    from parallel2d.mesh import MeshSpec, Topology, build_mesh, data_coordinate, mesh_shape
+    from parallel2d.parallelize import build_on_meta, parallelize
+    from parallel2d.sync import accumulate, no_sync
+
+_MODULES = {
+    "ConfigError": "config",
+    "MeshSpec": "mesh",
+    "ParallelConfig": "config",
+    "Topology": "mesh",
+    "accumulate": "sync",
+    "build_mesh": "mesh",
+    "build_on_meta": "parallelize",
+    "clip_gradient_norm": "gradients",
+    "cross_entropy_sum": "loss",
+    "data_coordinate": "mesh",
+    "mesh_shape": "mesh",
+    "no_sync": "sync",
+    "parallelize": "parallelize",
+    "token_weight": "loss",
+}
 
 __all__ = [
     "ConfigError",
@@ -23,3 +49,9 @@ __all__ = [
     "parallelize",
     "token_weight",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

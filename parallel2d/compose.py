@@ -6,6 +6,7 @@ allowed and the nearest valid choice. Nothing behind the door knows Hydra.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -27,6 +28,7 @@ from parallel2d.config import (
     COMPILES,
     PRECISIONS,
     STRATEGIES,
+    CheckpointConfig,
     ConfigError,
     CustomModel,
     LaunchConfig,
@@ -47,6 +49,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "sync": {"exact": SyncConfig()},
     "optimizer": {"adamw": OptimizerConfig()},
     "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
+    "checkpoint": {"default": CheckpointConfig()},
     "metrics": {"default": MetricsConfig()},
     "launch": {"local": LaunchConfig()},
 }
@@ -94,15 +97,15 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
     if refuse_multirun and any(word in ("-m", "--multirun") for word in words):
         raise ConfigError(f"-m is refused here: {refuse_multirun}")
 
+    failures: list[tuple[str, Exception]] = []
+
     def call(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
-        task(
-            Job(
-                to_config(composed),
-                os.path.abspath(hydra_config.runtime.output_dir),
-                tuple(hydra_config.overrides.task),
-            )
-        )
+        overrides = tuple(hydra_config.overrides.task)
+        try:
+            task(Job(to_config(composed), os.path.abspath(hydra_config.runtime.output_dir), overrides))
+        except Exception as error:  # kept from Hydra, which would print its own account of it; the other jobs still run
+            failures.append((" ".join(overrides), error))
 
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv[0], *words]
@@ -111,25 +114,32 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
         hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")(call)()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(words, error)) from None
-    except PermissionError as error:
-        raise ConfigError(f"the run directory cannot be written: {error}") from None
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"the run directory cannot be made: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"hydra.run.dir: the run directory cannot be made or written: {error}") from None
     finally:
         sys.argv = argv
         if full_error is None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+    if len(failures) > 1:
+        raise ConfigError("\n".join(f"[{overrides}] {error}" for overrides, error in failures))
+    if failures:
+        raise failures[0][1]
 
 
 def to_config(composed: DictConfig) -> TrainConfig:
     """The validated dataclasses of a composed config. Raises `ConfigError` with every problem."""
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise ConfigError("\n".join(f"{key} is required and was not given" for key in missing))
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(_first_line(error)) from None
     assert isinstance(config, TrainConfig)
+    if extra := _extra_keys(composed):
+        known = [key for key in _dotted_keys(composed) if not key.startswith(tuple(extra))]
+        raise ConfigError("\n".join(f"unknown key {key}{_nearest(key, known)}" for key in extra))
     config.validate()
     return config
 
@@ -171,11 +181,12 @@ def _explain(words: Sequence[str], error: Exception) -> str:
             try:
                 override = OverridesParser.create(loader).parse_override(word)
             except HydraException as wrong:
-                lines.append(f"{word}: {_first_line(wrong)}; write key=value, and quote values with special characters")
+                reason = str(wrong).splitlines()[0]
+                lines.append(f"{word} cannot be read ({reason}); write key=value, and quote special characters")
                 continue
-            key = override.key_or_group
+            key = str(override.key_or_group)
             if override.is_sweep_override() or key.startswith("hydra"):
-                choices = [part.strip() for part in str(override.value_string()).split(",")]
+                choices = [part.strip() for part in str(override.get_value_string()).split(",")]
                 if key not in groups or not override.is_sweep_override():
                     continue
             else:
@@ -206,8 +217,9 @@ def _try(base: DictConfig, keys: list[str], groups: set[str], word: str, overrid
         listed = f"; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}" if siblings else ""
         near = _nearest(key, [*keys, *groups]) or (_nearest(key, [k.rpartition(".")[2] for k in keys]))
         return [f"unknown key {key} (given as {word}){near}{listed}"]
-    if OmegaConf.is_dict(node) and key in keys and not isinstance(override.value(), dict):
-        return [f"{word}: {key} is a group of keys, not a value; set one of {', '.join(k for k in keys if k.startswith(key + '.'))}"]  # fmt: skip
+    if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
+        inside = ", ".join(k for k in keys if k.startswith(key + "."))
+        return [f"{word}: {key} is a group of keys, not a value; set one of {inside}"]
     try:
         trial = base.copy()
         OmegaConf.update(trial, key, override.value(), merge=True)
@@ -227,12 +239,26 @@ def _node(base: DictConfig, key: str) -> Any:
 
 def _dotted_keys(config: DictConfig, prefix: str = "") -> list[str]:
     keys: list[str] = []
-    for key in config:
+    for key in map(str, config):
         keys.append(f"{prefix}{key}")
         node = config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_missing() and not node._is_none():
             keys += _dotted_keys(node, f"{prefix}{key}.")
     return keys
+
+
+def _extra_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    """Keys that ``+key=value`` added and that the schema does not have: nothing would read them."""
+    kind = OmegaConf.get_type(config)
+    known = {item.name for item in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else None
+    extra: list[str] = []
+    for key in map(str, config):
+        node = config._get_node(key)
+        if known is not None and key not in known:
+            extra.append(f"{prefix}{key}")
+        elif isinstance(node, DictConfig) and not node._is_missing() and not node._is_none():
+            extra += _extra_keys(node, f"{prefix}{key}.")
+    return extra
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:

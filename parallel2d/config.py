@@ -10,6 +10,7 @@ This module imports neither torch nor Hydra.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -138,7 +139,7 @@ class ParallelConfig:
 
     def resolved(self) -> ResolvedParallelConfig:
         """The same with every preset name replaced by its dataclass. Raises `ConfigError` listing every problem."""
-        values = {}
+        values: dict[str, Any] = {}
         for name, (presets, kind) in _PRESETS.items():
             value = getattr(self, name)
             if isinstance(value, str):
@@ -147,7 +148,7 @@ class ParallelConfig:
                 value = presets[value]
             if not isinstance(value, kind):
                 raise ConfigError(f"{name} must be a preset name or {kind.__name__}, got {type(value).__name__}")
-            values[name] = dataclasses.replace(value)
+            values[name] = dataclasses.replace(value)  # type: ignore[type-var]
         resolved = ResolvedParallelConfig(**values, allow_cross_node=self.allow_cross_node)
         if found := list(problems(resolved)):
             raise ConfigError("\n".join(found))
@@ -203,17 +204,34 @@ class CustomModel:
     family: str = "custom"
     target: str = "???"  # package.module:factory; called with `arguments`, returns an nn.Module
     arguments: dict[str, Any] = option({})  # keyword arguments of the factory
+    init: str | None = None  # package.module:function(module, name) sets what `module` owns; default: reset_parameters
     loss: str | None = None  # package.module:function(output, targets) -> summed loss; default: cross-entropy of logits
     tensor_plan: str | None = None  # package.module:function(model) -> {module pattern: ParallelStyle}
 
 
 @dataclass
 class DataConfig:
-    """What is read. Global batch k is a function of seed, data and k alone."""
+    """What is read and how documents become sequences. Global batch k is a function of seed, data and k alone."""
 
-    name: str = option("stdlib", choices=("stdlib", "text"))  # stdlib: the Python standard library's own source
-    path: str | None = None  # name=text: a file, folder or glob
+    name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf"))  # stdlib: Python's own library's source
+    # text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst too); tokens: a folder that
+    # `python -m parallel2d.data prepare` wrote; hf: a Hugging Face data set's name, or the folder of a saved one
+    path: str | None = None
+    mixture: list[Any] = option([])  # tokens, instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]
+    tokenizer: str = "bytes"  # or the path of a tokenizer.json; the model's vocabulary must hold its ids
+    end_token: str | None = None  # ends a document; None: the tokenizer.json's usual one, or one id more
+    text_field: str = "text"  # of a row, unless rows have `prompt` and `completion`, or `segments`
+    document_kib: int = option(64, minimum=1)  # longer text files are cut at a line end into several documents
+    subset: str | None = None  # hf: the data set's configuration
+    split: str = "train"  # hf: the part that is read; documents are held out of it by hash
     validation_fraction: float = option(0.02, minimum=0, maximum=0.5)  # of documents, chosen by their content's hash
+    max_bad_rows: int = option(0, minimum=0)  # rows that cannot be read; more than these are an error with file and line
+    packing: str = option("packed", choices=("packed", "padded"))  # padded: one document per sequence, cut if longer
+    intra_document_masking: bool = False  # batches carry document ids; no target crosses into another document
+    epochs: int = option(0, minimum=0)  # 0: epoch after epoch without end
+    end: str = option("drop", choices=("drop", "pad", "wrap"))  # the last global batch: left out, weight zero, next epoch
+    workers: int | str = option("auto", minimum=1, auto=True)  # processes that prepare; the result is the same
+    cache_dir: str | None = None  # where stdlib, text and hf are prepared; None: parallel2d in the user's cache folder
 
 
 @dataclass
@@ -264,11 +282,31 @@ class MetricsConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """When the run saves, what it keeps, where it resumes. The loop waits for a copy to CPU memory only, once per save."""
+
+    enabled: bool = True  # false: nothing is saved; resume still works
+    every: int = option(100, minimum=0)  # steps; 0: not by steps. A killed run loses at most this many
+    every_minutes: float = option(0.0, minimum=0)  # minutes, beside `every`; 0: not by time. Rank 0's clock decides
+    on_first_step: bool = False  # save after the first step of this process: finds out at once whether saving works
+    asynchronous: bool = True  # false: the loop waits until the checkpoint is on disk; saves one copy in CPU memory at most
+    keep_last: int = option(3, minimum=0)  # newest checkpoints that are kept; 0: all. Each costs 3x the parameters with AdamW
+    keep_every: int = option(0, minimum=0)  # steps: multiples of it are never deleted; 0: none
+    max_failures: int = option(3, minimum=1)  # saves in a row that may fail before the run ends with an error
+    folder: str | None = None  # default: checkpoints/ in the run dir; any path or fsspec address (s3://bucket/run)
+    resume: str = "auto"  # auto: the newest sound one of this run dir; never: start afresh; or the path of a checkpoint
+    load: str = option("all", choices=("all", "model_only"))  # model_only: weights alone, the optimizer starts fresh
+    strict: bool = True  # false: names and shapes that differ are passed over, and listed, instead of refused
+
+
+@dataclass
 class LaunchConfig:
     """Starting workers on this machine when not under torchrun or srun."""
 
     nproc_per_node: int | str = option("auto", minimum=1, auto=True)  # auto: one per GPU, 4 on a machine without
     timeout: float = option(600.0, above=0)  # seconds a collective may wait for a late rank
+    grace_s: int = option(60, minimum=1)  # seconds that workers have to save after SIGTERM or SIGUSR1 before they are ended
+    requeue_exit_code: int = option(75, minimum=1, maximum=255)  # of a run that such a signal ended after saving (EX_TEMPFAIL)
     host_id: str | None = None  # overrides the found host identity (host name and network namespace)
 
 
@@ -283,11 +321,12 @@ class TrainConfig:
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    model: Any = field(default_factory=LlamaModel)
+    model: Any = "???"  # LlamaModel or CustomModel
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
@@ -325,7 +364,9 @@ def problems(config: Any, prefix: str = "") -> Iterator[str]:
 def _constraint_problems(key: str, value: Any, constraint: Any) -> Iterator[str]:
     if "choices" in constraint:
         if value not in constraint["choices"]:
-            yield f"{key}={value} is not one of {', '.join(constraint['choices'])}"
+            near = difflib.get_close_matches(str(value), constraint["choices"], n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{key}={value} is not one of {', '.join(constraint['choices'])}{hint}"
         return
     auto = constraint.get("auto", False)
     if auto and value == "auto":
@@ -338,16 +379,53 @@ def _constraint_problems(key: str, value: Any, constraint: Any) -> Iterator[str]
         for name, text in (("minimum", "at least {}"), ("above", "above {}"), ("maximum", "at most {}"))
         if name in constraint
     )
-    allowed = f"must be {'a whole number ' if auto else ''}{bounds}{' or auto' if auto else ''}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or (auto and not isinstance(value, int)):
-        yield f"{key}={value} {allowed}"
-    elif (
-        math.isnan(value)
-        or value < constraint.get("minimum", -math.inf)
-        or value <= constraint.get("above", -math.inf)
-        or value > constraint.get("maximum", math.inf)
+    allowed = f"must be {'a whole number of ' if auto else ''}{bounds}{', or auto' if auto else ''}"
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or (auto and not isinstance(value, int))
+        or (
+            math.isnan(value)
+            or value < constraint.get("minimum", -math.inf)
+            or value <= constraint.get("above", -math.inf)
+            or value > constraint.get("maximum", math.inf)
+        )
     ):
         yield f"{key}={value} {allowed}"
+
+
+_PREPARED_FROM_FILES = ("tokenizer", "end_token", "validation_fraction", "workers", "cache_dir")
+_READ_BY = {
+    "stdlib": _PREPARED_FROM_FILES,
+    "text": ("path", "text_field", "document_kib", "max_bad_rows", *_PREPARED_FROM_FILES),
+    "tokens": ("path", "mixture"),
+    "hf": ("path", "subset", "split", "text_field", "max_bad_rows", *_PREPARED_FROM_FILES),
+}
+_READ_ALWAYS = ("name", "packing", "intra_document_masking", "epochs", "end")
+
+
+def data_problems(data: DataConfig) -> Iterator[str]:
+    """Yields one line per contradiction between the fields of a `DataConfig`, an option without effect included."""
+    default = DataConfig()
+    read = (*_READ_ALWAYS, *_READ_BY.get(data.name, ()))
+    for item in fields(data):
+        value = getattr(data, item.name)
+        if value != getattr(default, item.name) and item.name not in read and data.name in _READ_BY:
+            readers = [name for name, keys in _READ_BY.items() if item.name in keys]
+            yield f"data.{item.name}={value} has no effect with data={data.name}, only with {', '.join(readers)}"
+    if data.name == "text" and not data.path:
+        yield "data.path is required with data=text: a file, folder or glob"
+    if data.name == "hf" and not data.path:
+        yield "data.path is required with data=hf: a data set's name, or the folder of a saved one"
+    if data.name == "tokens" and bool(data.path) == bool(data.mixture):
+        yield "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, weight: 0.7}, ...]"
+    for entry in data.mixture:
+        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
+            yield f"data.mixture has {entry}; an entry has the form {{path: FOLDER, weight: NUMBER}}"
+    if data.packing == "padded" and data.intra_document_masking:
+        yield "data.intra_document_masking=true has no effect with data.packing=padded: a sequence holds one document"
+    if data.end != default.end and not data.epochs:
+        yield f"data.end={data.end} has no effect with data.epochs=0, which reads without end"
 
 
 def _cross_field_problems(config: TrainConfig) -> Iterator[str]:
@@ -362,14 +440,11 @@ def _cross_field_problems(config: TrainConfig) -> Iterator[str]:
         if train.seq_len > model.max_seq_len:
             yield f"train.seq_len={train.seq_len} is longer than model.max_seq_len={model.max_seq_len}"
     elif isinstance(model, CustomModel):
-        for key in ("target", "loss", "tensor_plan"):
+        for key in ("target", "init", "loss", "tensor_plan"):
             value = getattr(model, key)
             if value not in (None, "???") and not _is_reference(value):
                 yield f"model.{key}={value} must have the form package.module:name"
-    if config.data.name == "text" and not config.data.path:
-        yield "data.path is required with data=text: a file, folder or glob"
-    if config.data.name == "stdlib" and config.data.path:
-        yield f"data.path={config.data.path} is only read with data=text"
+    yield from data_problems(config.data)
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
@@ -382,8 +457,7 @@ def _cross_field_problems(config: TrainConfig) -> Iterator[str]:
         yield "activation_checkpointing.every needs activation_checkpointing=full or selective"
     if isinstance(train.micro_batch_size, int) and train.micro_batch_size > train.global_batch_size:
         yield (
-            f"train.micro_batch_size={train.micro_batch_size} is larger than "
-            f"train.global_batch_size={train.global_batch_size}"
+            f"train.micro_batch_size={train.micro_batch_size} is larger than train.global_batch_size={train.global_batch_size}"
         )
 
 

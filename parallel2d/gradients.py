@@ -22,41 +22,59 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
     fp64 when the gradients are, fp32 otherwise. Zero when no parameter has a gradient.
     """
-    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    device = torch.device("cpu")
-    for parameter in parameters:
-        gradient = parameter.grad
-        device = parameter.device
-        if gradient is None:
-            continue
-        if isinstance(gradient, DTensor):
-            if any(isinstance(placement, Partial) for placement in gradient.placements):
-                gradient = gradient.redistribute(
-                    placements=[p if not isinstance(p, Partial) else Replicate() for p in gradient.placements]
-                )
-            mesh = gradient.device_mesh
-            split = tuple(
-                mesh.get_group(axis)
-                for axis, placement in enumerate(gradient.placements)
-                if not placement.is_replicate() and mesh.size(axis) > 1
-            )
-            groups[split].append(gradient.to_local())
-        else:
-            groups[()].append(gradient)
-    total = torch.zeros((), dtype=torch.float64, device=device)
     infinite = math.isinf(norm_type)
-    dtype = torch.float32
-    for split, gradients in groups.items():
-        if gradients[0].dtype == torch.float64:
-            dtype = torch.float64
-        present = [gradient for gradient in gradients if gradient.numel()]
-        norms = torch._foreach_norm(present, norm_type) if present else []
-        part = torch.stack([norm.double() for norm in norms]) if norms else total.new_zeros(1)
-        part = part.amax() if infinite else part.pow(norm_type).sum()
-        for group in split:
+    total, dtype = torch.zeros((), dtype=torch.float64), torch.float32
+    for split, gradients in _by_split(parameters).items():
+        part = _local_part(gradients, norm_type)
+        total = total.to(part.device)
+        for _, group in split:
             dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group)
         total = torch.maximum(total, part) if infinite else total + part
+        dtype = torch.promote_types(dtype, gradients[0].dtype)
     return (total if infinite else total.pow(1 / norm_type)).to(dtype)
+
+
+def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
+    """This rank's share of the squared 2-norm: summed over all ranks of the world it gives the whole, each element counted once.
+
+    Lets the norm ride on a reduction that happens anyway. An fp64 scalar; the meshes must cover the world.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for split, gradients in _by_split(parameters).items():
+        copies = world_size / math.prod(size for size, _ in split)
+        part = _local_part(gradients, 2.0) / copies
+        total = total.to(part.device) + part
+    return total
+
+
+def _by_split(parameters: Iterable[Tensor]) -> dict[tuple[tuple[int, dist.ProcessGroup], ...], list[Tensor]]:
+    """Local parts of the gradients by the axes, as (size, group), over which they are split."""
+    groups: dict[tuple[tuple[int, dist.ProcessGroup], ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if not isinstance(gradient, DTensor):
+            groups[()].append(gradient)
+            continue
+        if any(isinstance(placement, Partial) for placement in gradient.placements):
+            whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+            gradient = gradient.redistribute(placements=whole)
+        mesh = gradient.device_mesh
+        split = tuple(
+            (mesh.size(axis), mesh.get_group(axis))
+            for axis, placement in enumerate(gradient.placements)
+            if not placement.is_replicate() and mesh.size(axis) > 1
+        )
+        groups[split].append(gradient.to_local())
+    return groups
+
+
+def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Sum of absolute values to the power ``norm_type`` (their maximum for infinity), an fp64 scalar."""
+    norms = torch._foreach_norm([g for g in gradients if g.numel()], norm_type) if any(g.numel() for g in gradients) else ()
+    part = torch.stack([*norms]).double() if norms else gradients[0].new_zeros(1, dtype=torch.float64)
+    return part.amax() if math.isinf(norm_type) else part.pow(norm_type).sum()
 
 
 @torch.no_grad()
@@ -83,5 +101,3 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float, norm_type:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_gradients(parameters, torch.where(norm.isfinite(), factor, 1.0))
     return norm
-
-

@@ -34,9 +34,17 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sums ``value`` in place over the replicate and shard axes (tensor ranks hold copies, not parts). Collective."""
+    """Sums ``value`` (floating point) in place over the replicate and shard axes. Collective.
+
+    Tensor ranks hold copies, not parts. When the mesh is the whole world, as it nearly always is, one all-reduce does and the
+    copies are divided out.
+    """
+    shape = mesh_shape(mesh)
+    if mesh.size() == dist.get_world_size():
+        dist.all_reduce(value)
+        return value.div_(shape.tensor) if shape.tensor > 1 else value
     for axis in ("shard", "replicate"):
-        if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1:
+        if getattr(shape, axis) > 1:
             dist.all_reduce(value, group=mesh.get_group(axis))
     return value
 
@@ -56,9 +64,7 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
         return cross_entropy_sum(logits.full_tensor(), targets)
     per_rank = -(-logits.shape[-1] // mesh.size())
     local = logits.to_local()
-    return _CrossEntropySum.apply(
-        local.flatten(0, -2), targets.flatten(), mesh.get_group(), per_rank * mesh.get_local_rank()
-    )
+    return _CrossEntropySum.apply(local.flatten(0, -2), targets.flatten(), mesh.get_group(), per_rank * mesh.get_local_rank())
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -110,5 +116,3 @@ class _CrossEntropySum(torch.autograd.Function):
 def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     rows = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], 1))
     return list(zip(logits.split(rows), targets.split(rows), strict=True))
-
-

@@ -127,9 +127,7 @@ class MeshSpec:
             raise ConfigError(f"strategy={strategy} shards over all ranks, so mesh.replicate={self.replicate} must be 1 or "
                               f"auto; did you mean strategy={'hybrid' if strategy == 'zero3' else 'hybrid_zero2'}?")  # fmt: skip
 
-    def _resolve_pair(
-        self, strategy: str, topology: Topology, tensor: int, rest: int, notes: list[str]
-    ) -> tuple[int, int]:
+    def _resolve_pair(self, strategy: str, topology: Topology, tensor: int, rest: int, notes: list[str]) -> tuple[int, int]:
         if strategy == "ddp":
             return (rest if self.replicate == "auto" else int(self.replicate)), 1
         if strategy in ("zero2", "zero3"):
@@ -245,8 +243,8 @@ def build_mesh(
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
             log.info("%s", line)
-    if device_type is None:
-        device_type = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device_type = device_type or (accelerator.type if accelerator else "cpu")
     names = AXES if shape.tensor > 1 else AXES[:2]
     return DeviceMesh(device_type, ranks if shape.tensor > 1 else ranks[..., 0], mesh_dim_names=names)
 
@@ -256,7 +254,8 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
     names = mesh.mesh_dim_names or ()
     if not names or any(name not in AXES for name in names) or list(names) != sorted(names, key=AXES.index):
         raise ConfigError(f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}")
-    return MeshShape(**{"replicate": 1, "shard": 1, **{name: mesh[name].size() for name in names}})
+    sizes = {name: mesh[name].size() for name in names}
+    return MeshShape(sizes.get("replicate", 1), sizes.get("shard", 1), sizes.get("tensor", 1))
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-
 import torch
 from torch import nn
 
@@ -25,7 +24,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     ]
     beta1, beta2 = config.betas
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(beta1, beta2),
+        eps=config.eps,
+        fused=True,
     )
 
 
@@ -83,5 +86,3 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
-
-

@@ -1,4 +1,4 @@
-"""A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch reference without any of ours."""
+"""A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parallel2d.models.llama import Llama, tensor_plan
 from torch import Tensor, nn
 
 from parallel2d import (
@@ -22,10 +23,10 @@ from parallel2d import (
     parallelize,
     token_weight,
 )
-from parallel2d.models.llama import Llama, tensor_plan
+from parallel2d.loss import sum_over_data_ranks
 
 VOCAB = 67
-LLAMA = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCAB, max_seq_len=64)
+LLAMA = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": VOCAB, "max_seq_len": 64}
 SEQ, GLOBAL_BATCH = 16, 8
 
 
@@ -76,14 +77,10 @@ def train(
         tokens, targets = (part.chunk(data_ranks)[rank].chunk(accumulation) for part in global_batch(step))
         weight = token_weight(sum(int((t != -100).sum()) for t in targets), mesh)
         total = torch.zeros((), dtype=torch.float64)
-        for micro_tokens, micro_targets in accumulate(
-            model, list(zip(tokens, targets, strict=True)), during_accumulation
-        ):
+        for micro_tokens, micro_targets in accumulate(model, list(zip(tokens, targets, strict=True)), during_accumulation):
             loss = cross_entropy_sum(model(micro_tokens), micro_targets)
             (loss * weight.to(loss.dtype)).backward()
             total += loss.detach().double() * weight
-        from parallel2d.loss import sum_over_data_ranks
-
         losses.append((sum_over_data_ranks(total, mesh) / data_ranks).item())
         norms.append(clip_gradient_norm(model.parameters(), 1.0).item())
         optimizer.step()

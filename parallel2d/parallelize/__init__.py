@@ -11,7 +11,10 @@ and so must see the split layers; sharding comes last because its hooks must sta
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -82,3 +85,13 @@ def parallelize(
         assert seed is not None
         weights.write(model, seed, mesh.device_type)
     return model
+
+
+class _CallableModule(ModuleType):
+    """``from parallel2d import parallelize`` may give this module, which has the name of its function: then it acts as one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return parallelize(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -52,5 +52,5 @@ def checkpoint_activations(
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
     for index, (_, block) in enumerate(blocks):
         if index % config.every == 0:
-            block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, block.forward, **options)
     return model

@@ -18,9 +18,7 @@ from parallel2d.parallelize.structure import ATOMIC, owning_modules
 log = logging.getLogger(__name__)
 
 
-def bucket_modules(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig
-) -> list[list[nn.Module]]:
+def bucket_modules(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig) -> list[list[nn.Module]]:
     """Groups of modules below the root, children before parents; modules with tied parameters always share a group."""
     name = config.name
     if name == "none":

@@ -19,9 +19,14 @@ def compile_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], co
         raise ConfigError(
             f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their classes in bucketing.blocks"
         )
-    known = torch.compiler.list_backends(exclude_tags=())
-    if config.backend not in known:
-        raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(known)}")
+    check_backend(config)
     for _, block in blocks:
-        block.forward = torch.compile(block.forward, backend=config.backend)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, backend=config.backend)
     return model
+
+
+def check_backend(config: CompileConfig) -> None:
+    """Raises `ConfigError` for a backend that torch.compile does not know."""
+    if config.name != "none" and config.backend not in torch.compiler.list_backends(exclude_tags=()):
+        usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
+        raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")

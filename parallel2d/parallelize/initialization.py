@@ -107,11 +107,11 @@ class InitialWeights:
                     unset.append(name)
                 written.add(id(parameter))
                 copy_slice(parameter, value)
-            for name, value in filled.named_buffers(prefix=unit, remove_duplicate=False):
-                if not value.is_meta and name in buffers and self.blueprint.get_buffer(name).is_meta:
-                    if value.is_floating_point() and value.isnan().any():
+            for name, buffer in filled.named_buffers(prefix=unit, remove_duplicate=False):
+                if not buffer.is_meta and name in buffers and self.blueprint.get_buffer(name).is_meta:
+                    if buffer.is_floating_point() and buffer.isnan().any():
                         unset.append(name)
-                    buffers[name].copy_(value)
+                    buffers[name].copy_(buffer)
         if unset:
             raise ConfigError(
                 f"no initializer sets {', '.join(unset)}: give the module that owns "
@@ -170,9 +170,7 @@ def _empty_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), parameter.requires_grad)
 
 
-def plan_weights(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
-) -> InitialWeights:
+def plan_weights(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None) -> InitialWeights:
     """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms; `InitialWeights.write` comes after
     them. See [Note: mesh-independent weights]."""
     return InitialWeights(copy.deepcopy(model), ["", *(name for name, _ in blocks)], init)

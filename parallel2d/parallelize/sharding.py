@@ -54,7 +54,10 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, groups: Sequence[Sequence[nn.Module]], settings: ResolvedParallelConfig
+    model: nn.Module,
+    mesh: DeviceMesh,
+    groups: Sequence[Sequence[nn.Module]],
+    settings: ResolvedParallelConfig,
 ) -> nn.Module:
     """Applies `fully_shard` to each group, innermost first, and to the root for all that is left."""
     sharding = sharding_mesh(mesh)

@@ -97,9 +97,7 @@ def candidate_classes(model: nn.Module) -> str:
         if name and _owns(module):
             instances[type(module).__name__].append(module)
     ranked = sorted(instances.items(), key=lambda item: (-len(item[1]), -parameter_bytes(item[1][0])))
-    return ", ".join(
-        f"{name} ({len(modules)} x {parameter_bytes(modules[0]) / 2**20:.2g} MiB)" for name, modules in ranked[:8]
-    )
+    return ", ".join(f"{name} ({len(modules)} x {parameter_bytes(modules[0]) / 2**20:.2g} MiB)" for name, modules in ranked[:8])
 
 
 def _owns(module: nn.Module) -> bool:

@@ -31,7 +31,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str,
             raise ConfigError(f"tensor-parallel plan: {pattern!r} matches no module of {type(model).__name__}")
     ties = tied_parameters(model)
     parallelize_module(model, mesh["tensor"], dict(plan))  # type: ignore[arg-type]
-    for (first, first_name), *others in ties:  # splitting makes a new parameter per module; tied ones must stay one
+    for (
+        first,
+        first_name,
+    ), *others in ties:  # splitting makes a new parameter per module; tied ones must stay one
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
     return model

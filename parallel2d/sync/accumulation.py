@@ -23,8 +23,9 @@ MODES = ("full", "reduce_scatter_only", "none")
 def accumulate(model: nn.Module, micro_batches: Sequence[Batch], mode: str = "reduce_scatter_only") -> Iterator[Batch]:
     """Yields the micro-batches of one global batch; ``model`` is set up for each before it is yielded.
 
-    Run forward and backward inside the loop. Whatever ends the loop, an exception or ``break`` included, the model
-    synchronizes fully afterwards. Raises ValueError for an unknown mode.
+    Run forward and backward inside the loop. Whatever ends the loop early, an exception or ``break`` included, what was
+    accumulated apart from ``.grad`` is dropped and the model synchronizes fully afterwards. Raises ValueError for an unknown
+    mode.
     """
     if mode not in MODES:
         raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
@@ -32,6 +33,9 @@ def accumulate(model: nn.Module, micro_batches: Sequence[Batch], mode: str = "re
         for index, micro_batch in enumerate(micro_batches):
             _synchronize(model, mode, last=index == len(micro_batches) - 1)
             yield micro_batch
+    except BaseException:
+        discard_accumulated(model)
+        raise
     finally:
         _synchronize(model, "full", last=True)
 
@@ -47,8 +51,23 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
     _synchronize(model, mode, last=False)
     try:
         yield
+    except BaseException:
+        discard_accumulated(model)
+        raise
     finally:
         _synchronize(model, "full", last=True)
+
+
+def discard_accumulated(model: nn.Module) -> None:
+    """Drops partial gradient sums that the sharding engine holds outside of ``.grad``, where ``zero_grad`` does not reach them:
+    left there, they would be added to the next global batch."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
 
 
 def _synchronize(model: nn.Module, mode: str, last: bool) -> None:

@@ -1,0 +1,17 @@
+"""Checkpoints that cannot be torn, cannot run code, and load anywhere: `Checkpointer` for a run, `Checkpoint`
+to read one."""
+
+from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.checkpointer import Checkpointer
+from parallel2d.checkpoint.state import load_model, load_optimizer
+from parallel2d.checkpoint.store import CheckpointError
+from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "load_model",
+    "load_optimizer",
+]

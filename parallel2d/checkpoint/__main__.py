@@ -1,0 +1,177 @@
+"""``python -m parallel2d.checkpoint inspect|verify|convert``: what is in a checkpoint, whether it is sound,
+and in other formats.
+
+Arguments flow in; text flows out, and files where `convert` is asked for. A fault is one message on standard
+error and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from parallel2d.checkpoint import huggingface
+from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.convert import DTYPE_CHOICES, FORMATS, Progress, convert, guess_format
+from parallel2d.checkpoint.sources import open_source
+from parallel2d.checkpoint.store import describe_error, find_checkpoint
+from parallel2d.checkpoint.tensor_file import DTYPES, printable
+from parallel2d.config import ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, 1 for a fault that is explained on standard error."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ConfigError, OSError) as error:
+        print(f"error: {describe_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m parallel2d.checkpoint", description="Look at, check, convert.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|convert")
+    place = "a checkpoint, a run directory (its newest), a Hugging Face folder, a .safetensors or torch.save file"
+
+    command = commands.add_parser("inspect", help="step, layout, names, shapes, dtypes, sizes")
+    command.add_argument("path", help=place)
+    command.add_argument("--all", action="store_true", help="optimizer state and random generators too")
+    command.set_defaults(run=inspect)
+
+    command = commands.add_parser("verify", help="reads everything and compares checksums")
+    command.add_argument("path", help="a checkpoint or a run directory (its newest)")
+    command.set_defaults(run=verify)
+
+    command = commands.add_parser("convert", help="writes the weights in another format")
+    command.add_argument("source", help=place)
+    command.add_argument("target", help="a new file or folder")
+    command.add_argument("--to", choices=FORMATS, help="format of the target; told by its ending when it is a file")
+    command.add_argument("--dtype", choices=tuple(DTYPE_CHOICES), help="dtype of the weights; default: as they are")
+    command.add_argument("--optimizer", action="store_true", help="carry optimizer state and position too")
+    command.add_argument("--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)")
+    command.add_argument(
+        "--model", action="append", default=[], metavar="KEY=VALUE",
+        help="for --to hf, what the source does not tell: n_heads, n_kv_heads, norm_eps ...",
+    )  # fmt: skip
+    command.set_defaults(run=run_convert)
+    return parser
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Prints what a checkpoint holds; values are not read."""
+    path = find_checkpoint(options.path)
+    try:
+        checkpoint = Checkpoint.open(path)
+    except ConfigError:
+        source = open_source(path)  # another format, or the error that says it best
+        print(f"{path}: {source.kind}")
+        _print_table([(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()], options.all)
+        return
+    manifest = checkpoint.manifest
+    mesh = " x ".join(f"{printable(axis)} {size}" for axis, size in manifest.mesh.items())
+    print(f"{path}: step {manifest.step}, position {printable(manifest.state.get('samples'))}, {mesh}")
+    print(f"written by {manifest.world_size} ranks, {len(manifest.files)} files, {_size(manifest.state_bytes)}")
+    for key, value in {
+        **manifest.layout,
+        "state": manifest.state,
+        **_optimizer_line(manifest.optimizer),
+    }.items():
+        print(f"{printable(key)}: {printable(value, 400)}")
+    _print_table([(n, t.dtype, t.shape, len(t.chunks)) for n, t in manifest.tensors.items()], options.all)
+
+
+def _optimizer_line(optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": optimizer.get("class")} if optimizer else {}
+
+
+def _print_table(rows: list[tuple[str, str, tuple[int, ...], int]], everything: bool) -> None:
+    shown = [row for row in rows if everything or row[0].startswith("model/")]
+    width = min(max((len(row[0]) for row in shown), default=4), 70)
+    print(f"\n{'name':<{width}}  {'dtype':<8} {'size':>10}  {'chunks':>6}  shape")
+    for name, dtype, shape, chunks in shown:
+        size = _size(math.prod(shape) * DTYPES[dtype].itemsize)
+        print(f"{printable(name):<{width}}  {dtype:<8} {size:>10}  {chunks:>6}  {list(shape)}")
+    for kind in ("model", "optimizer", "rng"):
+        chosen = [row for row in rows if row[0].startswith(kind + "/")]
+        if chosen:
+            total = sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape, _ in chosen)
+            elements = sum(math.prod(shape) for _, _, shape, _ in chosen)
+            print(f"{kind}: {len(chosen)} tensors, {elements:,} elements, {_size(total)}")
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Reads every file through; prints what was found sound."""
+    path = find_checkpoint(options.path)
+    checkpoint = Checkpoint.open(path, mapped=False)
+    with _progress("verifying", checkpoint.manifest.state_bytes) as progress:
+        checkpoint.verify(progress=progress)
+    print(f"{path}: step {checkpoint.manifest.step}, {len(checkpoint.manifest.files)} files, "
+          f"{_size(checkpoint.manifest.state_bytes)}: sound")  # fmt: skip
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    """Writes the target; prints how to train on from it where that is known."""
+    extra: dict[str, Any] = {}
+    for item in options.model:
+        key, _, value = item.partition("=")
+        if key not in huggingface.ARGUMENTS:
+            raise ConfigError(f"--model {item}: {key} is not one of {', '.join(huggingface.ARGUMENTS)}")
+        try:
+            extra[key] = float(value) if key in ("norm_eps", "rope_theta") else int(value)
+        except ValueError:
+            raise ConfigError(f"--model {item}: {value} is no number") from None
+    if not options.shard_gib > 0:
+        raise ConfigError(f"--shard-gib {options.shard_gib} must be above 0")
+    target_format = options.to or guess_format(options.target)
+    source = open_source(options.source)
+    chosen = [n for n in source.tensors if options.optimizer or n.startswith("model/")]
+    total = sum(math.prod(source.tensors[n][1]) * DTYPES[source.tensors[n][0]].itemsize for n in chosen)
+    with _progress("converting", total) as progress:
+        convert(
+            source,
+            options.target,
+            target_format,
+            dtype=DTYPE_CHOICES[options.dtype] if options.dtype else None,
+            optimizer=options.optimizer,
+            shard_bytes=int(options.shard_gib * 2**30),
+            arguments=extra,
+            progress=progress,
+        )
+    print(f"{options.target}: {len(chosen)} tensors")
+    if target_format == "parallel2d" and source.arguments:
+        overrides = " ".join(huggingface.command_line(source.arguments))
+        load = "" if options.optimizer else " checkpoint.load=model_only"
+        print(f"train on: python -m parallel2d.train checkpoint.resume={options.target}{load} {overrides}")
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Progress | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

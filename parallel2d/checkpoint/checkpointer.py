@@ -1,0 +1,301 @@
+"""`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
+
+The trainer calls three methods: `restore` before the loop, `save_if_due` after every step, `finish` at the
+end. Settings, model and optimizer flow in; folders in the run directory and a small dict of restored counters
+flow out. All ranks call alike, and every decision depends only on what all ranks know, or is rank 0's, told
+to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.folder import is_remote
+from parallel2d.checkpoint.manifest import Manifest
+from parallel2d.checkpoint.resume import Resume
+from parallel2d.checkpoint.rng import rng_tensors
+from parallel2d.checkpoint.save import Group, Staging, write_checkpoint
+from parallel2d.checkpoint.state import describe_optimizer, reshard, saved_tensors, tied_names
+from parallel2d.checkpoint.store import CheckpointError, describe_error, open_store, step_name
+from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+from parallel2d.config import CheckpointConfig, ConfigError
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(hours=4)  # of the save's own group: ranks wait there for the slowest disk
+
+
+class Checkpointer:
+    """Saves and restores one run. Collective: every rank builds it and calls its methods at the same points.
+
+    Args:
+        config: the ``checkpoint`` section of the configuration. run_dir: the run's folder; checkpoints go to
+        ``checkpoints/`` in it unless ``config.folder`` says otherwise. mesh: the job's mesh; None for a
+        single process without one. model, optimizer: sharded or plain. ``optimizer=None`` saves the model
+        alone. layout: facts for the manifest (strategy, configuration, versions): numbers, strings, lists and
+        dicts.
+
+    Attributes:
+        blocked_s: seconds the last `save_if_due` kept the loop waiting; blocked_total_s: all of them.
+        age_steps: steps since the state that the newest published checkpoint holds.
+        failures: saves in a row that failed. published: steps published by this object, ascending.
+
+    Raises:
+        ConfigError: the folder cannot be written, or is not the same folder on every rank; the message names
+        the host.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_dir: str | os.PathLike[str],
+        mesh: DeviceMesh | None,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        layout: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.mesh, self.model, self.optimizer = config, mesh, model, optimizer
+        self.layout = layout or {}
+        distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self.group = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None)
+        # A vote per step must not meet a save's own messages, so it has its own group.
+        self._votes = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed and config.every_minutes else None)
+        self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
+        self.blocked_s = self.blocked_total_s = 0.0
+        self.bytes_written = 0
+        self.failures = 0
+        self.published: list[int] = []
+        self._known_good: set[int] = set()
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._outcome: tuple[int, str | None, int] | None = None
+        self._last_step = self._base = 0
+        self._first_call = True
+        self._last_save = time.monotonic()
+        if config.enabled:
+            self._check_folder()
+
+    def _check_folder(self) -> None:
+        """Every rank must see what rank 0 writes: otherwise each node would keep its own half of a
+        checkpoint."""
+        error = token = None
+        if self.group.rank == 0:
+            try:
+                self.store.prepare()
+                if not is_remote(self.store.root):
+                    token = f".shared-{os.urandom(8).hex()}"
+                    with open(os.path.join(self.store.root, token), "x"):
+                        pass
+            except Exception as fault:
+                error = describe_error(fault)
+        error, token = self.group.broadcast((error, token))
+        if error is not None:
+            raise ConfigError(f"checkpoints cannot be written to {self.store.root}: {error}")
+        if token is None:
+            return
+        seen = os.path.join(self.store.root, token)
+        blind = self.group.all_gather(None if os.path.exists(seen) else socket.gethostname())
+        if self.group.rank == 0:
+            os.unlink(seen)
+        if hosts := sorted({host for host in blind if host}):
+            ranks = [rank for rank, host in enumerate(blind) if host]
+            raise ConfigError(
+                f"{self.store.root} is not the same folder on every rank: {', '.join(hosts)} (ranks {ranks}) does "
+                "not see what rank 0 writes. Put the run directory on a shared file system, or set "
+                "checkpoint.folder to one"
+            )
+
+    @property
+    def age_steps(self) -> int:
+        return self._last_step - max([self._base, *self.published])
+
+    def restore(self, *, restarted: bool = False) -> dict[str, Any] | None:
+        """Fills model, optimizer and random generators from what ``config.resume`` says. Collective.
+
+        ``restarted``: these workers replace others of the same run. They go on from its newest checkpoint
+        whatever ``config.resume`` said to the first ones.
+
+        Returns the ``state`` given to the save that was loaded (``step`` included), or None when the run
+        starts from step 0: nothing to resume, or ``load=model_only`` from another run.
+
+        ``auto`` takes the newest complete checkpoint of this run, verified; damaged ones are passed over,
+        each named with the reason. ``never`` moves those that are there aside. A path is loaded; if it
+        belongs to another run and this one has checkpoints of its own (it was restarted), its own come first.
+
+        Raises:
+            ConfigError: all checkpoints are damaged, the path is no checkpoint, or model or optimizer do not
+            fit.
+        """
+        result = Resume(self.config, self.store, self.group, self.model, self.optimizer).run(restarted)
+        self._last_save = time.monotonic()
+        if result is None:
+            return None
+        self._last_step = self._base = int(result.state.get("step", result.step))
+        if result.own_step is not None:
+            self._known_good.add(result.own_step)
+        return result.state
+
+    def save_if_due(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        last: bool = False,
+        preempted: bool = False,
+        due: bool | None = None,
+    ) -> None:
+        """Saves after ``step`` if that is due; by default waits for the staging copy only. Collective.
+
+        Args:
+            step: the step that was just finished, from 1. state: what a resumed run needs beside model and
+            optimizer: numbers, strings, lists, dicts. ``samples`` is the
+                position in the data.
+            last: the run ends here: save whatever the interval. preempted: save now and return only when it
+            is published. due: a verdict on ``every_minutes`` that all ranks share already (see `time_is_up`);
+            None: rank 0's clock decides,
+                which costs a broadcast of one value per step when ``every_minutes`` is set.
+
+        Raises:
+            CheckpointError: ``max_failures`` saves in a row failed. Alike on every rank.
+        """
+        begin = time.perf_counter()
+        self._last_step = step
+        self.blocked_s = 0.0
+        if self.config.enabled and self._is_due(step, last or preempted, due):
+            self._join()
+            if step not in self._known_good:
+                self._start(step, state, wait=preempted or not self.config.asynchronous)
+            self.blocked_s = time.perf_counter() - begin
+            self.blocked_total_s += self.blocked_s
+        elif preempted:
+            self._join()
+        self._first_call = False
+
+    def time_is_up(self) -> bool:
+        """Whether ``every_minutes`` have passed on this rank's clock. For trainers that agree on it
+        themselves."""
+        minutes = self.config.every_minutes
+        return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
+
+    def finish(self) -> None:
+        """Waits for a save that is still running. Collective. Raises `CheckpointError` if it was one failure
+        too many, or if the last save of the run failed."""
+        self._join()
+        if self.failures:
+            raise CheckpointError(f"the last checkpoint could not be written ({self.failures} failed in a row); see the log")
+
+    def _is_due(self, step: int, forced: bool, due: bool | None) -> bool:
+        config = self.config
+        by_time = False
+        if config.every_minutes:
+            by_time = bool(self._votes.broadcast(self.time_is_up())) if due is None else due
+        by_step = config.every > 0 and step % config.every == 0
+        return forced or by_time or by_step or (config.on_first_step and self._first_call)
+
+    def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
+        reshard(self.model)
+        self._last_save = time.monotonic()
+        manifest = Manifest(
+            step=step,
+            state={**state, "step": step},
+            layout=self.layout,
+            mesh=self._mesh_sizes(),
+            world_size=self.group.size,
+            optimizer=describe_optimizer(self.model, self.optimizer) if self.optimizer is not None else {},
+            tied=tied_names(self.model),
+        )
+        tensors = saved_tensors(self.model, self.optimizer)
+        snapshot = self._staging.take(manifest, tensors, rng_tensors(self.group.rank), self.mesh)
+
+        def write() -> None:
+            try:
+                error, size = write_checkpoint(snapshot, self.store, self.group, self._clear_the_way)
+            except Exception as fault:  # a rank is gone: the loop will hear of it too
+                error, size = describe_error(fault), 0
+            if self.group.rank == 0:
+                if error:
+                    log.error("the checkpoint of step %d could not be written: %s", step, error)
+                else:
+                    log.info("%s is published: %.1f MiB", step_name(step), size / 2**20)
+                    self._retire(step)
+            self._outcome = step, error, size
+
+        if wait:
+            write()
+            self._settle()
+        else:
+            # A daemon: when the run dies of something else, it must not be kept alive by a save.
+            self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
+            self._thread.start()
+
+    def _mesh_sizes(self) -> dict[str, int]:
+        sizes = {"replicate": 1, "shard": 1, "tensor": 1}
+        if self.mesh is not None:
+            sizes |= dict(zip(self.mesh.mesh_dim_names or (), self.mesh.mesh.shape, strict=True))
+        return sizes
+
+    def _join(self) -> None:
+        """Waits for the save in progress, so that every rank hears of its outcome at the same point."""
+        if self._thread is not None:
+            if self._thread.is_alive() and self.group.rank == 0:
+                log.info("waiting for the checkpoint that is still being written")
+            self._thread.join()
+            self._thread = None
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._outcome is None:
+            return
+        (step, error, size), self._outcome = self._outcome, None
+        if error is None:
+            self.failures = 0
+            self.bytes_written += size
+            self.published.append(step)
+            self._known_good.add(step)
+            return
+        self.failures += 1
+        if self.failures >= self.config.max_failures:
+            raise CheckpointError(
+                f"{self.failures} checkpoints in a row could not be written (checkpoint.max_failures="
+                f"{self.config.max_failures}), the last, of step {step}: {error}"
+            )
+
+    def _clear_the_way(self, step: int) -> str | None:
+        """Rank 0: a checkpoint of this step that is there already is kept if it is sound, and moved aside if
+        not."""
+        if step not in self.store.steps():
+            return None
+        try:
+            Checkpoint.open(self.store.path_of(step)).verify()
+        except DamagedCheckpointError as fault:
+            name = self.store.move_aside(step)
+            log.warning("%s was damaged (%s) and is now %s", step_name(step), fault, name)
+            return None
+        return f"{step_name(step)} is there already and sound: it is kept"
+
+    def _retire(self, newest: int) -> None:
+        """Rank 0: deletes what ``keep_last`` and ``keep_every`` do not ask for. The newest was read back
+        before it was published, so what is deleted is never the last good one."""
+        config = self.config
+        if not config.keep_last:
+            return
+        try:
+            kept = set(self.store.steps()[-config.keep_last :]) | {newest}
+            for step in self.store.steps():
+                if step not in kept and not (config.keep_every and step % config.keep_every == 0):
+                    self.store.delete(step)
+        except Exception as fault:
+            log.warning("an old checkpoint could not be deleted: %s", describe_error(fault))

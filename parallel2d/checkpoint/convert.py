@@ -1,0 +1,285 @@
+"""Weights from any format we read into any we write, one tensor in memory at a time.
+
+A `Source` flows in; a file or folder flows out, complete or not at all: it is written beside its place and
+renamed into it, and an existing target is never written over. Optimizer state is carried between our format,
+``torch.save`` and safetensors on demand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from parallel2d.checkpoint import huggingface
+from parallel2d.checkpoint.geometry import Region
+from parallel2d.checkpoint.manifest import NAME as MANIFEST
+from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredTensor
+from parallel2d.checkpoint.sources import INDEX, TORCH_SUFFIXES, Source, cast, facts_text
+from parallel2d.checkpoint.store import LocalStore, flush_folder
+from parallel2d.checkpoint.tensor_file import DTYPES, encode_header, tensor_bytes
+from parallel2d.checkpoint.torch_file import TorchWriter
+from parallel2d.config import ConfigError
+
+FORMATS = ("parallel2d", "safetensors", "hf", "torch")
+_HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+Progress = Callable[[int], object]
+
+
+def guess_format(target: str) -> str:
+    """The format that a target's name means. Raises `ConfigError` when it tells nothing."""
+    if target.endswith(".safetensors"):
+        return "safetensors"
+    if target.endswith(TORCH_SUFFIXES):
+        return "torch"
+    raise ConfigError(f"{target}: a folder can be in two formats; say --to hf or --to parallel2d")
+
+
+def convert(
+    source: Source,
+    target: str,
+    format: str,
+    *,
+    dtype: str | None = None,
+    optimizer: bool = False,
+    shard_bytes: int = 5 * 2**30,
+    arguments: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes ``source`` to ``target``.
+
+    Args:
+        source: from `open_source`. target: a file for ``safetensors`` and ``torch``, a folder for ``hf`` and
+        ``parallel2d``; must not exist. format: one of `FORMATS`. dtype: safetensors name of the dtype that
+        floating-point weights are converted to; None keeps each. Optimizer
+            state is never converted.
+        optimizer: carry optimizer state and the run's position too.
+        shard_bytes: size at which a folder's data goes on in another file.
+        arguments: of the Llama, for ``hf``, beside those the source tells.
+        progress: gets the bytes written since the last call.
+
+    Raises:
+        ConfigError: the target exists, or the source has not what the format needs.
+    """
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists already; nothing is written over")
+    if optimizer and format == "hf":
+        raise ConfigError("a Hugging Face model has no place for optimizer state")
+    if optimizer and not source.optimizer:
+        raise ConfigError("the source holds no optimizer state")
+    names = [name for name in source.tensors if optimizer or name.startswith("model/")]
+    if not any(name.startswith("model/") for name in names):
+        raise ConfigError("the source holds no weights")
+
+    def read(name: str) -> Tensor:
+        values = source.read(name)
+        if name.startswith("model/"):
+            values = cast(values, dtype)
+        if progress:
+            progress(values.nbytes)
+        return values.contiguous()
+
+    plan = _Plan(source, names, dtype, optimizer, read)
+    parent = os.path.dirname(os.path.abspath(target))
+    os.makedirs(parent, exist_ok=True)
+    temporary = os.path.join(parent, f".converting-{os.path.basename(os.path.abspath(target))}-{os.urandom(4).hex()}")
+    try:
+        if format == "torch":
+            _write_torch(plan, temporary)
+        elif format == "safetensors":
+            os.mkdir(temporary)
+            flat = [name if name.startswith("optimizer/") else name.removeprefix("model/") for name in names]
+            metadata = {"format": "pt", "parallel2d": facts_text(plan.facts())}
+            LocalStore(parent).write(temporary, "file", plan.blocks(names, flat, metadata))
+            os.rename(os.path.join(temporary, "file"), temporary + ".file")
+            os.rmdir(temporary)
+            temporary += ".file"
+        else:
+            os.mkdir(temporary)
+            if format == "hf":
+                _write_hugging_face(plan, temporary, {**source.arguments, **(arguments or {})}, shard_bytes)
+            else:
+                _write_ours(plan, temporary, shard_bytes)
+            flush_folder(temporary)
+        os.rename(temporary, target)
+        flush_folder(parent)
+    finally:
+        if os.path.isdir(temporary) and not os.path.islink(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif os.path.lexists(temporary):
+            os.unlink(temporary)
+
+
+class _Plan:
+    """What is written: names in order, their dtypes after conversion, and how to read each."""
+
+    def __init__(
+        self,
+        source: Source,
+        names: Sequence[str],
+        dtype: str | None,
+        optimizer: bool,
+        read: Callable[[str], Tensor],
+    ) -> None:
+        self.source, self.optimizer, self.read = source, optimizer, read
+        # Widest first, so that packed values are aligned.
+        self.names = sorted(names, key=lambda name: -DTYPES[self._dtype(name, dtype)].itemsize)
+        self.dtypes = {name: self._dtype(name, dtype) for name in names}
+
+    def _dtype(self, name: str, dtype: str | None) -> str:
+        stored = self.source.tensors[name][0]
+        floating = DTYPES[stored].is_floating_point
+        return dtype if dtype and floating and name.startswith("model/") else stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.tensors[name][1]
+
+    def size(self, name: str) -> int:
+        return Region.whole(self.shape(name)).numel * DTYPES[self.dtypes[name]].itemsize
+
+    def facts(self) -> Source:
+        """The facts to keep: without optimizer state a file tells of weights alone."""
+        source = self.source
+        if self.optimizer:
+            return source
+        return Source(source.kind, {}, source.read, layout=source.layout, tied=source.tied, arguments=source.arguments)
+
+    def blocks(self, names: Sequence[str], stored_as: Sequence[str], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+        """The blocks of one safetensors file; each tensor is read when its turn comes."""
+        described = [(flat, self.dtypes[name], self.shape(name)) for name, flat in zip(names, stored_as, strict=True)]
+        order = sorted(range(len(names)), key=lambda index: -DTYPES[described[index][1]].itemsize)
+        yield encode_header((described[index] for index in order), metadata)
+        for index in order:
+            yield tensor_bytes(self.read(names[index]))
+
+    def shards(self, names: Sequence[str], limit: int) -> list[list[str]]:
+        """Names in files of at most ``limit`` bytes, or of one tensor where that is larger."""
+        result: list[list[str]] = []
+        room = -1
+        for name in names:
+            if self.size(name) > room:
+                result.append([])
+                room = limit
+            result[-1].append(name)
+            room -= self.size(name)
+        return result
+
+
+def _write_ours(plan: _Plan, folder: str, shard_bytes: int) -> None:
+    facts = plan.facts()
+    manifest = Manifest(
+        step=facts.step,
+        state=facts.state,
+        layout=facts.layout or {"model": facts.arguments},
+        mesh={"replicate": 1, "shard": 1, "tensor": 1},
+        optimizer=facts.optimizer,
+        tied=facts.tied,
+    )
+    store = LocalStore(folder)
+    for number, names in enumerate(plan.shards(plan.names, shard_bytes)):
+        file = f"part-{number:05d}.safetensors"
+        manifest.files[file] = store.write(folder, file, plan.blocks(names, names, {"format": "pt"}))
+        for name in names:
+            region = Region.whole(plan.shape(name))
+            chunks = (Chunk(file, region),) if region.numel else ()
+            manifest.tensors[name] = StoredTensor(plan.dtypes[name], plan.shape(name), chunks)
+    content = manifest.encode()
+    Manifest.decode(content)
+    store.write(folder, MANIFEST, [content])
+
+
+def _write_hugging_face(plan: _Plan, folder: str, arguments: dict[str, Any], shard_bytes: int) -> None:
+    ours = [name for name in plan.source.tensors if name.startswith("model/")]
+    theirs = {name: huggingface.theirs(name.removeprefix("model/")) for name in ours}
+    arguments = {**_sizes_from_shapes(plan), **arguments}
+    arguments["tie_embeddings"] = "output.weight" in plan.source.tied
+    widest = max((plan.dtypes[name] for name in ours), key=lambda dtype: DTYPES[dtype].itemsize)
+    config = huggingface.to_config(arguments, _HF_DTYPES.get(widest, "float32"))
+    huggingface.from_config(config, "the new config.json")
+    store, shards = LocalStore(folder), plan.shards(ours, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        single = len(shards) == 1
+        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        store.write(folder, file, plan.blocks(names, [theirs[name] for name in names], {"format": "pt"}))
+        weight_map |= {theirs[name]: file for name in names}
+    if len(shards) > 1:
+        total = sum(plan.size(name) for name in ours)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        store.write(folder, INDEX, [json.dumps(index, indent=2).encode()])
+    store.write(folder, "config.json", [json.dumps(config, indent=2).encode()])
+
+
+def _sizes_from_shapes(plan: _Plan) -> dict[str, Any]:
+    """The Llama's arguments that its weights' shapes tell."""
+    shapes = {name.removeprefix("model/"): plan.shape(name) for name in plan.source.tensors}
+    found: dict[str, Any] = {}
+    if len(embedding := shapes.get("embedding.weight", ())) == 2:
+        found["vocab_size"], found["dim"] = embedding
+    if len(up := shapes.get("layers.0.feed_forward.w1.weight", ())) == 2:
+        found["hidden_dim"] = up[0]
+    layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdecimal()}
+    found["n_layers"] = len(layers)
+    return found
+
+
+def _write_torch(plan: _Plan, path: str) -> None:
+    """Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as ``load_state_dict``
+    takes them, and the names that the optimizer's numbers mean."""
+    writer = TorchWriter(path)
+    holes = {name: writer.hole(DTYPES[plan.dtypes[name]], plan.shape(name)) for name in plan.names}
+    model = {name.removeprefix("model/"): hole for name, hole in holes.items() if name.startswith("model/")}
+    model |= {name: model[other] for name, other in plan.source.tied.items() if other in model}
+    content: dict[str, Any] = model
+    if plan.optimizer:
+        state, groups, names = _optimizer_by_number(plan.source, holes)
+        content = {
+            "model": model,
+            "optimizer": {"state": state, "param_groups": groups},
+            "optimizer_names": names,
+            "parallel2d": facts_text(plan.facts()),
+        }
+    places = dict(_leaves(writer.begin(content)))
+    for keys, hole in _leaves(content):
+        name = next((name for name, other in holes.items() if other is hole), None)
+        if name is not None and name in plan.dtypes:
+            writer.fill(places[keys], plan.read(name))
+            del holes[name]
+    writer.finish()
+
+
+def _leaves(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    if isinstance(content, Tensor):
+        yield keys, content
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield from _leaves(value, (*keys, key))
+
+
+def _optimizer_by_number(source: Source, tensors: dict[str, Tensor]) -> tuple[dict[int, Any], list[Any], list[str]]:
+    """An optimizer's ``state`` and ``param_groups`` as PyTorch numbers them, and the names in that order."""
+    names: list[str] = []
+    groups: list[dict[str, Any]] = []
+    for group in source.optimizer.get("groups", []):
+        first = len(names)
+        names += group["parameters"]
+        groups.append({**group["settings"], "params": list(range(first, len(names)))})
+    number = {name: index for index, name in enumerate(names)}
+    state: dict[int, Any] = {}
+    for full, tensor in tensors.items():
+        kind, _, rest = full.partition("/")
+        key, _, name = rest.partition("/")
+        if kind == "optimizer" and name in number:
+            state.setdefault(number[name], {})[key] = tensor
+    for name, plain in source.optimizer.get("scalars", {}).items():
+        if name in number:
+            state.setdefault(number[name], {}).update(plain)
+    return dict(sorted(state.items())), groups, names
+
+
+DTYPE_CHOICES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}

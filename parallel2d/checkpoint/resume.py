@@ -1,0 +1,244 @@
+"""Where a run starts from: the checkpoint that is chosen, verified and loaded, on all ranks alike.
+
+The settings and the run's own store flow in; filled model, optimizer and generators, and the saved counters
+flow out. Rank 0 chooses and hands the manifest to the others; verification is spread over the ranks, each
+reading some of the files once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.folder import is_remote, open_folder
+from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest
+from parallel2d.checkpoint.rng import restore_rng
+from parallel2d.checkpoint.save import Group
+from parallel2d.checkpoint.state import (
+    check_model,
+    check_optimizer,
+    list_differences,
+    load_model,
+    load_optimizer,
+)
+from parallel2d.checkpoint.store import Store, describe_error, find_checkpoint, step_name
+from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+from parallel2d.config import CheckpointConfig, ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded. ``own_step``: the step of this run's own checkpoint, None when it was another's."""
+
+    step: int
+    state: dict[str, Any]
+    own_step: int | None
+
+
+class Resume:
+    """One search for a checkpoint. Every rank makes one and calls `run`."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        store: Store,
+        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.config, self.store, self.group = config, store, group
+        self.model, self.optimizer = model, optimizer
+
+    def run(self, restarted: bool = False) -> Restored | None:
+        """See `Checkpointer.restore`."""
+        resume = self.config.resume
+        own = self._own_steps()
+        if restarted and own:
+            return self._newest(own, "all")
+        if resume == "never":
+            self._set_aside(own, "checkpoint.resume=never")
+            return None
+        if resume != "auto":
+            step = self._own_step(resume)
+            if step is None and not own:
+                return self._from_elsewhere(resume)
+            if step is not None:
+                checkpoint = self._verified(self.store.path_of(step))
+                state = self._load(checkpoint, self.config.load)
+                self._set_aside([other for other in own if other > step], f"checkpoint.resume={resume}")
+                return Restored(checkpoint.manifest.step, state, step)
+            self._say(f"this run has checkpoints of its own and goes on there, not at checkpoint.resume={resume}")
+        if not own:
+            return None
+        return self._newest(own, self.config.load if resume == "auto" else "all")
+
+    def _own_steps(self) -> list[int]:
+        own: list[int] | ConfigError = []
+        if self.group.rank == 0:
+            try:
+                own = self.store.steps()
+            except Exception as fault:
+                own = ConfigError(f"{self.store.root} cannot be read: {describe_error(fault)}")
+        own = self.group.broadcast(own)
+        if isinstance(own, ConfigError):
+            raise own
+        return own
+
+    def _newest(self, own: list[int], load: str) -> Restored:
+        damaged: dict[int, str] = {}
+        for step in reversed(own):
+            try:
+                checkpoint = self._verified(self.store.path_of(step), follow=False)
+                if checkpoint.manifest.step != step:
+                    raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
+            except DamagedCheckpointError as fault:
+                damaged[step] = f"{step_name(step)}: {fault}"
+                self._say(f"passing over {step_name(step)}: {fault}", logging.WARNING)
+                continue
+            state = self._load(checkpoint, load)
+            if self.config.enabled and damaged:
+                self._clear_damaged(list(damaged))
+            return Restored(checkpoint.manifest.step, state, step)
+        listed = list_differences(list(damaged.values()))
+        raise ConfigError(
+            f"no checkpoint in {self.store.root} can be resumed from:\n{listed}\n"
+            "checkpoint.resume=never moves them aside and starts again"
+        )
+
+    def _from_elsewhere(self, path: str) -> Restored | None:
+        """A path given by hand: a checkpoint, or a run directory or its ``checkpoints`` folder, whose newest
+        is meant."""
+        chosen = self.group.broadcast(_find(path) if self.group.rank == 0 else None)
+        if isinstance(chosen, ConfigError):
+            raise chosen
+        checkpoint = self._verified(chosen)
+        state = self._load(checkpoint, self.config.load)
+        if self.config.load == "model_only":
+            return None
+        return Restored(checkpoint.manifest.step, state, None)
+
+    def _own_step(self, path: str) -> int | None:
+        """The step, when ``path`` names a checkpoint in this run's own folder."""
+        if is_remote(path) != is_remote(self.store.root):
+            return None
+        parent, name = os.path.split(path.rstrip("/"))
+        same = parent == self.store.root if is_remote(path) else os.path.realpath(parent) == os.path.realpath(self.store.root)
+        if not same or not name.removeprefix("step-").isdecimal():
+            return None
+        return int(name.removeprefix("step-"))
+
+    def _clear_damaged(self, steps: list[int]) -> None:
+        """Out of the way of the checkpoints that this run will write, and of retention's counting. Not vital:
+        only logged."""
+        if self.group.rank == 0:
+            for step in steps:
+                try:
+                    log.warning("the damaged %s is now %s", step_name(step), self.store.move_aside(step))
+                except Exception as fault:
+                    log.warning("the damaged %s could not be moved aside: %s", step_name(step), describe_error(fault))
+
+    def _set_aside(self, steps: list[int], why: str) -> None:
+        error = None
+        if self.group.rank == 0:
+            try:
+                for step in steps:
+                    log.warning("%s: %s is now %s", why, step_name(step), self.store.move_aside(step))
+            except Exception as fault:
+                error = describe_error(fault)
+        if error := self.group.broadcast(error):
+            raise ConfigError(f"{why}: a checkpoint could not be moved aside: {error}")
+
+    def _verified(self, path: str, follow: bool = True) -> Checkpoint:
+        """Opens a checkpoint on all ranks and reads it through once. Raises `DamagedCheckpointError` on all
+        of them alike."""
+        data: bytes | DamagedCheckpointError | None = None
+        if self.group.rank == 0:
+            try:
+                if not follow and not is_remote(path) and os.path.islink(path):
+                    raise DamagedCheckpointError(f"{os.path.basename(path)} is a symbolic link, which is not followed")
+                data = open_folder(path).read(NAME, MAX_BYTES)
+            except DamagedCheckpointError as fault:
+                data = DamagedCheckpointError(f"{fault}{_hint(path)}")
+            except Exception as fault:
+                data = DamagedCheckpointError(f"{path}: {describe_error(fault)}")
+        data = self.group.broadcast(data)
+        if isinstance(data, DamagedCheckpointError):
+            raise data
+        assert data is not None
+        folder = open_folder(path)
+        checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{NAME}"))
+        files = sorted(checkpoint.manifest.files, key=lambda name: -checkpoint.manifest.files[name].bytes)
+        self._agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
+        return checkpoint
+
+    def _load(self, checkpoint: Checkpoint, load: str) -> dict[str, Any]:
+        config, manifest = self.config, checkpoint.manifest
+        passed_over: list[str] = []
+
+        def fill() -> None:
+            check_model(self.model, checkpoint, config.strict)  # both, before anything is changed
+            if load == "all" and self.optimizer is not None:
+                check_optimizer(self.model, self.optimizer, checkpoint, config.strict)
+            passed_over.extend(load_model(self.model, checkpoint, config.strict))
+            if load == "model_only":
+                return
+            if self.optimizer is not None:
+                passed_over.extend(load_optimizer(self.model, self.optimizer, checkpoint, config.strict))
+            if manifest.world_size == self.group.size:
+                restore_rng(self.group.rank, checkpoint)
+
+        self._agree(fill)
+        if passed_over:
+            self._say(f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}", logging.WARNING)
+        has_generators = any(name.startswith("rng/") for name in checkpoint.tensors)
+        if load == "all" and has_generators and manifest.world_size != self.group.size:
+            self._say(
+                f"{checkpoint.folder.label} was written by {manifest.world_size} ranks, here are "
+                f"{self.group.size}: the ranks' random generators start afresh"
+            )
+        self._say(f"loaded {checkpoint.folder.label} ({'weights only' if load == 'model_only' else 'all'})")
+        return dict(manifest.state) | {"step": manifest.step}
+
+    def _agree(self, work: Any) -> None:
+        """Runs ``work`` on every rank; an error on any rank is raised on all, once each has answered."""
+        error: Exception | None = None
+        try:
+            work()
+        except DamagedCheckpointError as fault:
+            error = DamagedCheckpointError(str(fault))
+        except ConfigError as fault:
+            error = ConfigError(str(fault))
+        except (OSError, RuntimeError, ValueError) as fault:
+            error = DamagedCheckpointError(f"rank {self.group.rank}: {describe_error(fault)}")
+        for answer in self.group.all_gather(error):
+            if answer is not None:
+                raise answer
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        if self.group.rank == 0:
+            log.log(level, "%s", text)
+
+
+def _find(path: str) -> str | ConfigError:
+    """The checkpoint that ``path`` means, or the error to raise."""
+    try:
+        found = find_checkpoint(path)
+        if not is_remote(path) and not os.path.isdir(found):
+            return ConfigError(f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path")
+    except Exception as fault:
+        return ConfigError(f"checkpoint.resume={path}: {describe_error(fault)}")
+    return found
+
+
+def _hint(path: str) -> str:
+    if not is_remote(path) and os.path.exists(os.path.join(path, ".metadata")):
+        return "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and is never read"
+    return ""

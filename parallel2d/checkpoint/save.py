@@ -1,0 +1,183 @@
+"""One save on all ranks: staged, written, published. The mechanism, not when it happens.
+
+Tensors on any device flow in; a published checkpoint or an error that is the same on every rank flows out.
+Staging is the only part the training loop waits for: a copy into CPU buffers that are kept from save to save.
+All else may run in a thread, since it talks over a process group of its own. What is agreed with the other
+ranks is agreed there: rank 0 opens the place, all write, rank 0 hears from all before it writes the manifest
+and renames, all hear how it went.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.checkpoint.geometry import Region, plan_writes
+from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor, chunk_key
+from parallel2d.checkpoint.store import CheckpointError, Store, describe_error
+from parallel2d.checkpoint.tensor_file import DTYPE_NAMES, encode
+
+log = logging.getLogger(__name__)
+
+
+class Group:
+    """The ranks that save together, over a gloo group of their own; or this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank() if group is not None else 0
+        self.size = dist.get_world_size() if group is not None else 1
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.gather_object(value, values if self.rank == 0 else None, dst=0, group=self.group)
+        return values if self.rank == 0 else []
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+@dataclass
+class Snapshot:
+    """What one rank writes, copied to CPU: (tensor name, whole shape, region, values), and the manifest so
+    far."""
+
+    manifest: Manifest
+    parts: list[tuple[str, tuple[int, ...], Region, Tensor]] = field(default_factory=list)
+
+
+class Staging:
+    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU) and used again by every
+    save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        mesh: DeviceMesh | None,
+    ) -> Snapshot:
+        """Copies this rank's share of ``tensors`` (see `plan_writes`) and all of ``own``, which no other rank
+        has."""
+        snapshot = Snapshot(manifest)
+        planned = [(n, tuple(tensors[n].shape), r, t) for n, r, t in plan_writes(tensors.items(), mesh)]
+        planned += [(n, tuple(t.shape), Region.whole(t.shape), t) for n, t in own.items() if t.numel()]
+        waiting = False
+        for name, shape, region, values in planned:
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                self._buffers[name] = buffer
+            buffer.copy_(values, non_blocking=values.is_cuda)
+            waiting = waiting or values.is_cuda
+            snapshot.parts.append((name, shape, region, buffer))
+        for name, tensor in own.items():
+            if not tensor.numel():  # nothing to store, but the manifest tells that it was empty
+                snapshot.parts.append((name, tuple(tensor.shape), Region.whole(tensor.shape), tensor))
+        if waiting:
+            torch.cuda.synchronize()
+        return snapshot
+
+
+def write_checkpoint(
+    snapshot: Snapshot, store: Store, group: Group, exists: Callable[[int], str | None]
+) -> tuple[str | None, int]:
+    """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes written),
+    alike on all ranks.
+
+    ``exists(step)`` runs on rank 0 and clears the way for this step's name: it returns a reason to skip, or
+    None. Never raises for a fault of the storage: debris is removed and the fault is returned.
+    """
+    step = snapshot.manifest.step
+    place = error = None
+    if group.rank == 0:
+        try:
+            reason = exists(step)
+            if reason is None:
+                place = store.begin(step, os.urandom(4).hex())
+            else:
+                log.info("%s", reason)
+                error = ""
+        except Exception as fault:  # whatever the storage raises: training goes on
+            error = describe_error(fault)
+    place, error = group.broadcast((place, error))
+    if place is None:
+        return error or None, 0
+    answers = group.gather(_write_part(snapshot, store, place, group.rank))
+    outcome: tuple[str | None, int] = (None, 0)
+    if group.rank == 0:
+        outcome = _publish(snapshot.manifest, store, place, answers)
+    return group.broadcast(outcome)
+
+
+_Part = tuple[str, str, tuple[int, ...], Region]  # tensor name, dtype name, whole shape, region
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank tells rank 0: its file, what is in it, or what went wrong."""
+
+    file: tuple[str, StoredFile] | None
+    parts: Sequence[_Part]
+    error: str | None
+
+
+def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
+    name = f"rank-{rank:05d}.safetensors"
+    parts = [(tensor, DTYPE_NAMES[v.dtype], shape, region) for tensor, shape, region, v in snapshot.parts]
+    stored = [(chunk_key(t, shape, region), v) for t, shape, region, v in snapshot.parts if v.numel()]
+    if not stored:
+        return _Answer(None, parts, None)
+    try:
+        return _Answer((name, store.write(place, name, encode(stored, {"format": "pt"}))), parts, None)
+    except Exception as fault:  # whatever the storage raises: training goes on
+        return _Answer(None, (), f"rank {rank}: {describe_error(fault)}")
+
+
+def _publish(manifest: Manifest, store: Store, place: str, answers: Sequence[_Answer]) -> tuple[str | None, int]:
+    try:
+        if errors := [answer.error for answer in answers if answer.error]:
+            raise CheckpointError("; ".join(errors[:4]) + (f" and {len(errors) - 4} more ranks" if errors[4:] else ""))
+        found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
+        for answer in answers:
+            for name, dtype, shape, region in answer.parts:
+                chunks = found.setdefault(name, (dtype, shape, []))[2]
+                if answer.file is not None and region.numel:
+                    chunks.append(Chunk(answer.file[0], region))
+        manifest.files = dict(answer.file for answer in answers if answer.file)
+        manifest.tensors = {name: StoredTensor(d, shape, tuple(chunks)) for name, (d, shape, chunks) in found.items()}
+        content = manifest.encode()
+        Manifest.decode(content, "the new manifest")  # a save that could not be loaded again is a failed save
+        store.publish(place, manifest.step, content)
+        return None, manifest.state_bytes + len(content)
+    except Exception as fault:  # whatever the storage raises: training goes on
+        store.discard(place)
+        return describe_error(fault), 0

@@ -1,0 +1,276 @@
+"""The folder of all checkpoints of a run: a new one written and published, old ones retired, damaged ones
+moved aside.
+
+Blocks of bytes flow in; complete ``step-00000100`` folders appear. Two stores, one contract:
+
+[Note: atomic publication] A checkpoint is written where no reader looks. On a file system that renames, that
+is a sibling folder ``.saving-...``: every file is flushed to the disk and read back, the manifest comes last,
+the folder is flushed, and one rename makes it ``step-N``; the parent is flushed too. Object stores cannot
+rename: there the files go to their final place and the manifest, written last, is the publication, since a
+folder without one is not a checkpoint. Deletion runs the other way round: out of the readers' sight by one
+rename (or by deleting the manifest first), then file by file. So whatever is killed and when, a reader sees
+only complete checkpoints, and nothing is ever written over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from typing import Protocol
+
+from parallel2d.checkpoint.folder import is_remote
+from parallel2d.checkpoint.manifest import NAME as MANIFEST
+from parallel2d.checkpoint.manifest import StoredFile
+from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+
+_STEP = re.compile(r"step-(\d{8,18})")
+
+Blocks = Iterable[bytes | memoryview]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. The message says where and why."""
+
+
+def step_name(step: int) -> str:
+    """The folder's name: ``step-00000100``."""
+    return f"step-{step:08d}"
+
+
+class Store(Protocol):
+    """Where a run's checkpoints live. ``path_of`` gives the address of one, for readers."""
+
+    root: str
+
+    def prepare(self) -> None: ...  # creates the root
+    def steps(self) -> list[int]: ...  # what looks complete, ascending
+    def path_of(self, step: int) -> str: ...
+    def begin(self, step: int, token: str) -> str: ...  # the place to write to
+    def write(self, place: str, name: str, blocks: Blocks) -> StoredFile: ...
+    def publish(self, place: str, step: int, manifest: bytes) -> None: ...
+    def discard(self, place: str) -> None: ...
+    def move_aside(self, step: int) -> str: ...  # returns the new name
+    def delete(self, step: int) -> None: ...
+    def sweep(self) -> list[str]: ...  # removes what killed saves and deletions left; returns names
+
+
+def open_store(root: str) -> Store:
+    """The store at a local path or fsspec address."""
+    return RemoteStore(root) if is_remote(root) else LocalStore(root)
+
+
+def find_checkpoint(path: str) -> str:
+    """The checkpoint folder that ``path`` means: itself, or the newest of a run directory or ``checkpoints``
+    folder."""
+    for root in (path, f"{path.rstrip('/')}/checkpoints"):
+        if steps := open_store(root).steps():
+            return open_store(root).path_of(steps[-1])
+    return path
+
+
+def flush_folder(path: str) -> None:
+    """Makes renames and new names in the folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class LocalStore:
+    """On a file system that renames folders atomically (any local one, NFS, Lustre)."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)
+
+    def prepare(self) -> None:
+        os.makedirs(self.root, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and name == step_name(int(match[1]))]
+        return sorted(found)
+
+    def path_of(self, step: int) -> str:
+        return os.path.join(self.root, step_name(step))
+
+    def begin(self, step: int, token: str) -> str:
+        self.prepare()
+        self.sweep()
+        place = os.path.join(self.root, f".saving-{step_name(step)}-{token}")
+        os.mkdir(place)
+        return place
+
+    def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
+        """Writes, flushes, drops from the page cache and reads back: what is counted as written is what the
+        disk returns."""
+        digest, size = hashlib.sha256(), 0
+        descriptor = os.open(os.path.join(place, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "rb+", buffering=0) as file:
+            for block in blocks:
+                view = memoryview(block)
+                for begin in range(0, len(view), 2**24):  # small enough to overlap hashing with the disk's own work
+                    piece = view[begin : begin + 2**24]
+                    digest.update(piece)
+                    while len(piece):
+                        piece = piece[file.write(piece) :]
+                size += len(view)
+            os.fsync(file.fileno())
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            returned = hashlib.sha256()
+            while block := file.read(2**23):
+                returned.update(block)
+        if returned.digest() != digest.digest():
+            raise CheckpointError(f"{name}: the disk returned other bytes than were written")
+        return StoredFile(size, digest.hexdigest())
+
+    def publish(self, place: str, step: int, manifest: bytes) -> None:
+        self.write(place, MANIFEST, [manifest])
+        flush_folder(place)
+        # Renaming onto an existing folder would succeed silently only when that is empty; any other is an
+        # error here.
+        if os.path.lexists(self.path_of(step)):
+            raise CheckpointError(f"{step_name(step)} exists already")
+        os.rename(place, self.path_of(step))
+        flush_folder(self.root)
+
+    def discard(self, place: str) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+
+    def move_aside(self, step: int) -> str:
+        number = 1
+        while os.path.lexists(os.path.join(self.root, name := f"aside-{step_name(step)}-{number}")):
+            number += 1
+        os.rename(self.path_of(step), os.path.join(self.root, name))
+        flush_folder(self.root)
+        return name
+
+    def delete(self, step: int) -> None:
+        doomed = os.path.join(self.root, f".deleting-{step_name(step)}-{os.urandom(4).hex()}")
+        os.rename(self.path_of(step), doomed)
+        flush_folder(self.root)
+        shutil.rmtree(doomed)
+
+    def sweep(self) -> list[str]:
+        try:
+            names = [name for name in os.listdir(self.root) if name.startswith((".saving-", ".deleting-", ".shared-"))]
+        except FileNotFoundError:
+            return []
+        for name in names:
+            path = os.path.join(self.root, name)
+            if os.path.islink(path) or not os.path.isdir(path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        return names
+
+
+class RemoteStore:
+    """Behind fsspec, where folders cannot be renamed: the manifest, written last, is the publication."""
+
+    def __init__(self, root: str) -> None:
+        import fsspec
+
+        self.root = root.rstrip("/")
+        self.filesystem, self._path = fsspec.core.url_to_fs(self.root)
+        self._path = self._path.rstrip("/")
+
+    def prepare(self) -> None:
+        self.filesystem.makedirs(self._path, exist_ok=True)
+
+    def _folders(self) -> list[str]:
+        self.filesystem.invalidate_cache()
+        try:
+            listed = self.filesystem.ls(self._path, detail=False)
+        except FileNotFoundError:
+            return []
+        return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed]
+
+    def steps(self) -> list[int]:
+        found = [(int(match[1]), name) for name in self._folders() if (match := _STEP.fullmatch(name))]
+        return sorted(
+            step for step, name in found
+            if name == step_name(step) and self.filesystem.exists(f"{self._path}/{name}/{MANIFEST}")
+        )  # fmt: skip
+
+    def path_of(self, step: int) -> str:
+        return f"{self.root}/{step_name(step)}"
+
+    def begin(self, step: int, token: str) -> str:
+        place = f"{self._path}/{step_name(step)}"
+        if self.filesystem.exists(f"{place}/{MANIFEST}"):
+            raise CheckpointError(f"{step_name(step)} exists already")
+        self._remove(place)  # what an interrupted save left
+        self.filesystem.makedirs(place, exist_ok=True)
+        return place
+
+    def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
+        digest, size = hashlib.sha256(), 0
+        with self.filesystem.open(f"{place}/{name}", "wb") as file:
+            for block in blocks:
+                digest.update(block)
+                file.write(block)
+                size += len(block)
+        self.filesystem.invalidate_cache(place)
+        if (stored := self.filesystem.size(f"{place}/{name}")) != size:
+            raise CheckpointError(f"{name}: {stored} bytes arrived of {size}")
+        return StoredFile(size, digest.hexdigest())
+
+    def publish(self, place: str, step: int, manifest: bytes) -> None:
+        self.filesystem.pipe_file(f"{place}/{MANIFEST}", manifest)
+
+    def discard(self, place: str) -> None:
+        with contextlib.suppress(Exception):
+            self._remove(place)
+
+    def _remove(self, path: str) -> None:
+        if not self.filesystem.exists(path):
+            return
+        if self.filesystem.exists(f"{path}/{MANIFEST}"):
+            self.filesystem.rm_file(f"{path}/{MANIFEST}")
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm(path, recursive=True)
+
+    def move_aside(self, step: int) -> str:
+        """Copies the files, then deletes the old ones, manifest first: the best an object store can do."""
+        source, number = f"{self._path}/{step_name(step)}", 1
+        while self.filesystem.exists(f"{self._path}/{(name := f'aside-{step_name(step)}-{number}')}"):
+            number += 1
+        self.filesystem.makedirs(f"{self._path}/{name}", exist_ok=True)
+        for path in self.filesystem.find(source):
+            self.filesystem.cp_file(path, f"{self._path}/{name}/{str(path).rsplit('/', 1)[-1]}")
+        self._remove(source)
+        return name
+
+    def delete(self, step: int) -> None:
+        self._remove(f"{self._path}/{step_name(step)}")
+
+    def sweep(self) -> list[str]:
+        """Removes folders without a manifest; a save in progress looks like one, so only before and between
+        saves."""
+        found = [
+            name for name in self._folders()
+            if _STEP.fullmatch(name) and not self.filesystem.exists(f"{self._path}/{name}/{MANIFEST}")
+        ]  # fmt: skip
+        for name in found:
+            self.discard(f"{self._path}/{name}")
+        return found
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the kind of error where its text alone would not say it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    if isinstance(error, DamagedCheckpointError | CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,48 @@
+"""Which sample is in which global batch.
+
+A `DataConfig` flows in; `open_data` gives sample streams, `BatchPlan` says which positions a rank reads, and
+`BatchFeed` reads them ahead of the training step. The names below are imported when they are first used, so
+that preparing data (and each of its worker processes) does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel2d.data.batch import IGNORED, Batch
+    from parallel2d.data.feed import BatchFeed, EndOfData, StepBatch
+    from parallel2d.data.opening import OpenData, open_data
+    from parallel2d.data.plan import BatchPlan
+    from parallel2d.data.stream import SampleStream
+
+_MODULES = {
+    "IGNORED": "batch",
+    "Batch": "batch",
+    "BatchFeed": "feed",
+    "BatchPlan": "plan",
+    "EndOfData": "feed",
+    "OpenData": "opening",
+    "SampleStream": "stream",
+    "StepBatch": "feed",
+    "open_data": "opening",
+}
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "BatchFeed",
+    "BatchPlan",
+    "EndOfData",
+    "OpenData",
+    "SampleStream",
+    "StepBatch",
+    "open_data",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

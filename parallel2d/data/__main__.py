@@ -1,0 +1,134 @@
+"""The command line of this room: ``python -m parallel2d.data prepare | inspect | verify``.
+
+Arguments flow in; a prepared folder, or what is known about one, flows out. Errors are one message and exit
+code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from parallel2d.config import ConfigError, DataConfig, data_problems, problems
+from parallel2d.data import store
+from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
+from parallel2d.data.lock import folder_lock
+from parallel2d.data.prepare import prepare
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ConfigError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; what is finished is kept, start again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m parallel2d.data", description="Token shards for data=tokens.")
+    commands = parser.add_subparsers(required=True, metavar="prepare | inspect | verify")
+    default = DataConfig()
+    command = commands.add_parser("prepare", help="turn text, rows or a data set into a folder of token shards")
+    command.set_defaults(run=_prepare)
+    command.add_argument("path", nargs="?", help="file, folder, glob or data set; not given with --from stdlib")
+    command.add_argument("--output", required=True, type=Path, help="folder to write; started again, it is resumed")
+    command.add_argument("--from", dest="name", default="text", choices=["text", "hf", "stdlib"], help="default: text")
+    command.add_argument("--tokenizer", default=default.tokenizer, help="bytes, or the path of a tokenizer.json")
+    command.add_argument("--end-token", help="ends a document; default: the tokenizer's usual one")
+    command.add_argument("--text-field", default=default.text_field, help="of a row; default: %(default)s")
+    command.add_argument("--document-kib", type=int, default=default.document_kib, help="longer text files are cut")
+    command.add_argument("--subset", help="configuration of a data set")
+    command.add_argument("--split", default=default.split, help="part of a data set; default: %(default)s")
+    command.add_argument("--validation-fraction", type=float, default=default.validation_fraction)
+    command.add_argument("--max-bad-rows", type=int, default=default.max_bad_rows, help="default: %(default)s")
+    command.add_argument("--workers", default="auto", help="processes; default: one per core")
+    for name, function, text in (
+        ("inspect", _inspect, "print what a prepared folder holds"),
+        ("verify", _verify, "read every file of a prepared folder against its checksum"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=function)
+        command.add_argument("folder", type=Path)
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    workers = int(options.workers) if str(options.workers).isdecimal() else options.workers
+    config = DataConfig(
+        name=options.name,
+        path=options.path,
+        tokenizer=options.tokenizer,
+        end_token=options.end_token,
+        text_field=options.text_field,
+        document_kib=options.document_kib,
+        subset=options.subset,
+        split=options.split,
+        validation_fraction=options.validation_fraction,
+        max_bad_rows=options.max_bad_rows,
+        workers=workers,
+    )
+    if found := [*problems(config, "data."), *data_problems(config)]:
+        raise ConfigError("\n".join(found))
+    units, _, source = prepare_units(config)
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} units"),
+    ]
+    read = 0
+    with (
+        folder_lock(options.output) as lock,
+        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar,
+    ):
+        task = bar.add_task("preparing", total=len(units))
+
+        def show(done: int, _: int, record: dict[str, Any]) -> None:
+            nonlocal read
+            read += record["bytes"]
+            bar.update(task, completed=done, description=f"preparing, {read / 1e6:,.0f} MB")
+
+        prepared = prepare(
+            units,
+            prepare_options(config),
+            options.output,
+            source=source,
+            workers=worker_count(workers),
+            lock=lock,
+            progress=show,
+        )
+        bar.update(task, completed=len(units))
+    print(_summary(prepared.manifest, options.output))
+
+
+def _summary(manifest: dict[str, Any], folder: Path) -> str:
+    splits = ", ".join(
+        f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents" for name, split in manifest["splits"].items()
+    )
+    skipped = f"{manifest['bad_rows']:,} bad rows and {manifest['empty_documents']:,} empty documents left out"
+    return f"{folder}: {splits}; {manifest['bytes'] / 1e6:,.1f} MB of text, {skipped}"
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    manifest = store.read_manifest(options.folder)
+    print(_summary(manifest, options.folder))
+    print(json.dumps({key: manifest[key] for key in ("tokenizer", "dtype", "content")}, indent=1))
+
+
+def _verify(options: argparse.Namespace) -> None:
+    print(f"{options.folder}: {store.verify(options.folder):,} bytes, every checksum is right")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

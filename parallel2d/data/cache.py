@@ -1,0 +1,91 @@
+"""The cache of prepared folders: one per content, prepared once, by one process, under a lock.
+
+Source files and options flow in, an open `TokenStore` flows out. Any number of processes may ask at once: the
+first takes the lock (flock, which the kernel releases when its holder dies in whatever way) and prepares; the
+others wait and find the published folder. What a killed holder had finished is kept by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from parallel2d.config import ConfigError
+from parallel2d.data import store
+from parallel2d.data.lock import folder_lock
+from parallel2d.data.prepare import PrepareOptions
+from parallel2d.data.sources import SourceFile
+from parallel2d.data.tokenizer import load_tokenizer
+
+_READ_WHOLE = 256 << 20  # larger input is known by names, sizes and modification times instead of by content
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """``data.cache_dir``, or ``parallel2d`` in the user's XDG cache folder."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "parallel2d"
+
+
+def files_identity(files: list[SourceFile]) -> str:
+    """A hex digest that changes when a file's name or content does."""
+    digest = hashlib.sha256()
+    try:
+        _digest_files(files, digest)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _digest_files(files: list[SourceFile], digest: hashlib._Hash) -> None:
+    sizes = [os.path.getsize(file.path) for file in files]
+    whole = sum(sizes) <= _READ_WHOLE
+    for file, size in zip(files, sizes, strict=True):
+        digest.update(json.dumps([file.name, size]).encode())
+        if whole:
+            with open(file.path, "rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+        else:
+            digest.update(str(os.stat(file.path).st_mtime_ns).encode())
+
+
+def options_key(options: PrepareOptions, source: str) -> str:
+    """A hex digest of a source's identity, the options, the tokenizer and the format's version."""
+    tokenizer = load_tokenizer(options.tokenizer, options.end_token).fingerprint
+    values = {**asdict(options), "tokenizer": tokenizer, "version": store.VERSION}
+    return hashlib.sha256(json.dumps([source, values], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def open_cached(root: Path, name: str, key: str, make: Callable[[Path, int], store.TokenStore]) -> store.TokenStore:
+    """The prepared folder ``root/name-key``, made by ``make(folder, lock)`` under a lock if it is not there
+    or not whole.
+
+    Raises `ConfigError` if the cache cannot be written.
+    """
+    folder = root / f"{name}-{key}"
+    if (found := _published(folder)) is not None:
+        return found
+    try:
+        with folder_lock(folder) as lock:
+            if (found := _published(folder)) is not None:
+                return found
+            (folder / store.MANIFEST).unlink(missing_ok=True)
+            return make(folder, lock)
+    except OSError as error:
+        raise ConfigError(
+            f"the data cache {root} is not writable ({error.strerror or error}: {error.filename or folder}); "
+            "set data.cache_dir to a folder that can"
+        ) from error
+
+
+def _published(folder: Path) -> store.TokenStore | None:
+    """A damaged folder counts as none: it is made again."""
+    with contextlib.suppress(ConfigError):
+        return store.TokenStore(folder)
+    return None

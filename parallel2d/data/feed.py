@@ -1,0 +1,132 @@
+"""Batches prepared ahead of the training step.
+
+A stream and a plan flow in, one `StepBatch` per optimizer step flows out. A background thread reads (numpy
+releases the interpreter lock for the copies) and, for a GPU, pins; the calling thread starts the copies to
+the device. The queue holds a fixed number of steps, so memory is bounded and a slow trainer stops the reader.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from parallel2d.config import ConfigError
+from parallel2d.data.batch import Batch
+from parallel2d.data.plan import BatchPlan
+from parallel2d.data.stream import SampleStream
+
+
+class EndOfData(Exception):  # noqa: N818  (an end, as StopIteration is: no error)
+    """The last global batch was already given: ``data.epochs`` is finite, or the stream is a validation
+    split.
+    """
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank reads for one optimizer step."""
+
+    micro_batches: list[Batch]
+    valid_tokens: int  # targets of this rank over all micro-batches
+    sample_hash: int  # sum over this rank's samples
+    waited_s: float  # seconds that `BatchFeed.next` was blocked
+    position: int  # of the first sample after this global batch: what a checkpoint stores
+
+
+class BatchFeed:
+    """Iterates over the global batches of a stream, prepared ``ahead`` steps in advance.
+
+    Args:
+        stream: where samples are read.
+        plan: this rank's share.
+        device: where the micro-batches are put.
+        start: position, in samples, of the first global batch.
+        ahead: steps that may wait in memory; each costs micro-batch x accumulation x T x 16 bytes.
+
+    Raises `ConfigError` if there is not one global batch to give.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        plan: BatchPlan,
+        device: torch.device | str,
+        start: int = 0,
+        ahead: int = 2,
+    ) -> None:
+        if stream.ends_before(0, plan.global_batch_size):
+            raise ConfigError(
+                f"train.global_batch_size={plan.global_batch_size} is more than an epoch has: {len(stream)} "
+                "samples; data.end=drop leaves out what does not fill a global batch, pad or wrap would not"
+            )
+        self._stream, self._plan, self._device = stream, plan, torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=max(1, ahead))
+        self._stopped = threading.Event()
+        self._ended: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, args=(start,), name="parallel2d-data", daemon=True)
+        self._thread.start()
+
+    def next(self) -> StepBatch:
+        """This rank's part of the next global batch, on the device.
+
+        Raises `EndOfData` after the last one, and whatever the background thread met; the same error again if
+        called again.
+        """
+        if self._stopped.is_set():
+            raise RuntimeError("the feed is closed")
+        if self._ended is not None:
+            raise self._ended
+        begin = time.perf_counter()
+        item = self._queue.get()
+        waited = time.perf_counter() - begin
+        if isinstance(item, BaseException):
+            self._ended = item
+            raise item
+        moved = [batch.to(self._device, non_blocking=True) for batch in item.micro_batches]
+        return StepBatch(moved, item.valid_tokens, item.sample_hash, waited, item.position)
+
+    def close(self) -> None:
+        """Stops the thread and drops what it prepared. May be called twice."""
+        self._stopped.set()
+        while self._thread.is_alive():  # it may wait for room in the queue
+            self._discard()
+            self._thread.join(timeout=0.05)
+        self._discard()
+
+    def _discard(self) -> None:
+        while True:
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                return
+
+    def _work(self, position: int) -> None:
+        try:
+            if self._device.type == "cuda":  # of this thread; pinning would start a context on the first GPU otherwise
+                torch.cuda.set_device(self._device)
+            while not self._stopped.is_set():
+                if self._stream.ends_before(position, self._plan.global_batch_size):
+                    raise EndOfData(f"the data ends before position {position}")
+                step = self._read(position)
+                position = step.position
+                self._queue.put(step)
+        except BaseException as error:  # handed to the thread that waits; nothing is lost
+            self._queue.put(error)
+
+    def _read(self, position: int) -> StepBatch:
+        batches = [self._stream.read(positions) for positions in self._plan.positions(position)]
+        if self._device.type == "cuda":
+            batches = [batch.pin_memory() for batch in batches]
+        return StepBatch(
+            batches,
+            valid_tokens=sum(batch.valid_tokens for batch in batches),
+            sample_hash=sum(batch.hash for batch in batches),
+            waited_s=0.0,
+            position=position + self._plan.global_batch_size,
+        )

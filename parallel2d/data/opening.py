@@ -1,0 +1,146 @@
+"""From a configuration to open data: the door of this room.
+
+A `DataConfig` flows in, `OpenData` with its sample streams flows out. Raw input goes through the cache; a
+prepared folder is opened where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel2d.config import ConfigError, DataConfig, data_problems, problems
+from parallel2d.data.cache import cache_root, open_cached, options_key
+from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
+from parallel2d.data.mixture import Schedule
+from parallel2d.data.prepare import prepare
+from parallel2d.data.samples import PackedSamples, PaddedSamples
+from parallel2d.data.store import TokenSplit, TokenStore
+from parallel2d.data.stream import Samples, SampleStream
+
+_VALIDATION_SEED = 0  # validation samples stand in the same order in every run
+
+
+@dataclass(frozen=True)
+class OpenData:
+    """What a run reads."""
+
+    train: SampleStream
+    validation: SampleStream | None  # finite, in an order that no seed changes; None: nothing is held out
+    vocab_size: int  # ids are below it
+    fingerprint: str  # hex; equal on two machines exactly if every position reads the same sample on both
+    description: str  # one line
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One component of a mixture, or all there is."""
+
+    name: str
+    store: TokenStore
+    weight: float
+
+
+def open_data(config: DataConfig, *, seq_len: int, seed: int) -> OpenData:
+    """Opens the data that ``config`` names, prepared into the cache if it must be.
+
+    Safe to call in any number of processes at once. ``seq_len`` is in tokens. Raises `ConfigError` that names
+    what is wrong: a missing path, empty or undecodable input, too few tokens for one sample, a cache that
+    cannot be written.
+    """
+    if found := [*problems(config, "data."), *data_problems(config)]:
+        raise ConfigError("\n".join(found))
+    if config.mixture:
+        parts = [_Part(entry["path"], _prepared(entry["path"]), entry["weight"]) for entry in config.mixture]
+    else:
+        name = config.name if config.path is None else f"{config.name} {config.path}"
+        parts = [_Part(name, _open_store(config), 1)]
+    tokenizer = parts[0].store.manifest["tokenizer"]
+    for part in parts[1:]:
+        other = part.store.manifest["tokenizer"]
+        if other["fingerprint"] != tokenizer["fingerprint"]:
+            raise ConfigError(
+                f"data.mixture has two tokenizers: {parts[0].name} was prepared with {tokenizer['name']} and "
+                f"{part.name} with {other['name']} (another one, or another end token)"
+            )
+
+    train = _stream(config, parts, "train", seq_len, seed)
+    assert train is not None
+    validation = _stream(config, parts, "validation", seq_len, _VALIDATION_SEED)
+    identity = [[part.store.content, part.weight] for part in parts]
+    options = [seq_len, seed, config.packing, config.intra_document_masking]
+    return OpenData(
+        train,
+        validation,
+        vocab_size=tokenizer["vocab_size"],
+        fingerprint=hashlib.sha256(json.dumps([identity, options]).encode()).hexdigest(),
+        description=_describe(config, parts, train, seq_len),
+    )
+
+
+def _stream(config: DataConfig, parts: list[_Part], split: str, seq_len: int, seed: int) -> SampleStream | None:
+    components, weights = [], []
+    for part in parts:
+        samples = _samples(config, part, part.store.splits[split], seq_len)
+        if split == "train":
+            _check_length(config, part, samples, seq_len)
+        if len(samples):
+            components.append(samples)
+            weights.append(part.weight)
+    if not components:
+        return None
+    train = split == "train"
+    return SampleStream(
+        components,
+        Schedule(weights),
+        seed=seed,
+        name=split,
+        intra_document_masking=config.intra_document_masking,
+        epochs=config.epochs if train else 1,
+        end=config.end if train else "pad",
+    )
+
+
+def _samples(config: DataConfig, part: _Part, split: TokenSplit, seq_len: int) -> Samples:
+    end_id = part.store.manifest["tokenizer"]["end_id"]
+    if config.packing == "padded":
+        return PaddedSamples(split, seq_len, end_id)
+    return PackedSamples(split, seq_len, end_id, config.intra_document_masking)
+
+
+def _check_length(config: DataConfig, part: _Part, samples: Samples, seq_len: int) -> None:
+    tokens = part.store.splits["train"].tokens
+    if not len(samples) or (config.packing == "packed" and tokens < seq_len + 1):
+        raise ConfigError(f"{part.name} holds {tokens} training tokens, fewer than one sample needs: train.seq_len={seq_len} + 1")
+
+
+def _describe(config: DataConfig, parts: list[_Part], train: SampleStream, seq_len: int) -> str:
+    size = sum(part.store.manifest["bytes"] for part in parts) / 1e6
+    splits = [split for part in parts for split in part.store.splits.values()]
+    documents = sum(split.documents for split in splits)
+    bad = sum(part.store.manifest["bad_rows"] for part in parts)
+    name = " + ".join(f"{part.weight} {part.name}" for part in parts) if config.mixture else parts[0].name
+    text = f"{name} {size:,.1f} MB, {documents:,} documents, {len(train):,} samples of {seq_len} tokens"
+    if config.packing == "padded":
+        cut = sum(split.documents_longer_than(seq_len + 1) for split in splits)
+        text += f", {cut:,} documents cut to that length" if cut else ""
+    return text + (f", {bad:,} bad rows left out" if bad else "")
+
+
+def _prepared(path: str) -> TokenStore:
+    return TokenStore(Path(path).expanduser())
+
+
+def _open_store(config: DataConfig) -> TokenStore:
+    if config.name == "tokens":
+        return _prepared(str(config.path))
+    options = prepare_options(config)
+    units, identity, source = prepare_units(config)
+
+    def make(folder: Path, lock: int) -> TokenStore:
+        workers = worker_count(config.workers)
+        return prepare(units, options, folder, source=source, workers=workers, lock=lock)
+
+    return open_cached(cache_root(config.cache_dir), config.name, options_key(options, identity), make)

@@ -1,0 +1,311 @@
+"""Where documents come from: files found, cut into units of work, and read one document at a time.
+
+Paths flow in; `Unit` (what one worker does at a time, the same whatever the number of workers), `Document`
+and `BadRow` flow out. Memory is bounded by one document: large files are read in pieces.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from parallel2d.config import ConfigError
+from parallel2d.data.compressed import DAMAGE, EXTENSIONS, open_compressed
+
+UNIT_BYTES = 32 << 20  # of input per unit; a constant, because shards are made per unit
+ROW_BYTES = 64 << 20  # a longer line of a .jsonl file is a bad row
+WHOLE_FILE = 1 << 62
+_ROW_FORMATS = (".jsonl", ".ndjson")
+_NOT_IN_CORPUS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib-dynload",
+}
+_MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file and the name, relative to what the user gave, that sorts and reports it."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker reads at a time: several small files, or a range of one large file."""
+
+    kind: str  # text, rows, parquet or hf
+    files: list[SourceFile]
+    start: int = 0  # bytes of the file (text, rows), row groups (parquet) or rows (hf)
+    stop: int = WHOLE_FILE
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How documents are found in files."""
+
+    text_field: str = "text"
+    document_bytes: int = 64 << 10  # longer text files are cut at the next line end
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. ``segments`` (text, may be a target) is given if the source says what the loss may see."""
+
+    text: str
+    hash: int  # 64 bits of the content's blake2b: decides the split
+    segments: list[tuple[str, bool]] | None = None
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """Something that is not a document, and where it stands."""
+
+    file: str
+    line: int  # from 1; of a table: the row
+    reason: str
+
+
+def content_hash(data: bytes) -> int:
+    """The first 64 bits of blake2b."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def standard_library() -> list[SourceFile]:
+    """The Python standard library's own source files, without tests and without what an installation adds."""
+    root = sysconfig.get_paths()["stdlib"]
+    files = []
+    for folder, children, names in os.walk(root):
+        children[:] = sorted(child for child in children if child not in _NOT_IN_CORPUS)
+        for name in names:
+            path = os.path.join(folder, name)
+            if name.endswith(".py") and not name.startswith(_MACHINE_MADE) and not os.path.islink(path):
+                files.append(SourceFile(Path(path).relative_to(root).as_posix(), path))
+    if not files:
+        raise ConfigError(f"data=stdlib: there is no Python source under {root}; use data=text data.path=...")
+    return sorted(files, key=lambda file: file.name)
+
+
+def find_files(path: str) -> list[SourceFile]:
+    """The files of a file, folder (hidden ones left out) or glob, sorted by relative name."""
+    start = Path(path).expanduser()
+    if start.is_file():
+        return [SourceFile(start.name, str(start))]
+    if start.is_dir():
+        found = [
+            SourceFile(file.relative_to(start).as_posix(), str(file))
+            for file in start.rglob("*")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(start).parts)
+        ]
+        if not found:
+            raise ConfigError(f"data.path={path} is a folder without files")
+        return sorted(found, key=lambda file: file.name)
+    found = [SourceFile(Path(name).as_posix(), name) for name in glob.glob(str(start), recursive=True) if os.path.isfile(name)]
+    if not found:
+        raise ConfigError(f"data.path={path} is no file, no folder, and as a glob it matches no file")
+    return sorted(found, key=lambda file: file.name)
+
+
+def plan_units(files: list[SourceFile]) -> list[Unit]:
+    """Cuts the input into units of about `UNIT_BYTES`, in order. Depends on names and sizes only."""
+    units: list[Unit] = []
+    group: list[SourceFile] = []
+    group_kind, group_bytes = "", 0
+    for file in files:
+        kind, compressed = _kind(file.path)
+        size = os.path.getsize(file.path)
+        alone = compressed or kind == "parquet" or size > UNIT_BYTES
+        if group and (alone or kind != group_kind or group_bytes + size > UNIT_BYTES):
+            units.append(Unit(group_kind, group))
+            group, group_bytes = [], 0
+        if not alone:
+            group, group_kind, group_bytes = [*group, file], kind, group_bytes + size
+        elif kind == "parquet":
+            from parallel2d.data.tables import parquet_units
+
+            units.extend(parquet_units(file, UNIT_BYTES))
+        elif compressed:
+            units.append(Unit(kind, [file]))
+        else:
+            units.extend(Unit(kind, [file], begin, min(begin + UNIT_BYTES, size)) for begin in range(0, size, UNIT_BYTES))
+    return [*units, Unit(group_kind, group)] if group else units
+
+
+def read_unit(unit: Unit, options: ReadOptions) -> Iterator[Document | BadRow]:
+    """The documents of a unit in order, and what is wrong between them."""
+    if unit.kind in ("parquet", "hf"):
+        from parallel2d.data.tables import read_table
+
+        yield from read_table(unit, options)
+        return
+    for source in unit.files:
+        line = 0
+        try:
+            with _open(source.path) as file:
+                reader = _read_text if unit.kind == "text" else _read_rows
+                for item, line in reader(file, unit, options):  # noqa: B007  the last line is reported below
+                    yield _with_place(item, source, unit) if isinstance(item, BadRow) else item
+        except DAMAGE as error:
+            yield _with_place(BadRow("", line + 1, f"the compressed file is damaged: {error}"), source, unit)
+        except OSError as error:
+            yield BadRow(source.name, line + 1, f"cannot be read: {error.strerror or error}")
+
+
+def _kind(path: str) -> tuple[str, bool]:
+    """(kind, is compressed) by extension."""
+    stem, extension = os.path.splitext(path.lower())
+    compressed = extension in EXTENSIONS
+    if compressed:
+        extension = os.path.splitext(stem)[1]
+    if extension == ".parquet" and not compressed:
+        return "parquet", False
+    return ("rows" if extension in _ROW_FORMATS else "text"), compressed
+
+
+def _open(path: str) -> IO[bytes]:
+    if path.lower().endswith(EXTENSIONS):
+        return open_compressed(path)
+    return open(path, "rb", buffering=1 << 20)
+
+
+def _with_place(row: BadRow, source: SourceFile, unit: Unit) -> BadRow:
+    """Lines are counted from the start of the unit; those before it are counted only now that one is bad."""
+    before = 0
+    if unit.start:
+        with open(source.path, "rb") as file:
+            file.seek(0)
+            left = unit.start
+            while left > 0 and (block := file.read(min(left, 1 << 20))):
+                before += block.count(b"\n")
+                left -= len(block)
+            before += not block.endswith(b"\n")  # the line that the unit starts in belongs to the unit before
+    return BadRow(source.name, before + row.line, row.reason)
+
+
+def _enter(file: IO[bytes], start: int) -> int:
+    """Moves to the first line that starts at or after ``start`` and returns its offset: a line belongs to the
+    unit that holds its first byte.
+    """
+    if start == 0:
+        return 0
+    file.seek(start - 1)
+    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
+        pass
+    return file.tell()
+
+
+def _read_text(file: IO[bytes], unit: Unit, options: ReadOptions) -> Iterator[tuple[Document | BadRow, int]]:
+    """(document, lines read before its end). Pieces end at line ends, or inside a line that is longer than a
+    piece.
+    """
+    position, line, carried, inside_line = _enter(file, unit.start), 0, b"", False
+    while position < unit.stop or inside_line:
+        piece = _read_up_to(file, min(options.document_bytes, unit.stop - position))
+        if not piece.endswith(b"\n"):
+            piece += file.readline(min(options.document_bytes, 1 << 26))
+        position += len(piece)
+        inside_line = bool(piece) and not piece.endswith(b"\n")
+        piece, carried = carried + piece, b""
+        if not piece:
+            return
+        if inside_line:
+            whole = _whole_characters(piece)
+            piece, carried = piece[:whole], piece[whole:]
+        item: Document | BadRow
+        try:
+            text = piece.decode("utf-8")
+            if "\0" in text:
+                item = BadRow("", line + 1 + piece[: piece.index(b"\0")].count(b"\n"), "binary: it has zero bytes")
+            else:
+                item = Document(text, content_hash(piece))
+        except UnicodeDecodeError as error:
+            reason = f"not UTF-8: byte 0x{piece[error.start]:02x}, {error.reason}"
+            item = BadRow("", line + 1 + piece[: error.start].count(b"\n"), reason)
+        line += piece.count(b"\n")
+        yield item, line
+
+
+def _read_up_to(file: IO[bytes], count: int) -> bytes:
+    """``file.read(count)`` without the buffer of ``count`` bytes that it allocates first."""
+    parts = []
+    while count > 0 and (part := file.read(min(count, 1 << 20))):
+        parts.append(part)
+        count -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _whole_characters(piece: bytes) -> int:
+    """Length without an unfinished UTF-8 character at the end."""
+    for back in range(1, min(4, len(piece)) + 1):
+        byte = piece[-back]
+        if byte >= 0xC0:  # a leading byte that announces more bytes than follow
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(piece) - back if needed > back else len(piece)
+        if byte < 0x80:
+            break
+    return len(piece)
+
+
+def _read_rows(file: IO[bytes], unit: Unit, options: ReadOptions) -> Iterator[tuple[Document | BadRow, int]]:
+    """(document, lines read) of a file with one JSON object per line."""
+    position, line = _enter(file, unit.start), 0
+    while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
+        position, line = position + len(row), line + 1
+        if len(row) > ROW_BYTES:
+            while not row.endswith(b"\n") and (row := file.readline(1 << 20)):
+                position += len(row)
+            yield BadRow("", line, f"the line is longer than {ROW_BYTES} bytes"), line
+        elif row.strip():
+            yield _parse_row(row, line, options), line
+
+
+def _parse_row(row: bytes, line: int, options: ReadOptions) -> Document | BadRow:
+    try:
+        value = json.loads(row)
+    except UnicodeDecodeError as error:
+        return BadRow("", line, f"not UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return BadRow("", line, f"not JSON: {error or 'nested too deeply'}")
+    return row_document(value, line, options)
+
+
+def row_document(row: Any, line: int, options: ReadOptions) -> Document | BadRow:
+    """The document of one row.
+
+    ``segments``: a list of {"text": str, "loss": bool}; or ``prompt`` and ``completion``, of which only the
+    completion is a target; or the text field.
+    """
+    if not isinstance(row, dict):
+        return BadRow("", line, f"a row must be an object, got {type(row).__name__}")
+    segments: list[tuple[str, bool]] | None = None
+    if row.get("segments") is not None:
+        try:
+            segments = [(part["text"], bool(part["loss"])) for part in row["segments"]]
+        except (TypeError, KeyError):
+            return BadRow("", line, 'segments must be a list of {"text": ..., "loss": true or false}')
+    elif row.get(options.text_field) is None and {"prompt", "completion"} <= set(row):
+        segments = [(row["prompt"], False), (row["completion"], True)]
+    elif options.text_field not in row:
+        found = ", ".join(list(row)[:8]) or "none"
+        return BadRow("", line, f"no field data.text_field={options.text_field}; fields: {found}")
+    parts = [row[options.text_field]] if segments is None else [text for text, _ in segments]
+    if not all(isinstance(part, str) for part in parts):
+        return BadRow("", line, "the text is not a string")
+    text = "".join(parts)
+    try:
+        return Document(text, content_hash(text.encode("utf-8")), segments)
+    except UnicodeEncodeError:
+        return BadRow("", line, "the text has half a surrogate pair, which no encoding can hold")

@@ -1,0 +1,135 @@
+"""Samples by position: the one thing a trainer reads.
+
+Token splits and orders flow in, `Batch` flows out. A stream is an endless (or finite) sequence of samples
+that is addressed by position; what stands at a position depends on the data, the sequence length and the
+seed, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from parallel2d.data.batch import IGNORED, Batch, SampleHash
+from parallel2d.data.mixture import Schedule
+from parallel2d.data.order import Order
+from parallel2d.data.plan import Position
+
+Array = NDArray[np.int64]
+_BLOCK = 1024  # positions whose order is computed at once: one permutation of many costs little more than of one
+
+
+class Samples(Protocol):
+    """A list of samples in storage order: see `samples`."""
+
+    seq_len: int
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
+        """Fills int64 [T] rows with the sample at ``index``."""
+        ...
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a finite stream ends.
+
+    ``positions`` samples are read. What happens to the last global batch if they do not fill it: ``drop``
+    leaves it out, ``pad`` gives the missing sequences weight zero, ``wrap`` fills it from the next epoch.
+    """
+
+    positions: int
+    policy: str
+
+
+class SampleStream:
+    """Samples addressed by position.
+
+    Args:
+        components: what is read; several make a mixture.
+        schedule: which component stands at a position.
+        seed, name: choose the order; streams of other names are independent of this one.
+        intra_document_masking: batches carry document ids.
+        end: None reads epoch after epoch without end.
+    """
+
+    def __init__(
+        self,
+        components: list[Samples],
+        schedule: Schedule,
+        *,
+        seed: int,
+        name: str = "train",
+        intra_document_masking: bool = False,
+        epochs: int = 0,
+        end: str = "wrap",
+    ) -> None:
+        assert all(len(component) for component in components)
+        assert len(components) == schedule.components
+        self._components, self._schedule = components, schedule
+        self._orders = [Order(len(component), seed, f"{name}/{number}") for number, component in enumerate(components)]
+        self.seq_len = components[0].seq_len
+        self._hash = SampleHash(self.seq_len)
+        self._with_ids = intra_document_masking
+        self._length = schedule.positions_before_repeat([len(component) for component in components])
+        self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
+        self.end = End(epochs * self._length, end) if epochs else None
+
+    def __len__(self) -> int:
+        """Samples in one epoch. Of a mixture: positions until the first of its components is exhausted."""
+        return self._length
+
+    def ends_before(self, position: int, global_batch_size: int) -> bool:
+        """Whether there is no global batch at ``position``."""
+        if self.end is None:
+            return False
+        if self.end.policy == "drop":
+            return position + global_batch_size > self.end.positions
+        return position >= self.end.positions
+
+    def read(self, positions: Sequence[Position]) -> Batch:
+        """The samples at ``positions``; one that is None, or behind a padded or dropped end, has no valid
+        target.
+
+        Returns tensors of int64 [len(positions), T] in host memory.
+        """
+        limit = self.end.positions if self.end is not None and self.end.policy != "wrap" else None
+        rows = [row for row, at in enumerate(positions) if at is not None and (limit is None or at < limit)]
+        where = np.array([positions[row] for row in rows], dtype=np.int64)
+        shape = (len(positions), self.seq_len)
+        inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        ids = np.empty(shape, np.int64) if self._with_ids else None
+        if len(rows) < len(positions):
+            for array, value in ((inputs, 0), (targets, IGNORED), (ids, 0)):
+                if array is not None:
+                    array[sorted(set(range(len(positions))) - set(rows))] = value
+        self._fill(rows, where, inputs, targets, ids)
+        if len(rows) == len(positions):
+            hashes = self._hash(inputs, targets, where)
+        else:
+            hashes = self._hash(inputs[rows], targets[rows], where)
+        return Batch(
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            None if ids is None else torch.from_numpy(ids),
+            hash=int(hashes.sum()),
+            valid_tokens=int(np.count_nonzero(targets != IGNORED)),
+        )
+
+    def _fill(self, rows: list[int], positions: Array, inputs: Array, targets: Array, ids: Array | None) -> None:
+        chosen, local = self._schedule.locate(positions)
+        for row, number, place in zip(rows, chosen.tolist(), local.tolist(), strict=True):
+            block, offset = divmod(place, _BLOCK)
+            index = int(self._block(number, block)[offset])
+            self._components[number].read(index, inputs[row], targets[row], None if ids is None else ids[row])
+
+    def _compute_block(self, number: int, block: int) -> Array:
+        """Indices, in component ``number``, of the samples at its positions block · _BLOCK and following."""
+        return self._orders[number].index(np.arange(block * _BLOCK, (block + 1) * _BLOCK))

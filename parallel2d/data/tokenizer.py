@@ -1,0 +1,95 @@
+"""Text to token ids.
+
+Strings flow in, arrays of ids flow out. ``bytes`` needs no file: the 256 byte values and one end-of-document
+id. Any other name is the path of a ``tokenizer.json``, read by the tokenizers library (extra ``data``); that
+format is data, not code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel2d.config import ConfigError
+
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """What preparation needs of a tokenizer."""
+
+    name: str
+    vocab_size: int  # ids are below it; the end-of-document id included
+    end_id: int  # follows each document
+    fingerprint: str  # equal exactly when the same text gives the same ids
+
+    def encode(self, texts: list[str]) -> list[NDArray[Any]]:
+        """One 1-D array of ids per text, without the end-of-document id."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0-255, and 256 for the end of a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_id = 256
+    fingerprint = "bytes"
+
+    def encode(self, texts: list[str]) -> list[NDArray[Any]]:
+        """uint8 arrays."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+
+class LibraryTokenizer:
+    """A ``tokenizer.json``. Special tokens are never added by its template; ``end_token`` ends a document.
+
+    If ``end_token`` is not given, the first known name that the vocabulary has is used; if it has none, one
+    id is added after the vocabulary.
+    """
+
+    def __init__(self, path: str, end_token: str | None) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ConfigError(
+                f"data.tokenizer={path} needs the tokenizers library: pip install 'parallel2d[data]'; "
+                "data.tokenizer=bytes needs nothing"
+            ) from None
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"data.tokenizer={path} must be 'bytes' or the path of a tokenizer.json; there is no file")
+        content = file.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"data.tokenizer={path} is not a readable tokenizer.json: {error}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocabulary.values(), default=-1) + 1
+        if end_token is None:
+            end_token = next((token for token in _END_TOKENS if token in vocabulary), None)
+        elif end_token not in vocabulary:
+            raise ConfigError(f"data.end_token={end_token} is not in the vocabulary of {path}")
+        self.name = file.name
+        self.end_id = size if end_token is None else vocabulary[end_token]
+        self.vocab_size = max(size, self.end_id + 1)
+        self.fingerprint = hashlib.sha256(content + f"/{self.end_id}".encode()).hexdigest()
+
+    def encode(self, texts: list[str]) -> list[NDArray[Any]]:
+        """uint32 arrays."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names. Raises `ConfigError` if there is none."""
+    if name == "bytes":
+        if end_token is not None:
+            raise ConfigError(f"data.end_token={end_token} has no meaning with data.tokenizer=bytes, whose end id is 256")
+        return ByteTokenizer()
+    return LibraryTokenizer(name, end_token)

@@ -1,0 +1,36 @@
+"""One process of several that prepare data: ``python -m parallel2d.data.worker``, started by `workers`.
+
+Lines of JSON flow in on standard input, one job each, and out on standard output, one answer each.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+from parallel2d.config import ConfigError
+from parallel2d.data.prepare import Job, run_unit
+from parallel2d.data.tokenizer import load_tokenizer
+
+
+def main() -> None:
+    """Answers jobs until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent takes it and stops its workers
+    tokenizer = None
+    for line in sys.stdin:
+        values = json.loads(line)
+        job = Job.from_json(values)
+        try:
+            if tokenizer is None:
+                tokenizer = load_tokenizer(job.options.tokenizer, job.options.end_token)
+            answer = {"number": job.number, "record": run_unit(job, Path(values["folder"]), tokenizer)}
+        except ConfigError as error:
+            answer = {"number": job.number, "error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

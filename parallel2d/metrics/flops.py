@@ -1,0 +1,37 @@
+"""FLOPs of one training step, counted from the operators that the model really runs, on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; by a part of the name that torch reports.
+_PEAK_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "V100": 125e12}
+
+
+def count_flops(model: nn.Module, seq_len: int, loss: Callable[[Any, Tensor], Tensor]) -> int | None:
+    """FLOPs of forward and backward over one sequence of ``seq_len`` tokens; None for a model that meta tensors cannot run.
+
+    ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not counted (model FLOPs).
+    """
+    try:
+        twin = copy.deepcopy(model).to("meta")
+        tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            loss(twin(tokens), tokens).backward()
+        return int(counter.get_total_flops())
+    except Exception:  # a model may look at values, which meta tensors do not have: then the count is unknown, and said so
+        return None
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOP/s of ``device`` for matrix products in ``dtype``, or None when it is not in the table."""
+    if device.type != "cuda" or dtype not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)

@@ -1,0 +1,77 @@
+"""What is said once, before the first step: the header on the console and ``layout.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel2d.mesh import MeshShape, Topology, draw_mesh
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as a person would describe it. ``ranks``: int64 [replicate, shard, tensor]."""
+
+    shape: MeshShape
+    ranks: torch.Tensor
+    topology: Topology
+    notes: tuple[str, ...]
+    strategy: str
+    bucketing: str
+    precision: str
+    model: str
+    parameters: int
+    local_parameters: int
+    data: str
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    seq_len: int
+    flops_per_sequence: int | None
+    device: torch.device
+    run_dir: str
+
+    def lines(self) -> list[str]:
+        """The header, readable in 80 columns."""
+        shape = self.shape
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return [
+            f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch {torch.__version__}",
+            f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor {shape.tensor}; strategy {self.strategy}",
+            draw_mesh(self.ranks, self.topology),
+            *(f"            {note}" for note in self.notes),
+            f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} on this rank",
+            f"            precision {self.precision}, bucketing {self.bucketing}",
+            f"data        {self.data}",
+            f"batch       {self.global_batch_size} x {self.seq_len} tokens = {shape.data_ranks} data ranks x "
+            f"{self.accumulation} micro-batches x {self.micro_batch_size}",
+            f"run dir     {self.run_dir}",
+        ]
+
+    def write_layout(self) -> None:
+        """Writes ``layout.json`` into the run directory."""
+        with open(os.path.join(self.run_dir, "layout.json"), "w") as file:
+            json.dump(self.layout(), file, indent=1)
+
+    def layout(self) -> dict[str, Any]:
+        """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
+        return {
+            "parameters": self.parameters,
+            "mesh": {axis: getattr(self.shape, axis) for axis in ("replicate", "shard", "tensor")},
+            "ranks": self.ranks.tolist(),
+            "hosts": list(self.topology.hosts),
+            "strategy": self.strategy,
+            "bucketing": self.bucketing,
+            "precision": self.precision,
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "accumulation": self.accumulation,
+            "seq_len": self.seq_len,
+            "flops_per_sequence": self.flops_per_sequence,
+            "torch": torch.__version__,
+            "predicted": {},
+        }

@@ -1,0 +1,29 @@
+"""Being told to save and end. A signal only sets a flag; the step's agreement carries it to all ranks.
+
+[Note: pre-emption] Slurm sends SIGTERM (or SIGUSR1 with ``--signal``) before it takes a node away. A handler may interrupt a
+collective, so it must not start one: it sets a flag, the flag rides on the next step's agreement, and all ranks save the same step.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+_requested = False
+
+
+def listen() -> None:
+    """Installs the handlers, in the main thread. SIGINT ends a worker at once: its parent speaks for it."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _request)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def preemption_requested() -> bool:
+    """Whether this rank has been told to save and end."""
+    return _requested
+
+
+def _request(number: int, frame: Any) -> None:
+    global _requested
+    _requested = True

@@ -1,0 +1,257 @@
+"""The loop, and only the loop. A validated job and a runtime flow in; steps, metrics and trained weights flow out.
+
+One step: take this rank's part of the global batch, accumulate gradients over its micro-batches, agree with all ranks, update.
+
+[Note: one agreement per step] All that ranks must know of each other rides on a single all-reduce of a small fp64 vector: loss,
+token counts (of this batch and of the next, whose weight is then known without asking), the squared gradient norm, the batch's
+hash, whether anything was not finite, whether somebody was told to save and end, and a few numbers per rank about the step before,
+each rank's in places of its own. Every decision is taken from that vector, so every rank takes the same one.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from parallel2d import signals
+from parallel2d.checkpoint import Checkpointer
+from parallel2d.config import ConfigError, TrainConfig
+from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
+from parallel2d.gradients import scale_gradients, squared_norm_share
+from parallel2d.loss import sum_over_data_ranks
+from parallel2d.mesh import mesh_shape
+from parallel2d.metrics.clock import PhaseClock
+from parallel2d.metrics.recorder import Recorder, measure_rank
+from parallel2d.model import Loss
+from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
+from parallel2d.sync import accumulate
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a checkpoint needs to know beside tensors."""
+
+    step: int = 0  # finished steps
+    samples: int = 0  # consumed, over all ranks: the position in the data
+    tokens: int = 0  # valid targets consumed, over all ranks
+    skipped: int = 0  # steps whose update was left out because something was not finite
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step, as all ranks agree on it."""
+
+    loss: float  # mean over the valid tokens of the global batch
+    grad_norm: float
+    tokens: int
+    batch_hash: int
+    finite: bool
+    preempted: bool  # some rank was told to save and end
+    save_is_due: bool  # by some rank's clock, beside the interval in steps
+    ranks: list[list[float]]  # by rank: what `measure_rank` said after the step before
+
+
+class Trainer:
+    """Trains ``model`` over ``mesh``. What it is given is already sharded, seeded and open."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        model: nn.Module,
+        loss: Loss,
+        mesh: DeviceMesh,
+        optimizer: torch.optim.Optimizer,
+        training: SampleStream,
+        validation: SampleStream | None,
+        plan: BatchPlan,
+        recorder: Recorder,
+        checkpointer: Checkpointer,
+        device: torch.device,
+    ) -> None:
+        self.config, self.model, self.loss, self.mesh, self.optimizer = config, model, loss, mesh, optimizer
+        self.training, self.validation, self.plan = training, validation, plan
+        self.recorder, self.checkpointer, self.device = recorder, checkpointer, device
+        self.scaler = LossScaler(config.precision.loss_scaling)
+        self.clock = PhaseClock(device)
+        self.progress = Progress()
+        self.preempted = False
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._data_ranks = mesh_shape(mesh).data_ranks
+        # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
+        self._counts = float(mesh_shape(mesh).tensor == 1 or mesh.get_local_rank("tensor") == 0)
+        self._upcoming: StepBatch | None = None
+        self._upcoming_tokens = 0
+        self._measured = measure_rank(device, busy_s=0.0)
+
+    def run(self) -> None:
+        """Trains until ``train.steps``, until finite data end, or until told to save and end. Collective.
+
+        Raises `ConfigError` after too many non-finite steps in a row.
+        """
+        feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
+        gc.collect()
+        gc.disable()  # collections would fall at different moments on different ranks, and each would wait for all
+        try:
+            self.begin(feed)
+            while self._upcoming is not None and not self.preempted:
+                self.step(feed)
+                if self.progress.step % self.config.train.gc_every == 0:
+                    gc.collect()
+            self.checkpointer.finish()
+        finally:
+            gc.enable()
+            feed.close()
+
+    def begin(self, feed: BatchFeed) -> None:
+        """Reads the first batch. Its token count is agreed on apart; later ones ride on the step before. Collective."""
+        self._upcoming = self._take(feed) if self.progress.step < self.config.train.steps else None
+        count = torch.tensor([self._upcoming.valid_tokens if self._upcoming else 0], dtype=torch.float64, device=self.device)
+        self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
+
+    def step(self, feed: BatchFeed) -> None:
+        """One optimizer step, saved if that is due, and recorded. Collective."""
+        batch, tokens = self._upcoming, self._upcoming_tokens
+        assert batch is not None, "begin() comes first, and no step after the last"
+        step, train = self.progress.step + 1, self.config.train
+        rate = learning_rate(step, train.steps, self.config.optimizer.lr, self.config.scheduler)
+        set_learning_rate(self.optimizer, rate)
+
+        begin, busy = time.perf_counter(), time.process_time()
+        self.clock.start()
+        summed = self._forward_backward(batch, tokens)
+        self.clock.mark("forward_backward_s")
+        self._upcoming = self._take(feed) if step < train.steps else None
+        self.clock.mark("data_s")
+        outcome = self._agree(summed, batch)
+        self.clock.mark("sync_s")
+        self._update(outcome)
+        self.clock.mark("optimizer_s")
+        seconds = {**self.clock.read(), "step_s": time.perf_counter() - begin}
+        self._measured = measure_rank(self.device, busy_s=time.process_time() - busy)
+
+        self._count(step, batch, outcome)
+        self._end_if_hopeless()
+        validation_loss = None
+        if self.validation is not None and train.validate_every and step % train.validate_every == 0:
+            validation_loss = self.validate(self.validation)
+        self.preempted = outcome.preempted
+        last = self._upcoming is None
+        self.checkpointer.save_if_due(
+            step, self.state_dict(), last=last, preempted=self.preempted and not last, due=outcome.save_is_due
+        )
+        seconds["checkpoint_s"] = self.checkpointer.blocked_s
+        self.recorder.record(self.progress, outcome, rate, seconds, validation_loss, last=last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors; plain numbers."""
+        return {**asdict(self.progress), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken."""
+        self.scaler.load_state_dict(state["scaler"])
+        self.progress = Progress(**{item.name: int(state[item.name]) for item in fields(Progress)})
+
+    @torch.no_grad()
+    def validate(self, stream: SampleStream) -> float:
+        """Mean loss over the valid tokens of the first ``train.validate_batches`` global batches of ``stream``. Collective."""
+        feed = BatchFeed(stream, self.plan, self.device)
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        try:
+            for _ in range(self.config.train.validate_batches):
+                batch = self._take(feed)
+                if batch is None:
+                    break
+                for micro in batch.micro_batches:
+                    sums[0] += self._loss_of(micro.inputs, micro.targets, micro.document_ids)
+                sums[1] += batch.valid_tokens
+        finally:
+            feed.close()
+            self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward nothing else frees what forward gathered
+        sums *= self._counts
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1].clamp(min=1)).item()
+
+    def _take(self, feed: BatchFeed) -> StepBatch | None:
+        try:
+            return feed.next()
+        except EndOfData:
+            return None
+
+    def _loss_of(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+        output = self.model(inputs) if document_ids is None else self.model(inputs, document_ids)
+        return self.loss(output, targets)
+
+    def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
+        """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss scale. Returns this rank's
+        summed loss, fp64."""
+        weight = self._data_ranks / max(tokens, 1) * self.scaler.scale
+        summed = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in accumulate(self.model, batch.micro_batches, self.config.sync.during_accumulation):
+            loss = self._loss_of(micro.inputs, micro.targets, micro.document_ids)
+            (loss * weight).backward()
+            summed += loss.detach()
+        return summed
+
+    def _agree(self, summed: Tensor, batch: StepBatch) -> Outcome:
+        """See [Note: one agreement per step]."""
+        upcoming = self._upcoming.valid_tokens if self._upcoming else 0
+        counts = torch.tensor([batch.valid_tokens, batch.sample_hash, upcoming], dtype=torch.float64, device=self.device)
+        share = squared_norm_share(self.parameters, dist.get_world_size()).to(self.device).reshape(1)
+        sums = torch.cat([torch.cat([summed.reshape(1), counts]) * self._counts, share])
+        broken = (~sums.isfinite().all()).reshape(1).double()
+        flags = torch.tensor([signals.preemption_requested(), self.checkpointer.time_is_up()], dtype=torch.float64)
+        places = torch.zeros(dist.get_world_size(), len(self._measured), dtype=torch.float64)
+        places[dist.get_rank()] = torch.tensor(self._measured, dtype=torch.float64)
+        vector = torch.cat([sums.nan_to_num(0.0, 0.0, 0.0), broken, torch.cat([flags, places.flatten()]).to(self.device)])
+        dist.all_reduce(vector)
+        loss_sum, tokens, batch_hash, upcoming_tokens, squared_norm, not_finite, preempted, due = vector[:8].tolist()
+        self._upcoming_tokens = int(upcoming_tokens)
+        return Outcome(
+            loss=math.nan if not_finite else loss_sum / max(tokens, 1.0),
+            grad_norm=math.nan if not_finite else math.sqrt(squared_norm) / self.scaler.scale,
+            tokens=int(tokens),
+            batch_hash=int(batch_hash),
+            finite=not not_finite,
+            preempted=preempted > 0,
+            save_is_due=due > 0,
+            ranks=vector[8:].view(places.shape).tolist(),
+        )
+
+    def _update(self, outcome: Outcome) -> None:
+        if outcome.finite:
+            clip = min(1.0, self.config.optimizer.clip_norm / (outcome.grad_norm + 1e-6))
+            if clip != 1.0 or self.scaler.enabled:
+                scale_gradients(self.parameters, clip / self.scaler.scale)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scaler.update(outcome.finite)
+
+    def _count(self, step: int, batch: StepBatch, outcome: Outcome) -> None:
+        progress = self.progress
+        progress.step, progress.samples = step, batch.position
+        progress.tokens += outcome.tokens
+        progress.skipped += not outcome.finite
+        progress.skipped_in_a_row = 0 if outcome.finite else progress.skipped_in_a_row + 1
+
+    def _end_if_hopeless(self) -> None:
+        limit = self.config.train.max_skipped_steps
+        if self.progress.skipped_in_a_row >= limit:
+            raise ConfigError(
+                f"loss or gradient was not finite in {limit} steps in a row (train.max_skipped_steps), the last one step "
+                f"{self.progress.step}: lower optimizer.lr={self.config.optimizer.lr} or use a wider precision"
+            )

@@ -1,0 +1,125 @@
+"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks
+of a pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from parallel2d.models.llama import tensor_plan
+from torch import nn
+from training import LLAMA, build_llama, global_batch, optimizer_of, whole
+
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    accumulate,
+    build_mesh,
+    build_on_meta,
+    clip_gradient_norm,
+    cross_entropy_sum,
+    data_coordinate,
+    mesh_shape,
+    token_weight,
+)
+from parallel2d.checkpoint import Checkpointer
+from parallel2d.config import CheckpointConfig
+from parallel2d.loss import sum_over_data_ranks
+from parallel2d.parallelize import parallelize
+
+
+class Heard(logging.Handler):
+    """Collects what the checkpoint room logs while it is open."""
+
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        logger = logging.getLogger("parallel2d.checkpoint")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("parallel2d.checkpoint").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def build(mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any) -> tuple[Any, Any, Any]:
+    """(mesh, parallelized model, optimizer)."""
+    parallel = ParallelConfig(**config)
+    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.resolved().strategy.name)
+    with build_on_meta():
+        model = build_llama(**llama)
+    plan = tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None
+    model = parallelize(model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan)
+    return mesh, model, optimizer_of(model)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any, step: int) -> float:
+    """One step on global batch ``step``; the loss is the mean over its tokens. Ranks that do not divide the
+    batch get an uneven share."""
+    rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+    tokens, targets = (part.tensor_split(ranks)[rank] for part in global_batch(step))
+    weight = token_weight(int((targets != -100).sum()), mesh)
+    total = torch.zeros((), dtype=torch.float64)
+    for micro_tokens, micro_targets in accumulate(model, [(tokens, targets)]):
+        loss = cross_entropy_sum(model(micro_tokens), micro_targets)
+        (loss * weight.to(loss.dtype)).backward()
+        total += loss.detach().double() * weight
+    clip_gradient_norm(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return (sum_over_data_ranks(total, mesh) / ranks).item()
+
+
+def run(
+    folder: str,
+    mesh_sizes: dict[str, Any],
+    config: dict[str, Any],
+    *,
+    steps: int,
+    checkpoint: dict[str, Any] | None = None,
+    seed: int = 0,
+    llama: dict[str, Any] | None = None,
+    validate: bool = False,
+) -> dict[str, Any]:
+    """Resumes in ``folder`` if it can, trains up to ``steps``, saves as ``checkpoint`` says. Losses by
+    step."""
+    mesh, model, optimizer = build(mesh_sizes, config, seed, **(llama or {}))
+    settings = CheckpointConfig(**{"every": 0, **(checkpoint or {})})
+    with Heard() as heard:
+        checkpointer = Checkpointer(settings, folder, mesh, model, optimizer, layout={"strategy": config})
+        restored = checkpointer.restore()
+        start = restored["step"] if restored else 0
+        losses, blocked = {}, []
+        for step in range(start + 1, steps + 1):
+            losses[step] = train_step(model, optimizer, mesh, step)
+            if validate:  # leaves parameters gathered where the strategy keeps them so after a forward
+                with torch.no_grad():
+                    model(global_batch(step)[0])
+            checkpointer.save_if_due(step, {"samples": 8 * step}, last=step == steps)
+            blocked.append(checkpointer.blocked_s)
+        checkpointer.finish()
+    return {
+        "losses": losses,
+        "restored": restored,
+        "log": heard,
+        "published": checkpointer.published,
+        "bytes_written": checkpointer.bytes_written,
+        "blocked": blocked,
+    }
+
+
+def weights(model: nn.Module) -> dict[str, Any]:
+    return {name: whole(parameter).detach().double().numpy() for name, parameter in model.named_parameters()}
+
+
+def steps_in(folder: str) -> list[str]:
+    path = os.path.join(folder, "checkpoints")
+    return sorted(os.listdir(path)) if os.path.isdir(path) else []
+
+
+__all__ = ["LLAMA", "Heard", "build", "run", "steps_in", "train_step", "weights"]

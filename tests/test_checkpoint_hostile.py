@@ -1,0 +1,458 @@
+"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer is one
+clear message.
+
+Checksums are recomputed to match after every alteration: they guard against accidents and are not the
+defence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+
+import pytest
+import torch
+from test_checkpoint_policy import Small
+
+from parallel2d.checkpoint import Checkpoint, DamagedCheckpointError
+from parallel2d.checkpoint.manifest import content_digest
+from parallel2d.config import ConfigError
+
+DATA = "rank-00000.safetensors"
+
+
+class Bomb:
+    """Unpickling it creates the file ``marker``."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    Small(folder).train(1).checkpointer.finish()
+    return folder / "checkpoints" / "step-00000001"
+
+
+@pytest.fixture
+def victim(original, tmp_path):
+    """A copy to alter."""
+    shutil.copytree(original, tmp_path / "step-00000001")
+    return tmp_path / "step-00000001"
+
+
+def reseal(folder, change=lambda manifest: None):
+    """Alters the manifest and makes every checksum and size true again."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    for name, item in manifest["files"].items():
+        file = folder / name
+        if file.is_file():
+            item.update(bytes=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    change(manifest)
+    manifest.pop("sha256")
+    manifest["sha256"] = content_digest(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def rewrite_header(folder, change):
+    """Alters the header of the data file; the values stay where they are."""
+    data = (folder / DATA).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header = change(header) or header
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / DATA).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    reseal(folder)
+
+
+def refused(folder, tmp_path, says=""):
+    """Resuming from ``folder`` gives one `ConfigError` of a few lines and leaves the model as it was. Returns
+    the text."""
+    small = Small(tmp_path / "run", resume=str(folder))
+    before = [value.clone() for value in small.values()]
+    with pytest.raises(ConfigError) as error:
+        small.restore()
+    text = str(error.value)
+    assert says in text
+    assert len(text) < 1000
+    assert "\x1b" not in text
+    assert error.value.__cause__ is None
+    for a, b in zip(small.values(), before, strict=True):
+        assert torch.equal(a, b)
+    return text
+
+
+def first_tensor(manifest):
+    return manifest["tensors"]["model/0.weight"]
+
+
+# ---- code
+# ------------------------------------------------------------------------------------------------------
+
+
+def bombs(marker):
+    zipped = io.BytesIO()
+    torch.save({"model": Bomb(marker)}, zipped)
+    return {"pickle": pickle.dumps(Bomb(marker)), "torch.save": zipped.getvalue()}
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch.save"])
+@pytest.mark.parametrize("name", ["manifest.json", DATA, ".metadata", "extra.pt", "extra.safetensors"])
+def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
+    marker = tmp_path / "executed"
+    (victim / name).write_bytes(bombs(marker)[kind])
+    if name == DATA:
+        reseal(victim)
+    if name in ("manifest.json", DATA):
+        refused(victim, tmp_path)
+    else:  # not part of the checkpoint: it is not even opened
+        assert Small(tmp_path / "run", resume=str(victim)).restore()["step"] == 1
+    assert not marker.exists()
+
+
+def test_only_a_pickled_dcp_folder_is_named_for_what_it_is(tmp_path):
+    marker = tmp_path / "executed"
+    os.makedirs(tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
+    refused(tmp_path / "dcp", tmp_path, ".metadata is a pickle and is never read")
+    assert not marker.exists()
+
+
+def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
+    marker = tmp_path / "executed"
+
+    def plant(manifest):
+        manifest["layout"] = {"_target_": "os.system", "_args_": [f"touch {marker}"]}
+        manifest["state"]["hook"] = {"_target_": "os.system", "command": f"touch {marker}"}
+        manifest["optimizer"]["groups"][0]["settings"]["_target_"] = "os.system"
+
+    reseal(victim, plant)
+    state = Small(tmp_path / "run", resume=str(victim)).restore()
+    assert state["hook"]["_target_"] == "os.system"
+    assert not marker.exists()
+
+
+# ---- paths
+# -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/../../secret.safetensors",
+        "..",
+        "",
+        "C:\\x.safetensors",
+        "s3://bucket/x.safetensors",
+        "x\0.safetensors",
+        "\x1b[2Jx.safetensors",
+        "x.pt",
+        "~root.safetensors",
+    ],
+)
+def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
+    shutil.copy(victim / DATA, tmp_path / "secret.safetensors")
+
+    def rename(manifest):
+        manifest["files"] = {name: manifest["files"].pop(DATA)}
+        for tensor in manifest["tensors"].values():
+            for chunk in tensor["chunks"]:
+                chunk[0] = name
+
+    reseal(victim, rename)
+    refused(victim, tmp_path, "cannot be the name of a file")
+
+
+def test_links_out_of_the_folder_are_not_followed(victim, tmp_path):
+    shutil.move(victim / DATA, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", victim / DATA)
+    refused(victim, tmp_path, "symbolic link")
+
+
+def test_a_linked_manifest_is_not_followed(victim, tmp_path):
+    shutil.move(victim / "manifest.json", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", victim / "manifest.json")
+    refused(victim, tmp_path, "symbolic link")
+
+
+def test_a_linked_step_is_passed_over(original, tmp_path):
+    Small(tmp_path).train(1).checkpointer.finish()
+    os.symlink(original, tmp_path / "checkpoints" / "step-00000009")
+    assert Small(tmp_path).restore()["step"] == 1
+
+
+def test_a_pipe_does_not_make_it_wait(victim, tmp_path):
+    os.unlink(victim / DATA)
+    os.mkfifo(victim / DATA)
+    refused(victim, tmp_path, "not a regular file")
+
+
+def test_a_folder_in_place_of_a_file(victim, tmp_path):
+    os.unlink(victim / DATA)
+    os.mkdir(victim / DATA)
+    refused(victim, tmp_path, DATA)
+
+
+# ---- files
+# -----------------------------------------------------------------------------------------------------
+
+
+def cut(data):
+    return data[: len(data) // 2]
+
+
+def flip_header(data):
+    return data[:20] + bytes([data[20] ^ 1]) + data[21:]
+
+
+FILES = {
+    "cut short": cut,
+    "empty": lambda data: b"",
+    "seven bytes": lambda data: data[:7],
+    "longer": lambda data: data + b"\0" * 64,
+    "a bit of the header flipped": flip_header,
+    "a header longer than the file": lambda data: struct.pack("<Q", 2**63) + data[8:],
+    "a header of 99 MB that is not there": lambda data: struct.pack("<Q", 99_000_000) + data[8:],
+    "noise": lambda data: hashlib.sha256(data).digest() * 40,
+    "a zip": lambda data: _zip(),
+    "deeply nested": lambda data: _file(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "a number of a million digits": lambda data: _file(b'{"a":' + b"9" * 1_000_000 + b"}"),
+    "not UTF-8": lambda data: _file(b"\xff\xfe{}"),
+    "a list": lambda data: _file(b"[]"),
+    "twice the same name": lambda data: _file(
+        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    ),
+}
+
+
+def _file(header):
+    return struct.pack("<Q", len(header)) + header
+
+
+def _zip():
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        file.writestr("data.pkl", b"x")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_data_file_that_is(victim, tmp_path, name):
+    (victim / DATA).write_bytes(FILES[name]((victim / DATA).read_bytes()))
+    reseal(victim)
+    refused(victim, tmp_path, DATA)
+
+
+def test_one_flipped_bit_of_a_value_is_found_by_the_checksum(victim, tmp_path):
+    with open(victim / DATA, "r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    refused(victim, tmp_path, "SHA-256")
+
+
+def test_a_missing_file(victim, tmp_path):
+    os.unlink(victim / DATA)
+    refused(victim, tmp_path, f"{DATA} is missing")
+
+
+def test_files_of_two_ranks_swapped(ranks, tmp_path):
+    from checkpoint_runs import run
+
+    ranks.run(2, run, str(tmp_path), {"shard": 2}, {"strategy": "zero3"}, steps=1)
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    a, b = folder / DATA, folder / "rank-00001.safetensors"
+    os.rename(a, folder / "t")
+    os.rename(b, a)
+    os.rename(folder / "t", b)
+    reseal(folder)
+    with pytest.raises(DamagedCheckpointError) as error:
+        Checkpoint.open(str(folder)).verify()
+    assert "the manifest says" in str(error.value)
+
+
+HEADERS = {
+    "negative offsets": ("data_offsets", [-8, 40]),
+    "offsets past the end": ("data_offsets", [10**9, 10**9 + 48]),
+    "offsets of all bytes": ("data_offsets", [0, 10**6]),
+    "huge offsets": ("data_offsets", [2**70, 2**70 + 48]),
+    "true as an offset": ("data_offsets", [False, 48]),
+    "one offset": ("data_offsets", [0]),
+    "an absurd shape": ("shape", [2**40, 2**40]),
+    "a negative shape": ("shape", [-3, -4]),
+    "a float shape": ("shape", [3.0, 4]),
+    "a hundred dims": ("shape", [1] * 100),
+    "a strange dtype": ("dtype", "PICKLE"),
+    "a dtype that is a list": ("dtype", ["F32"]),
+    "another dtype of the same size": ("dtype", "I32"),
+    "another shape of the same size": ("shape", [4, 3]),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_with(victim, tmp_path, name):
+    key, value = HEADERS[name]
+    rewrite_header(victim, lambda header: header["model/0.weight"].update({key: value}))
+    refused(victim, tmp_path, DATA)
+
+
+def test_tensors_that_share_bytes_are_refused(victim, tmp_path):
+    def overlap(header):
+        header["model/2.weight"]["data_offsets"] = list(header["model/0.weight"]["data_offsets"])
+        header["model/2.weight"]["shape"] = header["model/0.weight"]["shape"]
+
+    rewrite_header(victim, overlap)
+    refused(victim, tmp_path, "overlap or leave a hole")
+
+
+def test_a_tensor_that_the_manifest_does_not_know(victim, tmp_path):
+    rewrite_header(victim, lambda header: header.update(extra=header.pop("model/0.weight")))
+    refused(victim, tmp_path, "the manifest says")
+
+
+# ---- the manifest
+# ----------------------------------------------------------------------------------------------
+
+
+def _chunk(index, value):
+    def change(manifest):
+        first_tensor(manifest)["chunks"][0][index] = value
+
+    return change
+
+
+def _set(*path_and_value):
+    *path, key, value = path_and_value
+
+    def change(manifest):
+        for part in path:
+            manifest = manifest[part]
+        manifest[key] = value
+
+    return change
+
+
+def _repeat(manifest):
+    first_tensor(manifest)["chunks"] *= 2
+
+
+def _overlap(manifest):
+    first_tensor(manifest).update(chunks=[[DATA, [0, 0], [2, 4]], [DATA, [1, 0], [1, 4]]])
+
+
+MANIFESTS = {
+    "no tensors": lambda manifest: manifest.pop("tensors"),
+    "no files": _set("files", {}),
+    "files as a list": _set("files", [DATA]),
+    "another format": _set("format", 99),
+    "a format that is text": _set("format", "1; import os"),
+    "a step that is text": _set("step", "latest"),
+    "a negative step": _set("step", -1),
+    "a step that is true": _set("step", True),
+    "a huge step": _set("step", 10**400),
+    "a mesh of text": _set("mesh", {"shard": "two"}),
+    "an absurd shape": lambda manifest: first_tensor(manifest).update(shape=[2**50, 2**50]),
+    "a large shape without data": lambda manifest: first_tensor(manifest).update(shape=[2**31, 4]),
+    "a negative shape": lambda manifest: first_tensor(manifest).update(shape=[-3, 4]),
+    "a hundred thousand dims": lambda manifest: first_tensor(manifest).update(shape=[1] * 100_000),
+    "an unknown dtype": lambda manifest: first_tensor(manifest).update(dtype="os.system"),
+    "an unhashable dtype": lambda manifest: first_tensor(manifest).update(dtype={}),
+    "no chunks": lambda manifest: first_tensor(manifest).update(chunks=[]),
+    "a chunk outside": _chunk(1, [1, 0]),
+    "a chunk at a negative place": _chunk(1, [-1, 0]),
+    "a chunk of too few dims": _chunk(1, [0]),
+    "an empty chunk": lambda manifest: first_tensor(manifest)["chunks"].append([DATA, [0, 0], [0, 4]]),
+    "a chunk in no file": _chunk(0, "other.safetensors"),
+    "a chunk in a number": _chunk(0, 7),
+    "the same chunk twice": _repeat,
+    "chunks that overlap": _overlap,
+    "a file with a negative size": _set("files", DATA, "bytes", -1),
+    "a file with an absurd size": _set("files", DATA, "bytes", 2**62),
+    "a checksum that is none": _set("files", DATA, "sha256", "x" * 64),
+    "a tie to nothing": _set("tied", {"a": "b"}),
+    "an optimizer that is a list": _set("optimizer", []),
+    "groups that are text": _set("optimizer", "groups", "all"),
+    "groups of nothing": _set("optimizer", "groups", [{"parameters": [[]]}]),
+    "a name with an escape sequence": lambda manifest: manifest["tensors"].update(
+        {"\x1b[31mred": manifest["tensors"].pop("model/0.weight")}
+    ),
+    "a very long name": lambda manifest: manifest["tensors"].update({"x" * 100_000: manifest["tensors"].pop("model/0.weight")}),
+    "a random generator of another shape": lambda manifest: manifest["tensors"]["rng/00000/torch"].update(dtype="I8"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_with(victim, tmp_path, name):
+    reseal(victim, MANIFESTS[name])
+    refused(victim, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[" * 200_000,
+        b'{"format":1,"format":1}',
+        b"\xff",
+        b'{"format":' + b"1" * 100_000 + b"}",
+    ],
+)
+def test_a_manifest_that_is_no_manifest(victim, tmp_path, text):
+    (victim / "manifest.json").write_bytes(text)
+    refused(victim, tmp_path, "manifest.json")
+
+
+def test_a_manifest_altered_without_its_checksum(victim, tmp_path):
+    text = (victim / "manifest.json").read_text()
+    (victim / "manifest.json").write_text(text.replace('"step":1', '"step":2'))
+    refused(victim, tmp_path, "its own checksum does not match")
+
+
+def test_an_endless_manifest_is_not_read(victim, tmp_path):
+    with open(victim / "manifest.json", "wb") as file:
+        file.truncate(2**40)
+    refused(victim, tmp_path, "more than the")
+
+
+def write_values(folder, name, values):
+    """Overwrites the stored values of a tensor."""
+    data = bytearray((folder / DATA).read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    begin, end = json.loads(data[8 : 8 + length])[name]["data_offsets"]
+    assert len(values) == end - begin
+    data[8 + length + begin : 8 + length + end] = values
+    (folder / DATA).write_bytes(data)
+    reseal(folder)
+
+
+@pytest.mark.parametrize("name", ["torch", "python", "numpy"])
+def test_random_generators_are_not_given_impossible_states(victim, tmp_path, name):
+    size = 5056 if name == "torch" else (626 if name == "python" else 625) * 8
+    write_values(victim, f"rng/00000/{name}", b"\x7f" * size)
+    small = Small(tmp_path / "run", resume=str(victim))
+    with pytest.raises(ConfigError, match="no state of a random generator"):
+        small.restore()
+
+
+def test_state_beside_tensors_cannot_replace_them(victim, tmp_path):
+    reseal(victim, _set("optimizer", "scalars", {"0.weight": {"exp_avg": 7, "step": "x", "__class__": "os"}}))
+    small = Small(tmp_path / "run", resume=str(victim))
+    small.restore()
+    assert isinstance(small.optimizer.state[small.model[0].weight]["exp_avg"], torch.Tensor)
+    small.train(1)

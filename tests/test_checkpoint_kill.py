@@ -1,0 +1,150 @@
+"""Whatever is killed and when, the newest published checkpoint is complete, and the run resumes from it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.connection
+import os
+import random
+import signal
+
+import pytest
+import torch
+from workers import Pool
+
+from parallel2d.checkpoint import Checkpointer
+from parallel2d.config import CheckpointConfig
+
+INTERVAL = 2
+SHAPES = {"a": (257, 64), "b": (3, 5), "c": (1000,), "d": (2, 128, 33)}
+
+
+class Numbers(torch.nn.Module):
+    """Parameters that all hold the number of the step: a mixture of two steps shows in the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            setattr(self, name, torch.nn.Parameter(torch.zeros(shape)))
+
+
+def _build(folder, keep_last, asynchronous):
+    from torch.distributed.fsdp import fully_shard
+
+    from parallel2d import MeshSpec, build_mesh
+
+    mesh = build_mesh(MeshSpec(), "zero3")
+    model = fully_shard(Numbers(), mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    settings = CheckpointConfig(every=INTERVAL, keep_last=keep_last, asynchronous=asynchronous)
+    return model, optimizer, Checkpointer(settings, folder, mesh, model, optimizer)
+
+
+def _set(model, optimizer, step):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().fill_(step)
+            for value in optimizer.state[parameter].values():
+                (value.to_local() if hasattr(value, "to_local") else value).fill_(step)
+
+
+def _values(model, optimizer):
+    found = set()
+    for parameter in model.parameters():
+        for value in (parameter, *optimizer.state[parameter].values()):
+            found.update((value.to_local() if hasattr(value, "to_local") else value).detach().unique().tolist())
+    return found
+
+
+def save_without_end(folder, keep_last, asynchronous):
+    """Restores, checks that what it got is one step's state, and saves on until it is killed."""
+    import torch.distributed as dist
+
+    model, optimizer, checkpointer = _build(folder, keep_last, asynchronous)
+    state = checkpointer.restore()
+    step = state["step"] if state else 0
+    assert _values(model, optimizer) <= {float(step)} | ({0.0, 1.0} if not state else set())
+    while True:
+        step += 1
+        _set(model, optimizer, step)
+        checkpointer.save_if_due(step, {"samples": step})
+        if dist.get_rank() == 0:  # what the run knows to be published, for the test to hold against what it finds
+            with open(os.path.join(folder, "known"), "a") as file:
+                file.write(f"{step} {max(checkpointer.published, default=0)}\n")
+
+
+def restore_once(folder):
+    model, optimizer, checkpointer = _build(folder, 2, True)
+    state = checkpointer.restore()
+    return state, _values(model, optimizer)
+
+
+def kill_while_saving(ranks, tmp_path, seed, rounds):
+    """Kills all ranks at ``rounds`` random moments of one run; returns (restored step, steps lost) of
+    each."""
+    generator = random.Random(seed)
+    results = []
+    for number in range(rounds):
+        folder = str(tmp_path)
+        keep_last, asynchronous = generator.choice([1, 2]), generator.random() < 0.7
+        pool = Pool(2)
+        known = os.path.join(folder, "known")
+        if os.path.exists(known):
+            os.unlink(known)
+        for connection in pool.connections:
+            connection.send((save_without_end, (folder, keep_last, asynchronous), {}))
+        # Wait for the first saves, then for a random while; an answer before the kill is a failure of the
+        # run.
+        while not os.path.exists(known):
+            assert not multiprocessing.connection.wait(pool.connections, timeout=0.005), pool.connections[0].recv()
+        ready = multiprocessing.connection.wait(pool.connections, timeout=generator.uniform(0, 0.4))
+        assert not ready, ready[0].recv()
+        for process in pool.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in pool.processes:
+            process.join()
+        with open(known) as file:
+            step, published = map(int, file.read().split("\n")[-2].split())
+        on_disk = os.listdir(os.path.join(folder, "checkpoints"))
+        complete = sorted(int(name[5:]) for name in on_disk if name.startswith("step-"))
+        pool.folder.cleanup()
+        answers = ranks.run(1 + number % 2, restore_once, folder)
+        for state, values in answers:
+            if not complete:
+                assert published == 0
+                assert state is None
+                continue
+            assert state["step"] == state["samples"] == max(complete)
+            assert values == {float(state["step"])}, "a mixture of steps was read"
+            assert state["step"] >= published, "a published checkpoint was lost"
+            # At most one save is running, and a new one waits for it: two intervals bound what a kill can
+            # cost when the save of the last interval was still being written, one when it was not.
+            assert step - state["step"] <= (2 if asynchronous else 1) * INTERVAL
+        left = [name for name in os.listdir(os.path.join(folder, "checkpoints")) if not name.startswith(("step-", "."))]
+        assert not left, "a kill damages nothing, so nothing is moved aside"
+        results.append((answers[0][0]["step"] if answers[0][0] else 0, step))
+    return results
+
+
+def test_sigkill_of_all_ranks_at_random_moments_never_costs_a_published_checkpoint(ranks, tmp_path):
+    results = kill_while_saving(ranks, tmp_path, seed=1, rounds=3)
+    assert results[-1][0] > 0
+
+
+@pytest.mark.soak
+def test_two_hundred_kills(ranks, tmp_path):
+    rounds = int(os.environ.get("PARALLEL2D_KILLS", "200"))
+    results = kill_while_saving(ranks, tmp_path, seed=int(os.environ.get("PARALLEL2D_SEED", "2")), rounds=rounds)
+    lost = [step - restored for restored, step in results]
+    print(
+        json.dumps(
+            {
+                "kills": rounds,
+                "last step": results[-1][1],
+                "steps lost": {n: lost.count(n) for n in set(lost)},
+            }
+        )
+    )

@@ -1,0 +1,435 @@
+"""When a run saves, what it keeps, and what it does when saving or resuming fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+from checkpoint_runs import Heard, run, steps_in
+from workers import WorkerError
+
+from parallel2d.checkpoint import Checkpoint, Checkpointer, CheckpointError
+from parallel2d.config import CheckpointConfig, ConfigError
+
+HYBRID = {"strategy": "hybrid"}
+MESH = {"replicate": 1, "shard": 2}
+
+
+class Small:
+    """A single-process run without a mesh: a tiny model, AdamW, a checkpointer."""
+
+    def __init__(self, run_dir, seed=0, model=None, optimizer=torch.optim.AdamW, **config):
+        torch.manual_seed(seed)
+        self.model = model or torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        self.step = 0
+        self.checkpointer = Checkpointer(CheckpointConfig(**{"every": 1, **config}), run_dir, None, self.model, self.optimizer)
+
+    def train(self, steps, **kwargs):
+        for _ in range(steps):
+            self.step += 1
+            self.model(torch.randn(5, 4)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.checkpointer.save_if_due(self.step, {"samples": 8 * self.step}, **kwargs)
+        return self
+
+    def restore(self):
+        state = self.checkpointer.restore()
+        self.step = state["step"] if state else 0
+        return state
+
+    def values(self):
+        state = self.optimizer.state_dict()["state"]
+        return [
+            *self.model.state_dict().values(),
+            *(state[i][key] for i in state for key in sorted(state[i])),
+        ]
+
+
+def complete(folder):
+    return [int(name[5:]) for name in steps_in(folder) if name.startswith("step-")]
+
+
+def test_what_was_saved_comes_back_bit_by_bit_random_generators_included(tmp_path):
+    first = Small(tmp_path).train(3)
+    first.checkpointer.finish()
+    following = first.train(1).values()
+    first.checkpointer.finish()
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    second = Small(tmp_path, seed=99)
+    assert second.restore() == {"step": 3, "samples": 24}
+    for a, b in zip(second.train(1).values(), following, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_retention_keeps_the_newest_and_every_nth(tmp_path):
+    Small(tmp_path, keep_last=2, keep_every=3).train(8).checkpointer.finish()
+    assert complete(tmp_path) == [3, 6, 7, 8]
+    assert steps_in(tmp_path) == [f"step-{n:08d}" for n in (3, 6, 7, 8)], "no debris"
+
+
+def test_keep_last_zero_keeps_all(tmp_path):
+    Small(tmp_path, keep_last=0).train(5).checkpointer.finish()
+    assert complete(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"every": 3}, [3, 6, 7]),
+        ({"every": 0}, [7]),
+        ({"every": 5, "on_first_step": True}, [1, 5, 7]),
+        ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"every": 1, "enabled": False}, []),
+    ],
+)
+def test_it_saves_when_it_is_due_and_at_the_end(tmp_path, config, expected):
+    small = Small(tmp_path, keep_last=0, **config).train(6).train(1, last=True)
+    small.checkpointer.finish()
+    assert complete(tmp_path) == expected
+
+
+def test_preemption_returns_only_when_the_checkpoint_is_published(tmp_path):
+    small = Small(tmp_path, every=0).train(2).train(1, preempted=True)
+    assert complete(tmp_path) == [3]
+    assert small.checkpointer.age_steps == 0
+
+
+def test_a_running_save_is_awaited_and_said(tmp_path, monkeypatch):
+    import threading
+
+    from parallel2d.checkpoint import checkpointer as module
+
+    write, release = module.write_checkpoint, threading.Event()
+
+    def slow(*args):
+        release.wait(timeout=30)
+        return write(*args)
+
+    monkeypatch.setattr(module, "write_checkpoint", slow)
+    small = Small(tmp_path).train(1)
+    assert complete(tmp_path) == [], "the loop did not wait for the disk"
+    with Heard() as heard:
+        threading.Timer(0.05, release.set).start()
+        small.train(1)
+    small.checkpointer.finish()
+    assert any("still being written" in line for line in heard)
+    assert complete(tmp_path) == [1, 2]
+
+
+def test_values_are_those_of_the_step_even_when_the_loop_runs_on(tmp_path, monkeypatch):
+    import threading
+
+    from parallel2d.checkpoint import checkpointer as module
+
+    write, release = module.write_checkpoint, threading.Event()
+    monkeypatch.setattr(module, "write_checkpoint", lambda *args: release.wait(timeout=30) and write(*args))
+    small = Small(tmp_path, every=2).train(2)
+    saved = [value.clone() for value in small.values()]
+    small.train(1)
+    release.set()
+    small.checkpointer.finish()
+    again = Small(tmp_path, seed=5)
+    again.restore()
+    for a, b in zip(again.values(), saved, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_auto_steps_back_over_damaged_checkpoints_and_names_each(tmp_path):
+    Small(tmp_path, keep_last=0).train(4).checkpointer.finish()
+    folder = tmp_path / "checkpoints"
+    with open(folder / "step-00000004" / "rank-00000.safetensors", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"x")
+    os.unlink(folder / "step-00000003" / "manifest.json")
+    small = Small(tmp_path, seed=1, keep_last=0)
+    with Heard() as heard:
+        assert small.restore()["step"] == 2
+    text = "\n".join(heard)
+    assert "passing over step-00000004" in text
+    assert "SHA-256" in text
+    assert "passing over step-00000003" in text
+    assert "manifest.json is missing" in text
+    small.train(2).checkpointer.finish()
+    assert steps_in(tmp_path) == [
+        "aside-step-00000003-1",
+        "aside-step-00000004-1",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+        "step-00000004",
+    ]
+    assert Small(tmp_path).restore()["step"] == 4
+
+
+def test_a_damaged_checkpoint_in_the_way_of_a_save_is_moved_aside_not_written_over(tmp_path):
+    small = Small(tmp_path).train(1)
+    small.checkpointer.finish()
+    os.makedirs(tmp_path / "checkpoints" / "step-00000002")
+    with open(tmp_path / "checkpoints" / "step-00000002" / "mine", "w") as file:
+        file.write("kept")
+    small.train(1).checkpointer.finish()
+    assert complete(tmp_path) == [1, 2]
+    assert os.listdir(tmp_path / "checkpoints" / "aside-step-00000002-1") == ["mine"]
+
+
+def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path):
+    Small(tmp_path).train(2).checkpointer.finish()
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000009")
+    assert Small(tmp_path).restore()["step"] == 2
+
+
+def test_all_damaged_is_an_error_that_lists_them(tmp_path):
+    Small(tmp_path).train(2).checkpointer.finish()
+    for step in (1, 2):
+        os.unlink(tmp_path / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
+    with pytest.raises(ConfigError) as error:
+        Small(tmp_path).restore()
+    assert "step-00000001: " in str(error.value)
+    assert "step-00000002: " in str(error.value)
+    assert "resume=never" in str(error.value)
+
+
+def test_never_starts_afresh_and_loses_nothing(tmp_path):
+    Small(tmp_path).train(2).checkpointer.finish()
+    small = Small(tmp_path, resume="never")
+    assert small.restore() is None
+    small.train(1).checkpointer.finish()
+    assert steps_in(tmp_path) == ["aside-step-00000001-1", "aside-step-00000002-1", "step-00000001"]
+
+
+def test_restarted_workers_go_on_whatever_resume_said(tmp_path):
+    Small(tmp_path).train(2).checkpointer.finish()
+    assert Small(tmp_path, resume="never").checkpointer.restore(restarted=True)["step"] == 2
+
+
+def test_a_path_inside_the_run_goes_back_and_moves_the_newer_aside(tmp_path):
+    Small(tmp_path, keep_last=0).train(3).checkpointer.finish()
+    small = Small(tmp_path, resume=str(tmp_path / "checkpoints" / "step-00000001"))
+    assert small.restore()["step"] == 1
+    assert complete(tmp_path) == [1]
+
+
+def test_a_path_of_another_run_is_loaded_once(tmp_path):
+    Small(tmp_path / "a").train(3).checkpointer.finish()
+    for resume in ("a", "a/checkpoints", "a/checkpoints/step-00000003"):
+        small = Small(tmp_path / "b", seed=1, resume=str(tmp_path / resume))
+        assert small.restore()["step"] == 3
+    small.train(2).checkpointer.finish()
+    again = Small(tmp_path / "b", resume=str(tmp_path / "a"))
+    assert again.restore()["step"] == 5, "its own checkpoints come first"
+
+
+def test_model_only_takes_the_weights_and_starts_at_step_zero(tmp_path):
+    first = Small(tmp_path / "a").train(3)
+    first.checkpointer.finish()
+    small = Small(tmp_path / "b", seed=1, resume=str(tmp_path / "a"), load="model_only", optimizer=torch.optim.SGD)
+    assert small.restore() is None
+    for a, b in zip(small.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not small.optimizer.state_dict()["state"]
+
+
+def other_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2, bias=False))
+
+
+def test_a_changed_model_is_refused_with_every_name_and_shape(tmp_path):
+    Small(tmp_path).train(1).checkpointer.finish()
+    small = Small(tmp_path, model=other_model())
+    before = [value.clone() for value in small.values()]
+    with pytest.raises(ConfigError) as error:
+        small.restore()
+    text = str(error.value)
+    assert "0.weight: [5, 4] in the model, [3, 4] in the checkpoint" in text
+    assert "0.bias: [5] in the model, [3] in the checkpoint" in text
+    assert "2.bias: [2] in the checkpoint, not in the model" in text
+    assert "checkpoint.strict=false" in text
+    for a, b in zip(small.values(), before, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_not_strict_loads_what_fits_and_says_what_not(tmp_path):
+    first = Small(tmp_path).train(1)
+    first.checkpointer.finish()
+    small = Small(tmp_path, model=other_model(), strict=False)
+    with Heard() as heard:
+        assert small.restore()["step"] == 1
+    assert torch.equal(small.model[2].weight, first.model[2].weight)
+    assert small.model[0].weight not in small.optimizer.state
+    assert "0.weight: [5, 4] in the model" in "\n".join(heard)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    Small(tmp_path).train(1).checkpointer.finish()
+    with pytest.raises(ConfigError) as error:
+        Small(tmp_path, optimizer=torch.optim.Adam).restore()
+    assert "optimizer Adam here, AdamW in the checkpoint" in str(error.value)
+    assert "checkpoint.load=model_only" in str(error.value)
+
+
+def test_failures_are_reported_counted_leave_no_debris_and_end_the_run_at_the_limit(tmp_path, monkeypatch):
+    small = Small(tmp_path, max_failures=3, asynchronous=False).train(1)
+    write = type(small.checkpointer.store).write
+
+    def full(self, place, name, blocks):
+        write(self, place, name, [b"half a file"])
+        raise OSError(28, "No space left on device", f"{place}/{name}")
+
+    monkeypatch.setattr(type(small.checkpointer.store), "write", full)
+    with Heard() as heard:
+        small.train(2)
+    assert small.checkpointer.failures == 2
+    assert sum("could not be written: rank 0: No space left on device" in line for line in heard) == 2
+    assert steps_in(tmp_path) == ["step-00000001"]
+    monkeypatch.undo()
+    small.train(1)
+    assert small.checkpointer.failures == 0, "a success starts the count again"
+    monkeypatch.setattr(type(small.checkpointer.store), "write", full)
+    small.train(2)
+    with pytest.raises(CheckpointError) as error:
+        small.train(1)
+    assert "3 checkpoints in a row" in str(error.value)
+    assert "checkpoint.max_failures=3" in str(error.value)
+    assert complete(tmp_path) == [1, 4]
+
+
+def test_a_failed_last_save_is_an_error_at_the_end(tmp_path, monkeypatch):
+    small = Small(tmp_path)
+    monkeypatch.setattr(type(small.checkpointer.store), "begin", _denied)
+    small.train(1, last=True)
+    with pytest.raises(CheckpointError):
+        small.checkpointer.finish()
+
+
+def _denied(self, step, token):
+    raise PermissionError(13, "Permission denied", self.root)
+
+
+def fail_on_one_rank(folder):
+    """Rank 1's disk is full for the first save: all ranks count the failure and none hangs."""
+    import torch.distributed as dist
+
+    from parallel2d.checkpoint.store import LocalStore
+
+    write = LocalStore.write
+    if dist.get_rank() == 1:
+
+        def full(self, place, name, blocks):
+            LocalStore.write = write
+            raise OSError(28, "No space left on device")
+
+        LocalStore.write = full
+    try:
+        return run(folder, MESH, HYBRID, steps=4, checkpoint={"every": 1, "keep_last": 0})
+    finally:
+        LocalStore.write = write
+
+
+def test_a_fault_on_one_rank_is_a_failure_on_all(ranks, tmp_path):
+    results = ranks.run(2, fail_on_one_rank, str(tmp_path))
+    assert [result["published"] for result in results] == [[2, 3, 4], [2, 3, 4]]
+    assert any("rank 1: No space left on device" in line for line in results[0]["log"])
+    assert complete(tmp_path) == [2, 3, 4]
+
+
+def blind_rank(folder):
+    import torch.distributed as dist
+
+    return run(f"{folder}/{dist.get_rank()}", MESH, HYBRID, steps=1)
+
+
+def test_a_run_dir_that_ranks_do_not_share_is_refused_with_the_host(ranks, tmp_path):
+    import socket
+
+    with pytest.raises(WorkerError) as error:
+        ranks.run(2, blind_rank, str(tmp_path))
+    assert error.value.kind == "ConfigError"
+    assert "is not the same folder on every rank" in error.value.message
+    assert socket.gethostname() in error.value.message
+
+
+def test_the_manifest_tells_step_position_mesh_and_files(ranks, tmp_path):
+    ranks.run(2, run, str(tmp_path), MESH, HYBRID, steps=1)
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_bytes())
+    assert manifest["format"] == 1
+    assert manifest["step"] == 1
+    assert manifest["position"] == 8
+    assert manifest["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
+    assert {"bytes", "sha256"} == set(manifest["files"]["rank-00001.safetensors"])
+
+
+def test_data_files_are_what_the_safetensors_library_reads(tmp_path):
+    from safetensors import safe_open
+
+    small = Small(tmp_path).train(1)
+    small.checkpointer.finish()
+    with safe_open(tmp_path / "checkpoints" / "step-00000001" / "rank-00000.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("model/0.weight"), small.model[0].weight)
+
+
+class TiedModel(torch.nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x[:, :3]))
+
+
+def test_tied_weights_are_stored_once_and_load_untied(tmp_path):
+    tied = Small(tmp_path, model=TiedModel(True)).train(1)
+    tied.checkpointer.finish()
+    names = Checkpoint.open(str(tmp_path / "checkpoints" / "step-00000001")).tensors
+    assert [name for name in names if name.startswith("model/")] == ["model/first.weight"]
+    apart = Small(tmp_path, model=TiedModel(False), load="model_only")
+    apart.restore()
+    assert torch.equal(apart.model.second.weight, tied.model.first.weight)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB, where this process may mount one."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs to be root with CAP_SYS_ADMIN")
+    yield path
+    subprocess.run(["mount", "-o", "remount,rw", path], capture_output=True)
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk_mid_run_is_reported_and_saving_goes_on_when_there_is_space(small_disk):
+    small = Small(small_disk, asynchronous=False, max_failures=9).train(1)
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space"), open(ballast, "wb", buffering=0) as file:
+        while file.write(b"\0" * 4096):
+            pass
+    with Heard() as heard:
+        small.train(2)
+    assert any("No space left on device" in line for line in heard)
+    assert steps_in(small_disk) == ["step-00000001"]
+    os.unlink(ballast)
+    small.train(1)
+    assert complete(small_disk) == [1, 4]
+    assert Small(small_disk).restore()["step"] == 4
+
+
+def test_a_mount_that_turns_read_only_mid_run_is_reported_and_the_run_ends_at_the_limit(small_disk):
+    small = Small(small_disk, max_failures=2).train(1)
+    small.checkpointer.finish()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(CheckpointError) as error:
+        small.train(3)
+    assert "Read-only file system" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        Small(small_disk)
+    assert "checkpoints cannot be written to" in str(error.value)
+    assert Small(small_disk, enabled=False).restore()["step"] == 1

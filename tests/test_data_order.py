@@ -1,0 +1,162 @@
+"""The order of samples: which sample stands at which position, and which rank reads which position."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from parallel2d.config import ConfigError
+from parallel2d.data import BatchPlan
+from parallel2d.data.order import MAXIMUM_SIZE, Order
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 10007])
+def test_every_epoch_is_a_permutation(size: int) -> None:
+    order = Order(size, seed=3)
+    for epoch in range(3):
+        indices = order.index(np.arange(epoch * size, (epoch + 1) * size))
+        assert sorted(indices.tolist()) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [10**12, 10**12 + 1, 2**40, 2**40 - 1, 999_999_999_989, MAXIMUM_SIZE])
+def test_huge_orders_are_bijections_because_they_can_be_inverted(size: int) -> None:
+    generator = np.random.default_rng(size)
+    order = Order(size, seed=11)
+    for epoch in (0, 1, 3):
+        inside = np.concatenate([generator.integers(0, size, 20_000), [0, size - 1]])
+        positions = epoch * size + inside
+        indices = order.index(positions)
+        assert indices.min() >= 0
+        assert indices.max() < size
+        np.testing.assert_array_equal(order.position(indices, epoch), positions)
+        np.testing.assert_array_equal(order.index(order.position(inside, epoch)), inside)
+
+
+def test_order_differs_between_epochs_seeds_and_streams_and_repeats_otherwise() -> None:
+    positions = np.arange(5000)
+    reference = Order(5000, seed=0).index(positions)
+    np.testing.assert_array_equal(Order(5000, seed=0).index(positions), reference)
+    for other in (
+        Order(5000, seed=0).index(positions + 5000),
+        Order(5000, seed=1).index(positions),
+        Order(5000, seed=0, name="validation").index(positions),
+    ):
+        assert np.count_nonzero(other == reference) < 20  # of a random permutation 1 is expected
+
+
+def test_order_does_not_depend_on_how_positions_are_grouped() -> None:
+    order = Order(997, seed=5)
+    positions = np.random.default_rng(0).integers(0, 10**6, 500)  # many epochs in one call
+    together = order.index(positions)
+    one_by_one = [int(order.index(np.array([position]))[0]) for position in positions]
+    assert together.tolist() == one_by_one
+
+
+def test_order_looks_random() -> None:
+    """Chi-squared over (block of positions, block of indices), and the mean distance of neighbours."""
+    size, blocks = 1 << 16, 16
+    for seed in range(4):
+        indices = Order(size, seed=seed).index(np.arange(size))
+        counts = np.zeros((blocks, blocks))
+        np.add.at(counts, (np.arange(size) * blocks // size, indices * blocks // size), 1)
+        expected = size / blocks**2
+        chi_squared = ((counts - expected) ** 2 / expected).sum()
+        assert 130 < chi_squared < 340, chi_squared  # 225 degrees of freedom: 5 standard deviations
+        distance = np.abs(np.diff(indices)).mean() / size
+        assert abs(distance - 1 / 3) < 0.01
+
+
+def test_small_orders_take_every_permutation_about_equally_often() -> None:
+    seen = {tuple(Order(4, seed).index(np.arange(4)).tolist()) for seed in range(600)}
+    assert len(seen) == 24
+
+
+@pytest.mark.parametrize("size", [0, -1, MAXIMUM_SIZE + 1])
+def test_impossible_sizes_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"got {size}"):
+        Order(size, seed=0)
+
+
+def _global_batch(first: int, batch: int, micro: int | str, ranks: int, padding: bool) -> list[int]:
+    """The positions that all ranks together read; every rank runs the same number of equal micro-batches."""
+    plans = [
+        BatchPlan(
+            global_batch_size=batch,
+            micro_batch_size=micro,
+            data_rank=rank,
+            data_ranks=ranks,
+            allow_padding=padding,
+        )
+        for rank in range(ranks)
+    ]
+    assert len({(plan.micro_batch_size, plan.accumulation) for plan in plans}) == 1
+    found = []
+    for plan in plans:
+        micro_batches = plan.positions(first)
+        assert len(micro_batches) == plan.accumulation
+        assert all(len(positions) == plan.micro_batch_size for positions in micro_batches)
+        found += [position for positions in micro_batches for position in positions if position is not None]
+    return found
+
+
+def test_global_batches_are_the_same_on_every_layout_with_any_change_of_world_size() -> None:
+    """Random sizes and seeds; at every step another number of ranks and another micro-batch reads on."""
+    random_numbers = random.Random(2)
+    for _ in range(150):
+        size = random_numbers.randint(1, 300)
+        batch = random_numbers.randint(1, 48)
+        order = Order(size, seed=random_numbers.randint(0, 2**31))
+        steps = -(-3 * size // batch)
+        read: list[int] = []
+        for step in range(steps):
+            ranks = random_numbers.randint(1, 9)
+            micro = random_numbers.choice(["auto", random_numbers.randint(1, 8)])
+            positions = _global_batch(step * batch, batch, micro, ranks, padding=True)
+            assert sorted(positions) == list(range(step * batch, (step + 1) * batch))
+            read += order.index(np.array(sorted(positions))).tolist()
+        for epoch in range(3):
+            assert sorted(read[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_sizes_that_divide_need_no_padding() -> None:
+    random_numbers = random.Random(4)
+    for _ in range(200):
+        ranks, micro = random_numbers.randint(1, 16), random_numbers.randint(1, 8)
+        accumulation = random_numbers.randint(1, 5)
+        batch = ranks * micro * accumulation
+        found = _global_batch(7, batch, micro, ranks, padding=False)
+        assert sorted(found) == list(range(7, 7 + batch))
+
+
+def test_automatic_micro_batch_is_the_largest_divisor_of_the_share_up_to_eight() -> None:
+    for share, expected in {1: 1, 6: 6, 7: 7, 8: 8, 9: 3, 11: 1, 24: 8, 30: 6, 26: 2}.items():
+        plan = BatchPlan(global_batch_size=share * 4, micro_batch_size="auto", data_rank=0, data_ranks=4)
+        assert (plan.micro_batch_size, plan.accumulation) == (expected, share // expected)
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
+    def message(batch: int, micro: int | str, ranks: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            BatchPlan(global_batch_size=batch, micro_batch_size=micro, data_rank=0, data_ranks=ranks)
+        return str(caught.value)
+
+    assert message(24, 4, 4) == (
+        "train.global_batch_size=24 is not divisible by micro_batch_size 4 x 4 data ranks = 16; "
+        "micro_batch_size may be 1 | 2 | 3 | 6; global_batch_size may be 16, 32, 48"
+    )
+    assert message(30, 4, 4) == (
+        "train.global_batch_size=30 is not divisible by micro_batch_size 4 x 4 data ranks = 16; "
+        "global_batch_size may be 16, 32, 48"
+    )
+    assert message(30, "auto", 4) == (
+        "train.global_batch_size=30 is not divisible by 4 data ranks; global_batch_size may be 28, 32, 36"
+    )
+    assert message(3, "auto", 8).endswith("global_batch_size may be 8, 16")
+
+
+def test_padding_gives_missing_sequences_no_position() -> None:
+    plan = BatchPlan(global_batch_size=5, micro_batch_size=2, data_rank=1, data_ranks=2, allow_padding=True)
+    assert plan.accumulation == 2
+    assert plan.positions(100) == [[102, 103], [None, None]]

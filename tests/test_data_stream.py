@@ -1,0 +1,252 @@
+"""What stands in a sample: packing, padding, document boundaries, loss masks, mixtures, ends, and hashes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from parallel2d.config import ConfigError
+from parallel2d.data import IGNORED, Batch
+from parallel2d.data.mixture import MAXIMUM_PERIOD, Schedule
+from parallel2d.data.samples import PackedSamples, PaddedSamples
+from parallel2d.data.store import ShardWriter, TokenSplit
+from parallel2d.data.stream import Samples, SampleStream
+
+END = 256
+Documents = list[list[int]]
+
+
+def write_split(folder: Path, shards: list[Documents], masks: list[list[list[int] | None]] | None = None) -> TokenSplit:
+    """Shards of documents (ids without the end id) as a split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for number, documents in enumerate(shards):
+        writer = ShardWriter(folder, f"train-{number:05d}", "<u2")
+        flags = masks[number] if masks is not None else [None] * len(documents)
+        for document, mask in zip(documents, flags, strict=True):  # one at a time: the hardest case for the writer
+            writer.add(
+                [np.array([*document, END], np.uint16)],
+                [None if mask is None else np.array([*mask, 1], np.uint8)],
+            )
+        entries.append(writer.finish())
+    return TokenSplit(folder, "<u2", entries)
+
+
+def random_shards(generator: random.Random) -> list[Documents]:
+    return [
+        [[generator.randrange(256) for _ in range(generator.choice([1, 2, 5, 30, 70]))] for _ in range(generator.randint(1, 12))]
+        for _ in range(generator.randint(1, 4))
+    ]
+
+
+def read_all(samples: Samples, ids: bool = False) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    rows = []
+    for index in range(len(samples)):
+        inputs, targets, numbers = (np.full(samples.seq_len, -7, np.int64) for _ in range(3))
+        samples.read(index, inputs, targets, numbers if ids else None)
+        rows.append((inputs, targets, numbers))
+    return rows
+
+
+def packed_stream(split: TokenSplit, seq_len: int = 8, seed: int = 0, **options: object) -> SampleStream:
+    return SampleStream([PackedSamples(split, seq_len, END)], Schedule([1]), seed=seed, **options)  # type: ignore[arg-type]
+
+
+def test_packing_makes_each_token_a_target_exactly_once_across_documents_and_shards(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    for case in range(25):
+        shards = random_shards(generator)
+        flat = [token for documents in shards for document in documents for token in [*document, END]]
+        split = write_split(tmp_path / str(case), shards)
+        rows = read_all(PackedSamples(split, generator.choice([1, 3, 8, 33]), END))
+        assert split.tokens == len(flat)
+        valid = [targets != IGNORED for _, targets, _ in rows]
+        assert [int(t) for (_, targets, _), mask in zip(rows, valid, strict=True) for t in targets[mask]] == flat[1:]
+        assert [int(t) for (inputs, _, _), mask in zip(rows, valid, strict=True) for t in inputs[mask]] == flat[:-1]
+        assert all(mask.all() for mask in valid[:-1])
+        assert set(rows[-1][0][~valid[-1]].tolist()) <= {END}
+
+
+def test_intra_document_masking_numbers_documents_and_never_predicts_across_them(tmp_path: Path) -> None:
+    generator = random.Random(2)
+    for case in range(25):
+        shards = random_shards(generator)
+        documents = [document for shard in shards for document in shard]
+        owner = [number for number, document in enumerate(documents) for _ in range(len(document) + 1)]
+        split = write_split(tmp_path / str(case), shards)
+        seq_len = generator.choice([1, 4, 16, 50])
+        plain = read_all(PackedSamples(split, seq_len, END))
+        for row, (inputs, targets, ids) in enumerate(read_all(PackedSamples(split, seq_len, END, True), ids=True)):
+            start = row * seq_len
+            for place in range(min(seq_len, len(owner) - 1 - start)):
+                assert ids[place] == owner[start + place] - owner[start]
+                same = owner[start + place] == owner[start + place + 1]
+                assert targets[place] == (plain[row][1][place] if same else IGNORED)
+            np.testing.assert_array_equal(inputs, plain[row][0])
+
+
+def test_padded_samples_hold_one_document_each_cut_at_the_length(tmp_path: Path) -> None:
+    split = write_split(tmp_path, [[[1, 2, 3], [4]], [[5, 6, 7, 8, 9, 10]]])
+    rows = read_all(PaddedSamples(split, 4, END), ids=True)
+    assert [row[0].tolist() for row in rows] == [[1, 2, 3, END], [4, END, END, END], [5, 6, 7, 8]]
+    assert [row[1].tolist() for row in rows] == [
+        [2, 3, END, IGNORED],
+        [END, IGNORED, IGNORED, IGNORED],
+        [6, 7, 8, 9],
+    ]
+    assert rows[1][2].tolist() == [0, 1, 1, 1]
+    assert split.documents_longer_than(6) == 1
+    assert split.documents_longer_than(7) == 0
+
+
+@pytest.mark.parametrize("kind", [PackedSamples, PaddedSamples])
+def test_only_what_the_loss_mask_allows_is_a_target(tmp_path: Path, kind: type) -> None:
+    """Prompts (mask 0) are inputs and never targets; a shard without masks beside one with them is all
+    targets.
+    """
+    masks: list[list[list[int] | None]] = [[[0, 0, 1], None], [None]]
+    split = write_split(tmp_path, [[[10, 11, 12], [13, 14]], [[15, 16]]], masks)
+    targets = np.concatenate([row[1] for row in read_all(kind(split, 4, END))])
+    found = set(targets.tolist()) - {IGNORED}
+    assert {11}.isdisjoint(found)
+    assert {12, 14, 16, END} <= found
+
+
+def test_a_stream_is_the_same_whatever_the_batches_it_is_read_in(tmp_path: Path) -> None:
+    stream = packed_stream(write_split(tmp_path, random_shards(random.Random(3))))
+    together = stream.read(list(range(60)))
+    assert together.inputs.dtype == together.targets.dtype == torch.int64
+    assert together.inputs.shape == (60, 8)
+    assert together.document_ids is None
+    parts = [stream.read(list(range(begin, begin + 4))) for begin in range(0, 60, 4)]
+    assert torch.equal(torch.cat([part.inputs for part in parts]), together.inputs)
+    assert sum(part.hash for part in parts) == together.hash < 60 << 32
+    assert sum(part.valid_tokens for part in parts) == together.valid_tokens
+
+
+def test_the_hash_tells_tokens_targets_positions_and_data_apart(tmp_path: Path) -> None:
+    generator = random.Random(4)
+    shards = random_shards(generator)
+    stream = packed_stream(write_split(tmp_path / "a", shards))
+    size = len(stream)
+    changed = [[list(document) for document in documents] for documents in shards]
+    changed[0][0][0] ^= 1
+    hashes = [
+        stream.read([3]).hash,
+        stream.read([4]).hash,
+        stream.read([3 + size]).hash,
+        packed_stream(write_split(tmp_path / "a", shards), seed=1).read([3]).hash,
+        stream.read(list(range(size))).hash,
+        packed_stream(write_split(tmp_path / "b", changed)).read(list(range(size))).hash,
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert all(value < 1 << 32 for value in hashes[:4])
+    assert stream.read([3, None]).hash == stream.read([3]).hash
+
+
+def test_a_missing_position_has_weight_zero(tmp_path: Path) -> None:
+    stream = packed_stream(write_split(tmp_path, [[[1] * 100]]), intra_document_masking=True)
+    batch = stream.read([None, 2, None])
+    assert batch.document_ids is not None
+    assert batch.targets[[0, 2]].eq(IGNORED).all()
+    assert batch.inputs.min() >= 0
+    assert batch.valid_tokens == 8
+    nothing = stream.read([None, None])
+    assert (nothing.hash, nothing.valid_tokens, nothing.inputs.shape) == (0, 0, (2, 8))
+
+
+@pytest.mark.parametrize(("policy", "batches", "missing", "repeated"), [("drop", 2, 0, 0), ("pad", 3, 2, 0), ("wrap", 3, 0, 2)])
+def test_the_end_is_exact(tmp_path: Path, policy: str, batches: int, missing: int, repeated: int) -> None:
+    """13 samples in global batches of 5: dropped, padded with weight zero, or wrapped; nothing repeats
+    silently.
+    """
+    split = write_split(tmp_path, [[[number % 256 for number in range(13 * 8)]]])
+    stream = packed_stream(split, epochs=1, end=policy)
+    assert len(stream) == 13
+    assert [stream.ends_before(first, 5) for first in range(0, 25, 5)] == [step >= batches for step in range(5)]
+    rows = [
+        row
+        for first in range(0, 5 * batches, 5)
+        for batch in [stream.read(list(range(first, first + 5)))]
+        for row, targets in zip(batch.inputs.tolist(), batch.targets, strict=True)
+        if targets.ne(IGNORED).any()
+    ]
+    counts = Counter(tuple(row) for row in rows)
+    assert len(rows) == 5 * batches - missing
+    assert sum(count - 1 for count in counts.values()) == repeated
+
+
+def test_a_shard_that_falls_out_of_the_open_maps_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel2d.data.store._OPEN_FILES", 2)
+    split = write_split(tmp_path, [[[number] * 9] for number in range(6)])
+    stream = packed_stream(split, seq_len=5)
+    first = stream.read(list(range(len(stream))))
+    again = stream.read(list(range(len(stream))))
+    assert torch.equal(first.inputs, again.inputs)
+    assert len(split._maps) <= 2
+
+
+def test_mixture_weights_are_exact_in_every_window() -> None:
+    generator = random.Random(5)
+    for _ in range(40):
+        weights = [float(generator.randint(1, 30)) for _ in range(generator.randint(1, 6))]
+        schedule = Schedule(weights)
+        chosen, local = schedule.locate(np.arange(3 * schedule.period))
+        for component, weight in enumerate(schedule.weights):
+            mine = chosen == component
+            assert local[mine].tolist() == list(range(int(mine.sum())))  # each component is read in order, none skipped
+            before = np.concatenate([[0], np.cumsum(mine)])
+            error = before - np.arange(len(before)) * weight / schedule.period
+            assert error.max() - error.min() < 2  # any window: within 2 of its share
+            assert np.abs(error).max() < 1 + 1e-9  # from the start: within 1
+            whole = before[schedule.period :] - before[: -schedule.period]
+            assert set(whole.tolist()) == {weight}  # any window of one period: exact
+
+
+def test_mixture_reads_its_components_in_proportion_and_each_sample_once(tmp_path: Path) -> None:
+    parts = [write_split(tmp_path / str(part), [[[part] * (8 * count)]]) for part, count in enumerate([30, 10])]
+    schedule = Schedule([0.8, 0.2])
+    stream = SampleStream([PackedSamples(part, 8, END) for part in parts], schedule, seed=0, epochs=1, end="drop")
+    assert len(stream) == 37  # the 31st sample of the first component would be the first repetition
+    batch = stream.read(list(range(35)))
+    first = batch.inputs[:, 0].tolist()
+    assert (first.count(0), first.count(1)) == (28, 7)
+
+
+def test_a_component_of_a_mixture_reads_each_sample_once_per_own_epoch(tmp_path: Path) -> None:
+    tokens = list(range(200))
+    part = write_split(tmp_path / "a", [[tokens]])
+    other = write_split(tmp_path / "b", [[[255] * 900]])
+    stream = SampleStream([PackedSamples(split, 4, END) for split in (part, other)], Schedule([1, 3]), seed=9)
+    inputs = stream.read(list(range(4 * 100))).inputs
+    mine = [tuple(row) for row in inputs.tolist() if 255 not in row and row[0] != END]
+    assert Counter(mine) == {tuple(tokens[begin : begin + 4]): 2 for begin in range(0, 200, 4)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 0.0], "above 0"),
+        ([1.0, -2.0], "above 0"),
+        (["a"], "above 0"),
+        ([0.123457, 1.0], f"at most {MAXIMUM_PERIOD}"),
+    ],
+)
+def test_impossible_weights_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Schedule(weights)
+
+
+def test_a_batch_moves_as_a_whole(tmp_path: Path) -> None:
+    split = write_split(tmp_path, [[[1] * 100]])
+    batch = packed_stream(split, intra_document_masking=True).read([0, 1])
+    moved = batch.to("meta", non_blocking=True)
+    assert isinstance(moved, Batch)
+    assert moved.document_ids is not None
+    assert {moved.inputs.device.type, moved.targets.device.type, moved.document_ids.device.type} == {"meta"}
+    assert (moved.hash, moved.valid_tokens) == (batch.hash, batch.valid_tokens)

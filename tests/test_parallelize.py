@@ -1,0 +1,320 @@
+"""`parallelize` on modules it has never seen: structure, collectives, weights, names, misuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import training
+from torch import nn
+from workers import WorkerError
+
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    build_on_meta,
+    data_coordinate,
+    mesh_shape,
+    parallelize,
+)
+from parallel2d.config import BucketingConfig, ConfigError
+from parallel2d.gradients import clip_gradient_norm
+from parallel2d.parallelize.structure import find_blocks
+
+
+class Gate(nn.Module):
+    """A module with a parameter of its own beside its children's."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(dim))
+        self.inner = nn.Linear(dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.uniform_(self.scale, 0.5, 1.5)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) * self.scale
+
+
+class Strange(nn.Module):
+    """Convolution, recurrent cell, attention, a loop over gates, a buffer that the constructor computes, a frozen layer."""
+
+    def __init__(self, dim=12):
+        super().__init__()
+        self.convolution = nn.Conv1d(3, dim, 3, padding=1)
+        self.recurrent = nn.GRU(dim, dim, batch_first=True)
+        self.attention = nn.MultiheadAttention(dim, 3, batch_first=True)
+        self.gates = nn.ModuleDict({"a": Gate(dim), "b": Gate(dim), "c": Gate(dim)})
+        self.frozen = nn.Linear(dim, dim).requires_grad_(False)
+        self.register_buffer("window", torch.hann_window(10), persistent=False)
+        self.head = nn.Linear(dim, 1)
+
+    def forward(self, x):
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2) * self.window[:, None]
+        x, _ = self.recurrent(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        for gate in self.gates.values():
+            x = gate(x)
+        return self.head(self.frozen(x)).mean(dim=(1, 2))
+
+
+def regression_batch(step, dtype):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 10, 3, generator=generator, dtype=dtype), torch.randn(8, generator=generator, dtype=dtype)
+
+
+def _train_strange(config, sizes, steps):
+    torch.manual_seed(7)
+    model = Strange()
+    expected = copy.deepcopy(model).double()
+    names = list(dict(model.named_parameters()))
+    parallel = ParallelConfig(precision="fp64", **config)
+    mesh = build_mesh(MeshSpec(**sizes), parallel.resolved().strategy.name)
+    model = parallelize(model, mesh, parallel)
+    assert list(dict(model.named_parameters())) == names
+    losses = []
+    for module, share in ((model, True), (expected, False)):
+        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(steps):
+            x, y = regression_batch(step, torch.float64)
+            if share:
+                rank, count = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+                x, y = x.chunk(count)[rank], y.chunk(count)[rank]
+            loss = F.mse_loss(module(x), y)
+            loss.backward()
+            if share:
+                norm = clip_gradient_norm(module.parameters(), 0.5)
+                torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG)
+            else:
+                norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss.item(), norm.item()))
+    weights = max(
+        (training.whole(p) - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
+    return losses[:steps], losses[steps:], weights
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hybrid_zero2", "hybrid"])
+@pytest.mark.parametrize("bucketing", ["layer", "block", "size"])
+def test_a_module_nobody_here_wrote_equals_its_single_process_run(ranks, strategy, bucketing):
+    bucketing = BucketingConfig("size", 0.002) if bucketing == "size" else bucketing
+    sharded, alone, weights = ranks.run(4, _train_strange, {"strategy": strategy, "bucketing": bucketing}, {}, 4)[0]
+    assert sharded == [pytest.approx(pair, rel=1e-9) for pair in alone]
+    assert weights < 1e-10
+
+
+def test_blocks_are_found_by_structure():
+    def names(model, *classes):
+        return [name for name, _ in find_blocks(model, classes)]
+
+    assert names(Strange()) == ["gates.a", "gates.b", "gates.c"]
+    assert names(training.build_llama()) == ["layers.0", "layers.1"]
+    assert names(training.build_llama(), "FeedForward") == ["layers.0.feed_forward", "layers.1.feed_forward"]
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
+    transformer = nn.Transformer(8, 2, 2, 2, 8)
+    assert names(transformer) == [f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2)]
+    with pytest.raises(ConfigError, match=r"bucketing.blocks=\['Blok'\].*candidates: .*Linear \(14 x"):
+        names(training.build_llama(), "Blok")
+
+
+def _count(config, sizes, accumulation, during):
+    """Collectives of one global batch as CommDebugMode sees them."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from parallel2d import accumulate
+
+    parallel = ParallelConfig(**config)
+    mesh = build_mesh(MeshSpec(**sizes), parallel.resolved().strategy.name)
+    with build_on_meta():
+        model = Nine()
+    model = parallelize(model, mesh, parallel, seed=0)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with CommDebugMode() as counter:
+        for _ in accumulate(model, range(accumulation), during):
+            model(tokens).sum().backward()
+    counts = {}
+    for operator, number in counter.get_comm_counts().items():
+        for short in ("all_gather", "allgather", "reduce_scatter", "allreduce", "all_reduce"):
+            if short in str(operator):
+                key = short.replace("_", "").replace("reducescatter", "reduce_scatter")
+                counts[key] = counts.get(key, 0) + number
+    return counts
+
+
+class Nine(nn.Module):
+    """Two blocks and nine modules that own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(("bucketing", "gathers", "scatters"), [("root", 2, 1), ("layer", 18, 9), ("block", 6, 3)])
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+def test_collectives_are_what_the_bucketing_says(ranks, strategy, bucketing, gathers, scatters):
+    bucketing = BucketingConfig("size", float("inf")) if bucketing == "root" else bucketing
+    counts = ranks.run(4, _count, {"strategy": strategy, "bucketing": bucketing}, {}, 1, "full")[0]
+    expected = {"allgather": gathers, "reduce_scatter": scatters}
+    if strategy == "hybrid":
+        expected["allreduce"] = scatters
+    assert counts == expected
+
+
+def test_zero2_gathers_once_and_ddp_never(ranks):
+    assert ranks.run(4, _count, {"strategy": "zero2"}, {}, 1, "full")[0] == {
+        "allgather": 3,
+        "reduce_scatter": 3,
+    }
+    assert ranks.run(4, _count, {"strategy": "ddp"}, {}, 1, "full")[0] == {"allreduce": 3}
+
+
+@pytest.mark.parametrize(("during", "scatters", "reduces"), [
+    ("full", 12, 12), ("reduce_scatter_only", 12, 3), ("none", 3, 3),
+])  # fmt: skip
+def test_replicate_axis_moves_once_per_global_batch(ranks, during, scatters, reduces):
+    counts = ranks.run(4, _count, {"strategy": "hybrid"}, {}, 4, during)[0]
+    assert (counts["reduce_scatter"], counts["allreduce"]) == (scatters, reduces)
+
+
+def _interrupted_accumulation():
+    from parallel2d import accumulate
+
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    gradients = []
+    for interrupt in (False, True):
+        with build_on_meta():
+            model = Nine()
+        model = parallelize(model, mesh, ParallelConfig("hybrid"), seed=0)
+        tokens = torch.arange(8).view(2, 4)
+        if interrupt:
+            with pytest.raises(RuntimeError, match="out of luck"):
+                for index in accumulate(model, range(3)):
+                    model(tokens).square().sum().backward()
+                    if index == 1:
+                        raise RuntimeError("out of luck")
+            model.zero_grad()
+        for _ in accumulate(model, range(2)):
+            model(tokens).square().sum().backward()
+        gradients.append([training.whole(p.grad) for p in model.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_an_exception_while_accumulating_leaves_nothing_behind(ranks):
+    assert all(ranks.run(4, _interrupted_accumulation))
+
+
+def _weights(sizes, strategy, bucketing, llama):
+    mesh = build_mesh(MeshSpec(**sizes), strategy)
+    with build_on_meta():
+        model = training.build_llama(**llama)
+    plan = training.tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None
+    model = parallelize(model, mesh, ParallelConfig(strategy, bucketing), seed=3, init=model.init_weights, tensor_plan=plan)
+    return {name: training.whole(p).detach().numpy() for name, p in model.named_parameters()}
+
+
+def test_initial_weights_are_bitwise_equal_on_every_mesh(ranks):
+    odd = {
+        "dim": 36,
+        "hidden_dim": 50,
+        "vocab_size": 71,
+        "n_heads": 6,
+        "n_kv_heads": 2,
+    }  # sizes that divide unevenly
+    alone = ranks.run(1, _weights, {}, "hybrid", "block", odd)[0]
+    assert all((value != 0).any() for value in alone.values())
+    for sizes, strategy, bucketing in [
+        ({}, "zero3", "layer"), ({}, "hybrid", "block"), ({}, "ddp", "block"), ({"tensor": 2}, "hybrid", "block"),
+    ]:  # fmt: skip
+        other = ranks.run(4, _weights, sizes, strategy, bucketing, odd)[0]
+        assert alone.keys() == other.keys()
+        assert all((alone[name] == other[name]).all() for name in alone)
+
+
+def _initial_strange(with_seed):
+    with build_on_meta():
+        model = Strange()
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    model = parallelize(model, mesh, ParallelConfig("hybrid"), seed=1 if with_seed else None)
+    return model.window.sum().item(), training.whole(model.gates["a"].scale).mean().item()
+
+
+def test_meta_models_get_buffers_and_each_modules_own_initializer(ranks):
+    window, scale = ranks.run(4, _initial_strange, True)[0]
+    assert window == pytest.approx(torch.hann_window(10).sum().item())
+    assert 0.5 < scale < 1.5
+
+
+def test_meta_without_seed_is_an_error(ranks):
+    with pytest.raises(WorkerError, match="give the seed"):
+        ranks.run(4, _initial_strange, False)
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+        self.linear = nn.Linear(4, 4)
+
+
+def _bare():
+    with build_on_meta():
+        model = Bare()
+    parallelize(model, build_mesh(MeshSpec(), "hybrid"), seed=0)
+
+
+def test_a_parameter_without_initializer_is_an_error(ranks):
+    with pytest.raises(WorkerError) as error:
+        ranks.run(2, _bare)
+    assert error.value.kind == "ConfigError"
+    assert "no initializer sets position" in error.value.message
+
+
+def _different_weights():
+    torch.manual_seed(torch.distributed.get_rank())
+    parallelize(nn.Linear(4, 4), build_mesh(MeshSpec(), "hybrid"))
+
+
+def test_ranks_with_different_weights_are_refused(ranks):
+    with pytest.raises(WorkerError, match=r"ranks \[1\] hold other weights than rank 0"):
+        ranks.run(2, _different_weights)
+
+
+def _mixed_norms(norm_type):
+    mesh = build_mesh(MeshSpec(tensor=2), "hybrid")
+    with build_on_meta():
+        model = training.build_llama()
+    plan = {name: style for name, style in training.tensor_plan(model, 2).items() if "feed_forward" in name}
+    plan = {"layers.*.feed_forward.w[13]": plan["layers.*.feed_forward.w[13]"]}
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    plan["layers.*.feed_forward.w2"] = RowwiseParallel(output_layouts=Replicate())
+    model = parallelize(model, mesh, ParallelConfig(precision="fp64"), seed=0, init=model.init_weights, tensor_plan=plan)
+    model(torch.arange(32).view(2, 16)).square().sum().backward()
+    whole = torch.cat([training.whole(p.grad).flatten() for p in model.parameters()])
+    ours = clip_gradient_norm(model.parameters(), 1e-3, norm_type).item()
+    after = torch.cat([training.whole(p.grad).flatten() for p in model.parameters()])
+    return ours, whole.norm(norm_type).item(), after.norm(norm_type).item()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_clipping_over_mixed_meshes_gives_the_single_process_norm(ranks, norm_type):
+    for ours, expected, after in ranks.run(4, _mixed_norms, norm_type):
+        assert ours == pytest.approx(expected, rel=1e-12)
+        assert after == pytest.approx(1e-3, rel=1e-3)
