@@ -231,7 +231,7 @@ def failures_told_once(place: Place, store: Any) -> Iterator[None]:
         interrupted = isinstance(error, KeyboardInterrupt)
         text = str(error) if config_error else "interrupted" if interrupted else traceback.format_exc().rstrip()
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path:
+        if path and place.launcher == "self":  # torchrun would print what it finds there beside what is printed here
             info = {"py_callstack": text, "timestamp": str(int(time.time())), "config_error": config_error}
             with open(path, "w") as file:
                 json.dump({"message": {"message": text.splitlines()[-1] if text else "", "extraInfo": info}}, file)

@@ -27,7 +27,14 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "start_workers", never)
 
 
-TEXT = ("data=text", "data.path=text.txt", "data.validation_fraction=0", "data.cache_dir=cache", "train.seq_len=16", "launch.nproc_per_node=4")
+TEXT = (
+    "data=text",
+    "data.path=text.txt",
+    "data.validation_fraction=0",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "launch.nproc_per_node=4",
+)
 
 CASES = [
     (("trian.steps=5",), ["unknown key trian.steps", "train.steps"]),

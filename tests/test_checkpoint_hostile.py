@@ -354,6 +354,13 @@ def _overlap(manifest):
     first_tensor(manifest).update(chunks=[[DATA, [0, 0], [2, 4]], [DATA, [1, 0], [1, 4]]])
 
 
+def _nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 MANIFESTS = {
     "no tensors": lambda manifest: manifest.pop("tensors"),
     "no files": _set("files", {}),
@@ -364,6 +371,8 @@ MANIFESTS = {
     "a negative step": _set("step", -1),
     "a step that is true": _set("step", True),
     "a huge step": _set("step", 10**400),
+    "state nested a hundred deep": _set("state", "a", _nested(100)),
+    "layout nested nine hundred deep": _set("layout", "a", _nested(900)),
     "a mesh of text": _set("mesh", {"shard": "two"}),
     "an absurd shape": lambda manifest: first_tensor(manifest).update(shape=[2**50, 2**50]),
     "a large shape without data": lambda manifest: first_tensor(manifest).update(shape=[2**31, 4]),

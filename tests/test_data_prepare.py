@@ -81,7 +81,7 @@ def test_text_is_kept_to_the_last_character_and_sorted_by_name(corpus: Path, tmp
     assert verify(tmp_path / "out") > 0
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 7, 1000, 30_000, 1 << 30])
+@pytest.mark.parametrize("unit_bytes", [5, 13, 1000, 1 << 30])
 def test_units_cut_files_without_losing_or_repeating_a_line(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
 ) -> None:
@@ -377,7 +377,7 @@ def test_a_kill_at_any_write_leaves_a_folder_that_is_resumed_to_identical_shards
 ) -> None:
     monkeypatch.setattr(sources, "UNIT_BYTES", 500)
     path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {n}" * (n % 9)}) + "\n" for n in range(60)))
+    path.write_text("".join(json.dumps({"text": f"row {n}" * (n % 9)}) + "\n" for n in range(40)))
     options = PrepareOptions(validation_fraction=0.2)
     run(path, tmp_path / "whole", options)
     event, kills = 1, 0
@@ -391,8 +391,8 @@ def test_a_kill_at_any_write_leaves_a_folder_that_is_resumed_to_identical_shards
         _killed_at(event // 2 + 1, path, folder)  # and once more while it resumes
         run(path, folder, options)
         assert files(folder) == files(tmp_path / "whole"), event
-        event += 3
-    assert kills > 15
+        event += 5
+    assert kills >= 10
 
 
 def test_finished_units_are_kept_when_preparing_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from parallel2d.checkpoint.tensor_file import (
 FORMAT = 1
 NAME = "manifest.json"
 MAX_BYTES = 256 * 2**20
+MAX_DEPTH = 32
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -118,7 +119,11 @@ class Manifest:
             raise DamagedCheckpointError(
                 f"{what}: format {printable(version)} is not the format {FORMAT} that this version reads"
             )
-        if content.get("sha256") != content_digest({k: v for k, v in content.items() if k != "sha256"}):
+        try:
+            digest = content_digest({k: v for k, v in content.items() if k != "sha256"})
+        except RecursionError:
+            raise DamagedCheckpointError(f"{what}: nested too deeply") from None
+        if content.get("sha256") != digest:
             raise DamagedCheckpointError(f"{what}: its own checksum does not match: it was altered or damaged")
         kinds = {
             "state": dict,
@@ -132,6 +137,7 @@ class Manifest:
         for key, kind in kinds.items():
             if not isinstance(content.get(key), kind):
                 raise DamagedCheckpointError(f"{what}: {key} is missing or not an object")
+            check_depth(content[key], what)
         if not is_size(content.get("step")) or not is_size(content.get("world_size")):
             raise DamagedCheckpointError(f"{what}: step and world_size must be whole numbers")
         if not all(is_size(size) for size in content["mesh"].values()):
@@ -152,6 +158,17 @@ class Manifest:
             tensors=tensors,
             files=files,
         )
+
+
+def check_depth(value: Any, what: str) -> None:
+    """Raises `DamagedCheckpointError` when lists and dicts nest deeper than any code that walks them expects."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [item for container in containers for item in container if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise DamagedCheckpointError(f"{what}: nested too deeply")
 
 
 def content_digest(content: Mapping[str, Any]) -> str:

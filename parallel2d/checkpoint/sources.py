@@ -20,6 +20,7 @@ from parallel2d.checkpoint import huggingface
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.folder import LocalFolder, is_remote
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
+from parallel2d.checkpoint.manifest import check_depth
 from parallel2d.checkpoint.store import find_checkpoint
 from parallel2d.checkpoint.tensor_file import (
     DTYPE_NAMES,
@@ -134,6 +135,7 @@ def checked_facts(content: dict[str, Any], what: str) -> dict[str, Any]:
     for key, value in facts.items():
         if type(value) is not kinds[key] or (key == "step" and not is_size(value)):
             raise DamagedCheckpointError(f"{what}: {key} is no {kinds[key].__name__}")
+    check_depth(facts, what)
     if not all(isinstance(a, str) and isinstance(b, str) for a, b in facts.get("tied", {}).items()):
         raise DamagedCheckpointError(f"{what}: tied is no mapping of names")
     return {**facts, "arguments": huggingface.find_arguments(facts.get("layout"))}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -98,11 +99,13 @@ class TorchReader:
         self.path, self.label = path, os.path.basename(path)
         self._streamed = zipfile.is_zipfile(path)
         try:
-            if self._streamed:
-                with FakeTensorMode():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a refused file says enough
+                if self._streamed:
+                    with FakeTensorMode():
+                        self.content = torch.load(path, map_location="cpu", weights_only=True)
+                else:  # the format before archives: one stream, which can only be read as a whole
                     self.content = torch.load(path, map_location="cpu", weights_only=True)
-            else:  # the format before archives: one stream, which can only be read as a whole
-                self.content = torch.load(path, map_location="cpu", weights_only=True)
         except (
             pickle.UnpicklingError,
             RuntimeError,

@@ -111,10 +111,8 @@ class SampleStream:
                 if array is not None:
                     array[sorted(set(range(len(positions))) - set(rows))] = value
         self._fill(rows, where, inputs, targets, ids)
-        if len(rows) == len(positions):
-            hashes = self._hash(inputs, targets, where)
-        else:
-            hashes = self._hash(inputs[rows], targets[rows], where)
+        whole = len(rows) == len(positions)
+        hashes = self._hash(inputs if whole else inputs[rows], targets if whole else targets[rows], where)
         return Batch(
             torch.from_numpy(inputs),
             torch.from_numpy(targets),

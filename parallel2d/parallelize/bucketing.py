@@ -7,13 +7,14 @@ belongs to the root's.
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import nn
 
 from parallel2d.config import BucketingConfig
-from parallel2d.parallelize.structure import ATOMIC, owning_modules
+from parallel2d.parallelize.structure import owning_modules, parameter_bytes
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +32,21 @@ def bucket_modules(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], co
         groups = [[block] for _, block in blocks]
     else:
         owners = [(path, module) for path, module in owning_modules(model) if path]
-        groups = [[module] for _, module in owners] if name == "layer" else _by_size(model, owners, config.size_mib)
+        groups = [[module] for _, module in owners] if name == "layer" else _by_size(owners, config.size_mib)
     return _innermost_first(model, _merge_tied(model, groups))
 
 
-def _by_size(model: nn.Module, owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:
+def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:
+    """Consecutive modules up to the limit. A group's members must not contain each other, so only owners without an owner inside
+    are members; what a module around them owns itself goes to the root's group."""
     limit = size_mib * 2**20
+    containers = {name[: dot.start()] for name, _ in owners for dot in re.finditer(r"\.", name)}
     groups: list[list[nn.Module]] = []
     filled = 0
-    seen: set[int] = set()
-    for _, module in owners:
-        parameters = module.parameters(recurse=isinstance(module, ATOMIC))
-        size = sum(p.numel() * p.element_size() for p in parameters if id(p) not in seen)
-        seen.update(map(id, module.parameters(recurse=False)))
+    for name, module in owners:
+        if name in containers:
+            continue
+        size = parameter_bytes(module)
         if not groups or filled + size > limit:
             groups.append([])
             filled = 0
