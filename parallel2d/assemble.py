@@ -22,7 +22,7 @@ from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.model import ModelParts, build_model
 from parallel2d.optimizer import build_optimizer
 from parallel2d.parallelize import parallelize
-from parallel2d.parallelize.compilation import check_backend
+from parallel2d.parallelize.compilation import check_compilation
 from parallel2d.runtime import Runtime, check_same_data, check_shared_run_dir
 from parallel2d.trainer import Trainer
 
@@ -31,7 +31,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
     """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on ``topology``."""
     shape = MeshSpec.from_config(config.mesh).resolve(config.strategy.name, topology)
     plan_batches(config, shape, data_rank=0)
-    check_backend(config.compile)
+    check_compilation(config.compile, shape.tensor)
     parts = build_model(config.model)
     plan_tensor_axis(config, parts, shape)
     check_vocabulary(config, parts, open_training_data(config))

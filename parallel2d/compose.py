@@ -91,7 +91,8 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
     ``refuse_multirun``: why ``-m`` cannot be used here, if it cannot. Raises `ConfigError` for anything wrong with the words.
     """
     register()
-    words = list(arguments)
+    # the factory's own arguments are no keys of ours: Hydra wants ++ before a key that its schema does not have
+    words = [f"++{word}" if word.startswith("model.arguments.") else word for word in arguments]
     if any(word.startswith("--experimental-rerun") for word in words):
         raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
     if refuse_multirun and any(word in ("-m", "--multirun") for word in words):

@@ -80,6 +80,7 @@ CASES = [
     ((*TEXT, "train.micro_batch_size=3"), ["train.global_batch_size=32", "micro_batch_size 3"]),
     (("train.micro_batch_size=64",), ["train.micro_batch_size=64", "train.global_batch_size=32"]),
     ((*TEXT, "compile=block", "compile.backend=nonesuch"), ["compile.backend=nonesuch", "inductor"]),
+    ((*TEXT, "compile=block", "mesh.tensor=2"), ["compile=block", "mesh.tensor=2"]),
     (("activation_checkpointing.every=2",), ["activation_checkpointing.every"]),
     (("scheduler.warmup_steps=300",), ["scheduler.warmup_steps=300", "train.steps=300"]),
     (("optimizer.betas=[0.9]",), ["optimizer.betas=[0.9]"]),

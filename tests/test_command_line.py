@@ -138,7 +138,7 @@ def test_a_sweep_gives_every_job_its_own_complete_run(folder):
 
 
 def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
-    words = ("model=custom", "model.target=my_models:Bigram", "+model.arguments.fail_on=1", "hydra.run.dir=run")
+    words = ("model=custom", "model.target=my_models:Bigram", "model.arguments.fail_on=1", "hydra.run.dir=run")
     small = [word for word in SMALL if not word.startswith("model.")]
     failed = execute(folder, *small, *words, "launch.nproc_per_node=2", "metrics.console=silent")
     assert failed.returncode == 1
@@ -148,7 +148,7 @@ def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
 
 
 def test_a_custom_model_trains(folder):
-    words = ("model=custom", "model.target=my_models:Bigram", "+model.arguments.width=32", "hydra.run.dir=run")
+    words = ("model=custom", "model.target=my_models:Bigram", "model.arguments.width=32", "hydra.run.dir=run")
     small = [word for word in SMALL if not word.startswith("model.")]
     done = execute(folder, *small, *words, "launch.nproc_per_node=2", "metrics.console=silent")
     assert done.returncode == 0, done.stderr
@@ -209,3 +209,26 @@ def test_own_loop_example_runs():
     found = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(found) == 20
     assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.soak)])
+def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
+    words = [word for word in SMALL if "steps" not in word]
+    run = [*words, "train.steps=100000", "checkpoint.every=0", "launch.nproc_per_node=2", "hydra.run.dir=run"]
+    launcher = subprocess.Popen(
+        command(*run), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    metrics = folder / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
+    launcher.send_signal(told)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, said
+    (saved,) = os.listdir(folder / "run" / "checkpoints")
+    assert f"told to end; saved {saved}" in said
+    step = int(saved.removeprefix("step-"))
+    assert rows(folder / "run")[-1]["step"] == step
+    steps = [f"train.steps={step + 3}" if "train.steps" in word else word for word in run]
+    later = execute(folder, *steps)
+    assert later.returncode == 0, later.stderr
+    assert f"resumed after step {step}" in later.stderr
+    assert [row["step"] for row in rows(folder / "run")] == list(range(1, step + 4))

@@ -79,7 +79,7 @@ def parallelize(
 
     apply_tensor_parallel(model, mesh, tensor_plan)
     checkpoint_activations(model, blocks, settings.activation_checkpointing)
-    compile_blocks(model, blocks, settings.compile)
+    compile_blocks(model, blocks, settings.compile, shape.tensor)
     shard(model, mesh, bucket_modules(model, blocks, settings.bucketing), settings)
     if weights is not None:
         assert seed is not None

@@ -1,0 +1,47 @@
+"""A job on this process group, built by the same functions as on the command line, and stopped when the test says so."""
+
+from __future__ import annotations
+
+import os
+
+SMALL = (
+    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=16", "train.steps=12",
+    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=2", "precision=fp64",
+    "metrics.console=silent", "metrics.tensorboard=false", "hydra.run.dir=unused",
+)  # fmt: skip
+
+
+def run(folder, run_dir, words, steps):
+    """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on."""
+    import torch
+    import torch.distributed as dist
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    from parallel2d.assemble import build_trainer
+    from parallel2d.compose import Job, register, to_config
+    from parallel2d.data import BatchFeed
+    from parallel2d.launch import Place
+    from parallel2d.mesh import Topology
+    from parallel2d.runtime import Runtime
+
+    os.chdir(folder)
+    GlobalHydra.instance().clear()
+    register()
+    dropped = ("hydra.", "model.") if "model=custom" in words else ("hydra.",)
+    overrides = [word for word in SMALL if not word.startswith(dropped)] + list(words)
+    with initialize_config_module("parallel2d.conf", version_base="1.3"):
+        config = to_config(compose("train", overrides=overrides))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.makedirs(run_dir, exist_ok=True)
+    place = Place(rank, world, rank, world, 0, 1, "torchrun")
+    trainer = build_trainer(Job(config, run_dir, ()), Runtime(place, torch.device("cpu"), Topology.gather()))
+    begun = trainer.progress.step
+    feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)
+    trainer.begin(feed)
+    for _ in range(min(steps, config.train.steps - begun)):
+        trainer.step(feed)
+    trainer.checkpointer.finish()
+    feed.close()
+    trainer.recorder.close()
+    return begun

@@ -1,0 +1,97 @@
+"""The loss against torch's own, whole and split over the vocabulary; the mean over valid tokens, however they fall."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from parallel2d import loss as loss_module
+from parallel2d.loss import cross_entropy_sum, token_weight
+from parallel2d.mesh import MeshSpec, build_mesh
+
+
+def case(dtype, rows=37, vocab=11):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * 3).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    targets[::4] = -100
+    return logits, targets
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("chunk", [1, 100, 10**9])
+def test_equals_torchs_cross_entropy(dtype, tolerance, chunk, monkeypatch):
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", chunk)
+    logits, targets = case(dtype)
+    ours = cross_entropy_sum(logits, targets)
+    (ours * 0.5).backward()
+    gradient, logits.grad = logits.grad, None
+    precise = logits.detach().double().requires_grad_()
+    theirs = F.cross_entropy(precise, targets, reduction="sum")
+    (theirs * 0.5).backward()
+    assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6 if dtype != torch.float64 else 1e-13)
+    assert gradient.dtype == dtype
+    assert torch.allclose(gradient.double(), precise.grad, atol=tolerance, rtol=tolerance)
+
+
+def test_gradient_is_the_derivative():
+    logits, targets = case(torch.float64, rows=5, vocab=4)
+    assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, targets), (logits,))
+
+
+def test_huge_logits_and_only_ignored_targets_stay_finite():
+    logits = torch.tensor([[1e4, -1e4], [3e38, 0.0]], requires_grad=True)
+    value = cross_entropy_sum(logits, torch.tensor([1, 0]))
+    value.backward()
+    assert value.item() == pytest.approx(2e4)
+    assert logits.grad.isfinite().all()
+    nothing = cross_entropy_sum(logits, torch.tensor([-100, -100]))
+    assert nothing.item() == 0
+
+
+def test_only_one_chunk_is_held_in_full_precision():
+    rows, vocab = 4096, 512
+    logits = torch.randn(rows, vocab, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, vocab, (rows,))
+    loss_module._CHUNK_ELEMENTS, before = 2**15, loss_module._CHUNK_ELEMENTS
+    try:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            cross_entropy_sum(logits, targets).backward()
+    finally:
+        loss_module._CHUNK_ELEMENTS = before
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert largest < rows * vocab * 4  # a copy in fp32 would be this large
+
+
+def _split_vocabulary(vocab):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = build_mesh(MeshSpec(tensor=2), "ddp")["tensor"]
+    logits, targets = case(torch.float64, vocab=vocab)
+    expected = F.cross_entropy(logits, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, logits)
+    split = DTensor.from_local(logits.detach(), mesh, [Replicate()]).redistribute(placements=[Shard(1)]).requires_grad_()
+    value = cross_entropy_sum(split, targets)
+    value.backward()
+    return value.item() - expected.item(), (split.grad.full_tensor() - gradient).abs().max().item()
+
+
+@pytest.mark.parametrize("vocab", [10, 11])
+def test_a_split_vocabulary_gives_the_same(ranks, vocab):
+    for value, gradient in ranks.run(2, _split_vocabulary, vocab):
+        assert abs(value) < 1e-10
+        assert gradient < 1e-12
+
+
+def _weights(valid, sizes):
+    mesh = build_mesh(MeshSpec(**sizes), "hybrid")
+    return token_weight(valid[dist.get_rank()], mesh).item()
+
+
+def test_token_weight_counts_each_data_ranks_tokens_once(ranks):
+    assert ranks.run(4, _weights, [1, 2, 3, 4], {}) == [pytest.approx(4 / 10)] * 4
+    assert ranks.run(4, _weights, [1, 1, 4, 4], {"tensor": 2}) == [pytest.approx(2 / 5)] * 4
+    assert ranks.run(4, _weights, [0, 0, 0, 0], {}) == [0.0] * 4

@@ -1,0 +1,128 @@
+"""The loop's decisions: skipping what is not finite, learning rates, loss scale. And the installed package as people get it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+from torch import nn
+from workers import WorkerError
+
+from parallel2d.config import SchedulerConfig
+from parallel2d.optimizer import LossScaler, learning_rate
+
+
+class Breaking(nn.Module):
+    """Bigram logits that are not a number on one rank in some of its forward passes."""
+
+    def __init__(self, rank, calls):
+        super().__init__()
+        self.table = nn.Embedding(320, 320)
+        self.rank, self.calls, self.count = rank, calls, 0
+
+    def forward(self, tokens):
+        logits = self.table(tokens)
+        if not tokens.is_meta:
+            self.count += 1
+            if torch.distributed.get_rank() == self.rank and self.count in self.calls:
+                logits = logits * torch.nan
+        return logits
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(12000)))
+    return tmp_path
+
+
+def breaking(calls):
+    arguments = f"++model.arguments={{rank: 1, calls: {calls}}}"
+    return ("model=custom", "model.target=test_trainer:Breaking", arguments, "checkpoint.enabled=false", "optimizer.lr=0.1")
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder):
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), breaking([3]), 6)
+    found = rows(folder)
+    assert [row["loss"] is None for row in found] == [False, False, True, False, False, False]
+    assert [row["skipped_steps"] for row in found] == [0, 0, 1, 1, 1, 1]
+    assert found[5]["loss"] < found[0]["loss"]
+
+
+def test_too_many_broken_steps_in_a_row_end_the_run(ranks, folder):
+    words = (*breaking([2, 3, 4]), "train.max_skipped_steps=3")
+    with pytest.raises(WorkerError, match="not finite in 3 steps in a row .*the last one step 4"):
+        ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
+
+
+def test_learning_rate_is_a_function_of_the_step():
+    def rates(name, **options):
+        config = SchedulerConfig(name, **options)
+        return [round(learning_rate(step, 10, 1.0, config), 6) for step in range(1, 11)]
+
+    assert rates("constant") == [1.0] * 10
+    assert rates("constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates("linear", floor=0.1)[0] == 1.0
+    assert rates("linear", floor=0.1)[-1] == 0.1
+    cosine = rates("cosine", warmup_steps=2, floor=0.0)
+    assert cosine[1] == 1.0
+    assert cosine[-1] == 0.0
+    assert cosine[2:] == sorted(cosine[2:], reverse=True)
+    wsd = rates("wsd", floor=0.0, decay_fraction=0.5)
+    assert wsd[:5] == [1.0] * 5
+    assert wsd[-1] == 0.0
+
+
+def test_loss_scale_halves_on_overflow_and_grows_after_good_steps():
+    scaler = LossScaler(True, scale=8.0, growth_every=2)
+    scales = []
+    for finite in (False, True, True, True, False, False, False, False):
+        scaler.update(finite)
+        scales.append(scaler.scale)
+    assert scales == [4.0, 4.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0]
+    again = LossScaler(True)
+    again.load_state_dict(scaler.state_dict())
+    assert again.scale == 1.0
+    off = LossScaler(False)
+    off.update(False)
+    assert off.scale == 1.0
+
+
+def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
+    source, site, empty = Path(__file__).parent.parent, tmp_path / "site", tmp_path / "empty"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--no-input"]
+    copied = tmp_path / "source"
+    copied.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "parallel2d", "conf", "models"):
+        (copied / name).symlink_to(source / name)
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copied)]
+    subprocess.run([*pip, *build], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=120)
+    empty.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    where = "import parallel2d, parallel2d.conf, parallel2d.models; print(parallel2d.__file__, parallel2d.models.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where], cwd=empty, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.count(str(site)) == 2
+    words = ["train.steps=2", "model.n_layers=1", "launch.nproc_per_node=1", "data.cache_dir=cache", "train.validate_every=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel2d.train", *words],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(empty.glob("outputs/*/*/metrics.jsonl"))) == 1
