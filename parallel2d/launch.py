@@ -283,7 +283,11 @@ def agree_on_job(place: Place, store: Any, arguments: Sequence[str]) -> compose.
         raise ConfigError(received["error"])
     if place.local_rank == 0:
         _record_run_dir(received["run_dir"])
-    return compose.Job(compose.from_yaml(received["config"]), received["run_dir"], ())
+    config = compose.from_yaml(received["config"])
+    own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
+    if own:  # the one key that differs between nodes
+        config.launch.host_id = own[-1]
+    return compose.Job(config, received["run_dir"], ())
 
 
 def _record_path() -> str:

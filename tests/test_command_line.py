@@ -19,20 +19,24 @@ SMALL = (
     "model.n_layers=1", "model.dim=32", "model.hidden_dim=32", "train.validate_every=2", "train.validate_batches=1",
 )  # fmt: skip
 MODELS = """
+import os
+
 import torch
 from torch import nn
 
 
 class Bigram(nn.Module):
-    def __init__(self, width=16, fail_on=-1):
+    def __init__(self, width=16, fail_on=-1, fail_at=1):
         super().__init__()
         self.embedding = nn.Embedding(320, width)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2))
         self.head = nn.Linear(width, 320)
-        self.fail_on = fail_on
+        self.fail_on, self.fail_at, self.calls = fail_on, fail_at, 0
 
     def forward(self, tokens):
-        if torch.distributed.get_rank() == self.fail_on and tokens.device.type != "meta":
+        self.calls += not tokens.is_meta
+        first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if self.calls == self.fail_at and torch.distributed.get_rank() == self.fail_on and first_life:
             raise RuntimeError("the model has had enough")
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -232,3 +236,20 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
     assert later.returncode == 0, later.stderr
     assert f"resumed after step {step}" in later.stderr
     assert [row["step"] for row in rows(folder / "run")] == list(range(1, step + 4))
+
+
+def test_restarted_workers_go_on_in_the_run_dir_of_their_first_life(folder):
+    torchrun = (
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "parallel2d.train",
+    )  # fmt: skip
+    small = [word for word in SMALL if not word.startswith(("model.", "train.steps", "train.validate"))]
+    words = ["model=custom", "model.target=my_models:Bigram", "model.arguments.fail_on=1", "model.arguments.fail_at=6"]
+    done = subprocess.run(
+        command(*small, *words, "train.steps=8", "checkpoint.every=2", "checkpoint.asynchronous=false", launcher=torchrun),
+        cwd=folder, env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = run_dirs(folder)
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 9))
+    assert "resumed after step 4" in done.stderr
+    assert len(list(run_dir.glob("metrics.before-restart-*.jsonl"))) == 1

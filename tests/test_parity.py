@@ -128,7 +128,7 @@ def test_activation_checkpointing_changes_nothing(ranks, extra, tensor):
 
 
 @pytest.mark.parametrize("mode", ["full", "reduce_scatter_only", "none"])
-@pytest.mark.parametrize("strategy", ["hybrid", "zero3", "ddp"])
+@pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
 def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
     config = {"strategy": strategy, "precision": "fp64"}
     run = ranks.run(4, training.train, {}, config, steps=10, accumulation=2, during_accumulation=mode)[0]
@@ -159,7 +159,7 @@ PRECISION_BOUNDS = {"bf16": 0.006, "bf16_reduce_bf16": 0.006, "fp16": 0.001}
 
 
 @pytest.mark.parametrize("precision", PRECISION_BOUNDS)
-@pytest.mark.parametrize(("strategy", "tensor"), [("hybrid", 1), ("zero3", 1), ("ddp", 1), ("hybrid", 2)])
+@pytest.mark.parametrize(("strategy", "tensor"), [("hybrid", 1), ("zero3", 2)])
 def test_low_precision_stays_within_its_measured_bound(ranks, precision, strategy, tensor):
     config = {"strategy": strategy, "precision": precision}
     run = ranks.run(4, training.train, {"tensor": tensor}, config, steps=20)[0]
