@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -33,32 +33,8 @@ from parallel2d.metrics.clock import PhaseClock
 from parallel2d.metrics.recorder import Recorder, measure_rank
 from parallel2d.model import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
+from parallel2d.progress import Outcome, Progress
 from parallel2d.sync import accumulate
-
-
-@dataclass
-class Progress:
-    """Where a run stands: what a checkpoint needs to know beside tensors."""
-
-    step: int = 0  # finished steps
-    samples: int = 0  # consumed, over all ranks: the position in the data
-    tokens: int = 0  # valid targets consumed, over all ranks
-    skipped: int = 0  # steps whose update was left out because something was not finite
-    skipped_in_a_row: int = 0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One step, as all ranks agree on it."""
-
-    loss: float  # mean over the valid tokens of the global batch
-    grad_norm: float
-    tokens: int
-    batch_hash: int
-    finite: bool
-    preempted: bool  # some rank was told to save and end
-    save_is_due: bool  # by some rank's clock, beside the interval in steps
-    ranks: list[list[float]]  # by rank: what `measure_rank` said after the step before
 
 
 class Trainer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 SMALL = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=16", "train.steps=12",
@@ -45,3 +47,8 @@ def run(folder, run_dir, words, steps):
     feed.close()
     trainer.recorder.close()
     return begun
+
+
+def rows(run_dir):
+    """The rows of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def rows(folder: Path, name: str):
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return jobs.rows(folder / name)
 
 
 def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -47,7 +46,7 @@ def breaking(calls):
 
 
 def rows(folder):
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return jobs.rows(folder / "run")
 
 
 def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder):

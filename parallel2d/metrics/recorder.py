@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import resource
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.writer import MetricsWriter
-
-if TYPE_CHECKING:
-    from parallel2d.trainer import Outcome, Progress
+from parallel2d.progress import Outcome, Progress
 
 
 def measure_rank(device: torch.device, *, busy_s: float) -> list[float]:

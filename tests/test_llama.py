@@ -1,0 +1,76 @@
+"""The model itself: who sees whom, what a rotation preserves, how many parameters each configuration has."""
+
+from __future__ import annotations
+
+import jobs
+import pytest
+import torch
+import training
+from hydra import compose, initialize_config_module
+
+from parallel2d.compose import register, to_config
+from parallel2d.model import build_model
+from parallel2d.models.llama import rotary_angles, rotate, tensor_plan
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return training.build_llama(n_layers=2).double()
+
+
+def test_a_token_sees_only_what_came_before(model):
+    tokens = torch.randint(0, training.VOCAB, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % training.VOCAB
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_with_document_ids_a_token_sees_only_its_own_document(model):
+    first, second = torch.randint(0, training.VOCAB, (2, 6))
+    packed = torch.cat([first, second])[None]
+    ids = torch.tensor([[0] * 6 + [1] * 6])
+    logits = model(packed, ids)
+    other = model(torch.cat([(first + 1) % training.VOCAB, second])[None], ids)
+    assert torch.allclose(logits[:, 6:], other[:, 6:], atol=1e-12)
+    assert not torch.allclose(logits[:, :6], other[:, :6])
+    assert torch.allclose(logits[:, :6], model(first[None]), atol=1e-12)
+
+
+def test_rotation_preserves_length_and_depends_on_distance_only():
+    cos, sin = rotary_angles(torch.arange(32), 8, 10000.0)
+    query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 1, 32, 8)
+    turned_query, turned_key = rotate(query, cos, sin), rotate(key, cos, sin)
+    assert torch.allclose(turned_query.norm(dim=-1), query.norm(dim=-1))
+    scores = turned_query[0, 0] @ turned_key[0, 0].T
+    assert scores[5, 2].item() == pytest.approx(scores[25, 22].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [
+    ("debug", 820_352), ("15m", 15_191_712), ("160m", 162_417_408), ("1b", 1_235_814_400), ("8b", 8_030_261_248),
+    ("70b", 70_553_706_496), ("405b", 405_853_388_800),
+])  # fmt: skip
+def test_configurations_have_the_published_sizes(name, parameters):
+    register()
+    with initialize_config_module("parallel2d.conf", version_base="1.3"):
+        config = to_config(compose("train", overrides=[f"model=llama_{name}"]))
+    module = build_model(config.model).module
+    assert sum(p.numel() for p in module.parameters()) == parameters
+    assert all(p.is_meta for p in module.parameters())
+
+
+def test_heads_that_do_not_divide_are_an_error(model):
+    with pytest.raises(ValueError, match="mesh.tensor=4 does not divide the heads: n_heads=4, n_kv_heads=2"):
+        tensor_plan(model, 4)
+
+
+def test_masked_documents_train_alike_on_every_layout(ranks, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"text": "{i} squared is {i * i}"}}\n' for i in range(4000)))
+    losses = []
+    for world, words in ((1, ()), (4, ("mesh.tensor=2",))):
+        words = (*words, "data.path=corpus.jsonl", "data.intra_document_masking=true", "checkpoint.enabled=false")
+        ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / f"run{world}"), words, 4)
+        losses.append([row["loss"] for row in jobs.rows(tmp_path / f"run{world}")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10, abs=0)
