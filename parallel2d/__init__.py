@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.config import ConfigError, ParallelConfig
-    from parallel2d.gradients import clip_gradient_norm
+    from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.loss import cross_entropy_sum, token_weight
     from parallel2d.mesh import MeshSpec, Topology, build_mesh, data_coordinate, mesh_shape
     from parallel2d.parallelize import build_on_meta, parallelize
     from parallel2d.sync import accumulate, no_sync
+    from parallel2d.weights import load_pretrained, load_state, summon_full_params
 
 _MODULES = {
     "ConfigError": "config",
@@ -25,11 +26,15 @@ _MODULES = {
     "build_mesh": "mesh",
     "build_on_meta": "parallelize",
     "clip_gradient_norm": "gradients",
+    "clip_gradient_value": "gradients",
     "cross_entropy_sum": "loss",
     "data_coordinate": "mesh",
+    "load_pretrained": "weights",
+    "load_state": "weights",
     "mesh_shape": "mesh",
     "no_sync": "sync",
     "parallelize": "parallelize",
+    "summon_full_params": "weights",
     "token_weight": "loss",
 }
 
@@ -42,11 +47,15 @@ __all__ = [
     "build_mesh",
     "build_on_meta",
     "clip_gradient_norm",
+    "clip_gradient_value",
     "cross_entropy_sum",
     "data_coordinate",
+    "load_pretrained",
+    "load_state",
     "mesh_shape",
     "no_sync",
     "parallelize",
+    "summon_full_params",
     "token_weight",
 ]
 

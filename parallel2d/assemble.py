@@ -6,23 +6,31 @@ does all of it on a rank. Both go through the same functions, so neither can kno
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.compose import Job, to_yaml
 from parallel2d.config import ConfigError, LlamaModel, TrainConfig
 from parallel2d.data import BatchPlan, OpenData, open_data
 from parallel2d.mesh import MeshShape, MeshSpec, Topology, build_mesh, data_coordinate
+from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.flops import count_flops, peak_flops
 from parallel2d.metrics.header import RunFacts
+from parallel2d.metrics.prediction import predict_communication
+from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.model import ModelParts, build_model
 from parallel2d.optimizer import build_optimizer
 from parallel2d.parallelize import parallelize
 from parallel2d.parallelize.compilation import check_compilation
+from parallel2d.parallelize.tensor_parallel import resolve_plan
 from parallel2d.runtime import Runtime, check_same_data, check_shared_run_dir
 from parallel2d.trainer import Trainer
 
@@ -57,6 +65,7 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         seed=config.train.seed,
         init=parts.init,
         tensor_plan=plan_tensor_axis(config, parts, shape),
+        weights=parts.weights,
         topology=runtime.topology,
     )
     facts = RunFacts(
@@ -78,9 +87,13 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         flops_per_sequence=flops,
         device=device,
         run_dir=job.run_dir,
+        predicted=predict_communication(
+            model, mesh, accumulation=plan.accumulation, during_accumulation=config.sync.during_accumulation
+        ),
     )
     optimizer = build_optimizer(model, config.optimizer)
-    checkpointer = Checkpointer(config.checkpoint, job.run_dir, mesh, model, optimizer, layout=facts.layout())
+    described = {**facts.layout(), "model": dataclasses.asdict(config.model)}  # what an export to another format needs to know
+    checkpointer = Checkpointer(config.checkpoint, job.run_dir, mesh, model, optimizer, layout=described)
     trainer = Trainer(
         config=config,
         model=model,
@@ -90,7 +103,7 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         training=data.train,
         validation=data.validation,
         plan=plan,
-        recorder=build_recorder(config, facts, first=runtime.is_first),
+        recorder=build_recorder(config, facts, mesh, first=runtime.is_first),
         checkpointer=checkpointer,
         device=device,
     )
@@ -101,7 +114,7 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
     return trainer
 
 
-def build_recorder(config: TrainConfig, facts: RunFacts, *, first: bool) -> Recorder:
+def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorder:
     """Every rank records; only the first writes and speaks. Shows the header."""
     display = writer = None
     if first:
@@ -109,7 +122,10 @@ def build_recorder(config: TrainConfig, facts: RunFacts, *, first: bool) -> Reco
         for line in facts.lines():
             display.say(line)
         facts.write_layout()
-        writer = MetricsWriter(facts.run_dir, to_yaml(config), tensorboard=config.metrics.tensorboard)
+        texts = {"config": f"```yaml\n{to_yaml(config)}\n```", "mesh": "```\n" + "\n".join(facts.lines()) + "\n```"}
+        writer = MetricsWriter(
+            facts.run_dir, texts, tensorboard=config.metrics.tensorboard, hparams=facts.hparams(config.optimizer.lr)
+        )
     flops = facts.flops_per_sequence
     return Recorder(
         log_every=config.metrics.log_every,
@@ -120,6 +136,12 @@ def build_recorder(config: TrainConfig, facts: RunFacts, *, first: bool) -> Reco
         peak_flops=peak_flops(facts.device, config.precision.param),
         writer=writer,
         display=display,
+        device=facts.device,
+        hosts=facts.topology.hosts,
+        meter=CommunicationMeter(mesh) if config.metrics.communication else None,
+        predicted=facts.predicted,
+        slow_axes=facts.slow_axes(),
+        profiler=StepProfiler(facts.run_dir, dist.get_rank(), facts.device, config.profile.steps, config.profile.ranks),
     )
 
 
@@ -145,7 +167,7 @@ def plan_tensor_axis(config: TrainConfig, parts: ModelParts, shape: MeshShape) -
     if parts.tensor_plan is None:
         raise ConfigError(
             f"mesh.tensor={shape.tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give one with "
-            "model.tensor_plan=package.module:function or set mesh.tensor=1"
+            "model.tensor_plan={pattern: word} or package.module:function, or set mesh.tensor=1"
         )
     if isinstance(config.model, LlamaModel) and config.train.seq_len % shape.tensor:
         raise ConfigError(
@@ -153,7 +175,9 @@ def plan_tensor_axis(config: TrainConfig, parts: ModelParts, shape: MeshShape) -
             "the sequence"
         )
     try:
-        return parts.tensor_plan(parts.module, shape.tensor)
+        plan = parts.tensor_plan(parts.module, shape.tensor)
+        resolve_plan(parts.module, plan, shape.tensor)
+        return plan
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -31,10 +31,12 @@ from parallel2d.config import (
     CheckpointConfig,
     ConfigError,
     CustomModel,
+    HuggingFaceModel,
     LaunchConfig,
     LlamaModel,
     MetricsConfig,
     OptimizerConfig,
+    ProfileConfig,
     SchedulerConfig,
     SyncConfig,
     TrainConfig,
@@ -51,9 +53,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
     "checkpoint": {"default": CheckpointConfig()},
     "metrics": {"default": MetricsConfig()},
+    "profile": {"default": ProfileConfig()},
     "launch": {"local": LaunchConfig()},
 }
-_MODEL_SCHEMAS = {"llama_schema": LlamaModel, "custom_schema": CustomModel}
+_MODEL_SCHEMAS = {"llama_schema": LlamaModel, "custom_schema": CustomModel, "hf_schema": HuggingFaceModel}
+_OPEN = ("model.arguments.", "model.arguments=", "model.tensor_plan=")  # whose content no schema knows
 _EXPECTED = {
     "IntegerNode": "a whole number",
     "FloatNode": "a number",
@@ -92,7 +96,7 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
     """
     register()
     # the factory's own arguments are no keys of ours: Hydra wants ++ before a key that its schema does not have
-    words = [f"++{word}" if word.startswith("model.arguments.") else word for word in arguments]
+    words = [f"++{word}" if word.startswith(_OPEN) else word for word in arguments]
     if any(word.startswith("--experimental-rerun") for word in words):
         raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
     if refuse_multirun and any(word in ("-m", "--multirun") for word in words):
@@ -154,7 +158,7 @@ def from_yaml(text: str) -> TrainConfig:
     """The configuration that `to_yaml` wrote. Data only: nothing in it is instantiated but the schema's own dataclasses."""
     loaded = OmegaConf.create(text)
     schema = OmegaConf.structured(TrainConfig)
-    families = {"llama": LlamaModel, "custom": CustomModel}
+    families = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
     family = loaded.model.family
     if family not in families:
         raise ConfigError(f"model.family={family} is not one of {', '.join(families)}")

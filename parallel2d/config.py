@@ -34,6 +34,16 @@ def option(default: Any, **constraint: Any) -> Any:
 
 STRATEGY_NAMES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
+# What a tensor-parallel plan may say of a module; see parallelize/tensor_parallel.py. The last three are Hugging Face's words.
+TENSOR_WORDS = (
+    "colwise",
+    "rowwise",
+    "sequence",
+    "replicate",
+    "colwise_gather_output",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+)
 
 
 @dataclass
@@ -75,6 +85,9 @@ class BucketingConfig:
     name: str = option("block", choices=("none", "layer", "block", "size"))
     size_mib: float = option(25.0, above=0)  # used by name=size; inf puts the whole model into the root group
     blocks: list[str] = option([])  # class names that are blocks; empty: repeated structure is detected
+    # package.module:function, or in code a callable: (module, name) -> whether it is a block; replaces detection. Outermost
+    # matches count; none at all is an error
+    policy: Any = None
 
 
 @dataclass
@@ -86,6 +99,13 @@ class PrecisionConfig:
     param: str = option("fp32", choices=DTYPES)  # gathered parameters and activations; halves all-gather bytes at bf16
     reduce: str = option("fp32", choices=DTYPES)  # gradients on the wire; bf16 halves the bytes and rounds the sums
     loss_scaling: bool = False  # fp16 only: dynamic scaling against underflow
+    output: str | None = None  # of floating-point outputs of the root module; None: whatever it computes. Blocks keep theirs
+    buffers: str | None = None  # of floating-point buffers; None: as built, widened with storage=fp64
+    cast_forward_inputs: bool = True  # floating-point inputs are cast to `param`; false: the model must match dtypes itself
+    # Gradients stay in `reduce` after the reduction instead of being cast to `storage`: half the gradient memory at bf16, for
+    # optimizers of your own that read such gradients. AdamW does not, so the train command refuses it
+    keep_low_precision_gradients: bool = False
+    fp32_modules: list[str] = option([])  # class names that compute in fp32 beside a lower `param`, each instance its own group
 
 
 PRECISIONS = {
@@ -150,7 +170,7 @@ class ParallelConfig:
                 raise ConfigError(f"{name} must be a preset name or {kind.__name__}, got {type(value).__name__}")
             values[name] = dataclasses.replace(value)  # type: ignore[type-var]
         resolved = ResolvedParallelConfig(**values, allow_cross_node=self.allow_cross_node)
-        if found := list(problems(resolved)):
+        if found := [*problems(resolved), *_precision_problems(resolved.precision), *_bucketing_problems(resolved.bucketing)]:
             raise ConfigError("\n".join(found))
         return resolved
 
@@ -206,7 +226,23 @@ class CustomModel:
     arguments: dict[str, Any] = option({})  # keyword arguments of the factory
     init: str | None = None  # package.module:function(module, name) sets what `module` owns; default: reset_parameters
     loss: str | None = None  # package.module:function(output, targets) -> summed loss; default: cross-entropy of logits
-    tensor_plan: str | None = None  # package.module:function(model) -> {module pattern: ParallelStyle}
+    # {module pattern: word of TENSOR_WORDS}, or package.module:function(model) -> {module pattern: ParallelStyle or word}
+    tensor_plan: Any = None
+
+
+@dataclass
+class HuggingFaceModel:
+    """A ``transformers`` model from a configuration, without download: ``model=hf model.path=FOLDER`` or
+    ``model=hf model.architecture=qwen3 model.arguments.num_hidden_layers=4``."""
+
+    family: str = "hf"
+    path: str | None = None  # local folder: config.json, and safetensors weights, which are loaded where there are any
+    architecture: str | None = None  # instead of path: a model type of the library; weights come from the seed
+    arguments: dict[str, Any] = option({})  # set on the configuration; an argument that it does not have is an error
+    head: str = option("auto", choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base"))
+    load_weights: bool = True  # false: weights come from the seed even if the folder has some
+    loss: str | None = None  # package.module:function(output, targets) -> summed loss; default: cross-entropy of logits
+    tensor_plan: Any = None  # as of model=custom; None: the plan that the library ships with the model, if any
 
 
 @dataclass
@@ -279,6 +315,15 @@ class MetricsConfig:
     log_every: int = option(1, minimum=1)  # steps; losses in between are reduced all the same
     console: str = option("rich", choices=("rich", "plain", "silent"))  # rich falls back to plain off a terminal
     tensorboard: bool = True
+    communication: bool = True  # count bytes, calls and seconds per mesh axis; false: nothing is wrapped, stragglers by CPU time
+
+
+@dataclass
+class ProfileConfig:
+    """Traces of a few steps: ``profile.steps=[10,13]`` writes ``traces/rank-N-steps-10-13.json``. Those steps run slower."""
+
+    steps: list[int] = option([])  # the first and the last step that is traced; empty: none
+    ranks: list[int] = option([0])  # that are traced; empty: all
 
 
 @dataclass
@@ -321,13 +366,14 @@ class TrainConfig:
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    model: Any = "???"  # LlamaModel or CustomModel
+    model: Any = "???"  # LlamaModel, CustomModel or HuggingFaceModel
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def parallel(self) -> ParallelConfig:
@@ -440,10 +486,17 @@ def _cross_field_problems(config: TrainConfig) -> Iterator[str]:
         if train.seq_len > model.max_seq_len:
             yield f"train.seq_len={train.seq_len} is longer than model.max_seq_len={model.max_seq_len}"
     elif isinstance(model, CustomModel):
-        for key in ("target", "init", "loss", "tensor_plan"):
-            value = getattr(model, key)
-            if value not in (None, "???") and not _is_reference(value):
-                yield f"model.{key}={value} must have the form package.module:name"
+        yield from _reference_problems(model, ("target", "init", "loss"))
+        yield from _tensor_plan_problems(model.tensor_plan)
+    elif isinstance(model, HuggingFaceModel):
+        yield from _reference_problems(model, ("loss",))
+        yield from _tensor_plan_problems(model.tensor_plan)
+        if (model.path is None) == (model.architecture is None):
+            yield "model=hf needs either model.path, the folder of a saved model, or model.architecture, such as llama or gpt2"
+        if config.data.intra_document_masking:
+            yield "data.intra_document_masking=true: models of model=hf take no document ids"
+    yield from _precision_problems(config.precision)
+    yield from _bucketing_problems(config.bucketing)
     yield from data_problems(config.data)
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -451,16 +504,64 @@ def _cross_field_problems(config: TrainConfig) -> Iterator[str]:
     if config.scheduler.warmup_steps >= train.steps and config.scheduler.warmup_steps > 0:
         yield f"scheduler.warmup_steps={config.scheduler.warmup_steps} must be below train.steps={train.steps}"
     precision = config.precision
+    if precision.keep_low_precision_gradients:
+        yield "precision.keep_low_precision_gradients=true is for optimizers of your own: AdamW needs gradients in storage dtype"
+    if config.bucketing.policy is not None and not _is_reference(config.bucketing.policy):
+        yield f"bucketing.policy={config.bucketing.policy} must have the form package.module:function"
     if precision.loss_scaling and precision.param != "fp16":
         yield f"precision.loss_scaling=true needs precision.param=fp16, got {precision.param}"
     if config.activation_checkpointing.name == "none" and config.activation_checkpointing.every != 1:
         yield "activation_checkpointing.every needs activation_checkpointing=full or selective"
+    steps = config.profile.steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= train.steps):
+        yield f"profile.steps={steps} must be the first and the last step of a trace, within 1 and train.steps={train.steps}"
+    if any(rank < 0 for rank in config.profile.ranks):
+        yield f"profile.ranks={config.profile.ranks} must be ranks, counted from 0"
     if isinstance(train.micro_batch_size, int) and train.micro_batch_size > train.global_batch_size:
         yield (
             f"train.micro_batch_size={train.micro_batch_size} is larger than train.global_batch_size={train.global_batch_size}"
         )
 
 
-def _is_reference(value: str) -> bool:
+def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+    for key in ("output", "buffers"):
+        value = getattr(precision, key)
+        if value is not None and value not in DTYPES:
+            yield f"precision.{key}={value} is not one of {', '.join(DTYPES)}, or null"
+    if precision.keep_low_precision_gradients and precision.reduce == precision.storage:
+        yield (
+            f"precision.keep_low_precision_gradients=true has no effect with precision.reduce={precision.reduce}, which is "
+            "precision.storage too"
+        )
+    if precision.fp32_modules and precision.param not in ("bf16", "fp16"):
+        yield f"precision.fp32_modules has no effect with precision.param={precision.param}, only with bf16 and fp16"
+
+
+def _bucketing_problems(bucketing: BucketingConfig) -> Iterator[str]:
+    if bucketing.policy is not None and bucketing.blocks:
+        yield "bucketing.policy and bucketing.blocks both say what a block is: give one of them"
+
+
+def _reference_problems(model: Any, keys: tuple[str, ...]) -> Iterator[str]:
+    for key in keys:
+        value = getattr(model, key)
+        if value not in (None, "???") and not _is_reference(value):
+            yield f"model.{key}={value} must have the form package.module:name"
+
+
+def _tensor_plan_problems(plan: Any) -> Iterator[str]:
+    if isinstance(plan, dict):
+        for pattern, word in plan.items():
+            if word not in TENSOR_WORDS:
+                near = difflib.get_close_matches(str(word), TENSOR_WORDS, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                yield f"model.tensor_plan: {pattern}: {word} is not one of {', '.join(TENSOR_WORDS)}{hint}"
+    elif plan is not None and not _is_reference(plan):
+        yield f"model.tensor_plan={plan} must be {{pattern: word}} or have the form package.module:function"
+
+
+def _is_reference(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
     module, colon, name = value.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])

@@ -101,3 +101,22 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float, norm_type:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_gradients(parameters, torch.where(norm.isfinite(), factor, 1.0))
     return norm
+
+
+@torch.no_grad()
+def clip_gradient_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Limits every element of every gradient to [-max_value, max_value] in place. No communication: each rank clips its part.
+
+    Call it after the last micro-batch, when gradients are reduced: clipping parts of a sum is something else. Raises ValueError for
+    a negative or missing limit.
+    """
+    if not max_value >= 0:
+        raise ValueError(f"max_value={max_value} must be at least 0")
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements):
+            whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+            gradient = parameter.grad = gradient.redistribute(placements=whole)
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-max_value, max_value)

@@ -1,34 +1,38 @@
-"""From the ``model`` config group to what training needs of a model: the module on meta, its initializer, its tensor-parallel plan
-and its loss."""
+"""From the ``model`` config group to what training needs of a model: the module on meta, its initializer, its tensor-parallel plan,
+its loss, and where its weights lie."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from parallel2d.config import ConfigError, CustomModel, LlamaModel
+from parallel2d.config import ConfigError, CustomModel, HuggingFaceModel, LlamaModel
 from parallel2d.loss import cross_entropy_sum
-from parallel2d.models import llama
+from parallel2d.models import huggingface, llama
 from parallel2d.parallelize import build_on_meta
 from parallel2d.parallelize.initialization import Initializer
+from parallel2d.reference import load_reference
+from parallel2d.weights.pretrained import has_weights, load_pretrained
 
 Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """``loss(output, targets)`` is summed over the valid targets; ``tensor_plan(model, tensor)`` gives module pattern -> style."""
+    """``loss(output, targets)`` is summed over the valid targets; ``tensor_plan(model, tensor)`` gives module pattern -> style or word;
+    ``weights(model)`` fills the sharded model from a folder and returns the names it had."""
 
     module: nn.Module
     init: Initializer | None
     tensor_plan: Callable[[Any, int], Mapping[str, object]] | None
     loss: Loss
     vocab_size: int | None
+    weights: Callable[[nn.Module], Container[str]] | None = None
 
 
 def build_model(config: Any) -> ModelParts:
@@ -39,37 +43,52 @@ def build_model(config: Any) -> ModelParts:
         with build_on_meta():
             module = llama.Llama(**arguments)
         return ModelParts(module, module.init_weights, llama.tensor_plan, cross_entropy_sum, config.vocab_size)
+    loss = load_reference("model.loss", config.loss) if config.loss else cross_entropy_sum
+    if isinstance(config, HuggingFaceModel):
+        return _build_hugging_face(config, loss)
     assert isinstance(config, CustomModel)
     factory = load_reference("model.target", config.target)
     try:
         with build_on_meta():
-            module = factory(**config.arguments)
+            built = factory(**config.arguments)
     except Exception as error:
         what = f"model.target={config.target} with arguments {config.arguments}"
         raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"model.target={config.target} returned {type(module).__name__}, not an nn.Module")
-    plan = load_reference("model.tensor_plan", config.tensor_plan) if config.tensor_plan else None
-    return ModelParts(
-        module,
-        load_reference("model.init", config.init) if config.init else None,
-        (lambda model, _tensor: plan(model)) if plan else None,
-        load_reference("model.loss", config.loss) if config.loss else cross_entropy_sum,
-        None,
-    )
+    if not isinstance(built, nn.Module):
+        raise ConfigError(f"model.target={config.target} returned {type(built).__name__}, not an nn.Module")
+    init = load_reference("model.init", config.init) if config.init else None
+    return ModelParts(built, init, _given_plan(config.tensor_plan), loss, None)
 
 
-def load_reference(key: str, reference: str) -> Any:
-    """The object that ``package.module:name`` names. Raises `ConfigError` with the reason when it cannot be imported."""
-    module_name, _, name = reference.partition(":")
+def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
+    what = f"model.path={config.path}" if config.path is not None else f"model.architecture={config.architecture}"
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
+        with build_on_meta():
+            module = huggingface.build(config.path, config.architecture, config.arguments, config.head)
+        words = huggingface.tensor_words(module)
     except ImportError as error:
-        raise ConfigError(f"{key}={reference} cannot be imported: {error}") from None
-    except AttributeError:
-        raise ConfigError(f"{key}={reference}: module {module_name} has no {name}") from None
-    if not callable(found):
-        raise ConfigError(f"{key}={reference} is not callable")
-    return found
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
+    if getattr(module, "main_input_name", "input_ids") != "input_ids" or getattr(module.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{what}: {type(module).__name__} reads more than token ids, which is all that the train command feeds; use "
+            "parallel2d.parallelize in a loop of your own (docs/models.md)"
+        )
+    plan = _given_plan(config.tensor_plan) or ((lambda _model, _tensor: words) if words else None)
+    weights = None
+    if config.load_weights and config.path is not None and has_weights(config.path):
+        weights = functools.partial(load_pretrained, path=config.path)
+    return ModelParts(module, None, plan, loss, getattr(module.config, "vocab_size", None), weights)
+
+
+def _given_plan(plan: Any) -> Callable[[Any, int], Mapping[str, object]] | None:
+    """The plan of the configuration: words as they stand, or what the named function makes of the model."""
+    if not plan:
+        return None
+    if isinstance(plan, str):
+        function = load_reference("model.tensor_plan", plan)
+        return lambda model, _tensor: function(model)
+    words = dict(plan)
+    return lambda _model, _tensor: words

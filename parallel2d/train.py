@@ -65,6 +65,7 @@ def _run_rank(place: launch.Place, words: Sequence[str]) -> int:
 def _train(job: Job, place: launch.Place, store: object) -> int:
     from parallel2d import signals
     from parallel2d.assemble import build_trainer
+    from parallel2d.metrics.watch import Watch, limit_waiting
     from parallel2d.runtime import process_group, seed_everything
 
     signals.listen()
@@ -74,7 +75,15 @@ def _train(job: Job, place: launch.Place, store: object) -> int:
     with process_group(place, store, timeout_s=settings.timeout, host_id=settings.host_id) as runtime:
         with launch.failures_told_once(place, store):  # inside, so that nothing waits for peers on the way out
             trainer = build_trainer(job, runtime)
-            trainer.run()
+            limit_waiting(trainer.mesh, settings.timeout)
+            hosts = runtime.topology.hosts
+            with Watch(store, place.rank, hosts, job.run_dir, settings.timeout, trainer.recorder.position) as watch:
+                try:
+                    trainer.run()
+                except RuntimeError as error:
+                    if "imed out" in str(error) or "imeout" in str(error):
+                        error.add_note(watch.explain())
+                    raise
             trainer.recorder.close()
     return settings.requeue_exit_code if trainer.preempted else 0
 

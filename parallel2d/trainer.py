@@ -30,7 +30,7 @@ from parallel2d.gradients import scale_gradients, squared_norm_share
 from parallel2d.loss import sum_over_data_ranks
 from parallel2d.mesh import mesh_shape
 from parallel2d.metrics.clock import PhaseClock
-from parallel2d.metrics.recorder import Recorder, measure_rank
+from parallel2d.metrics.recorder import Recorder
 from parallel2d.model import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.progress import Outcome, Progress
@@ -68,7 +68,7 @@ class Trainer:
         self._counts = float(mesh_shape(mesh).tensor == 1 or mesh.get_local_rank("tensor") == 0)
         self._upcoming: StepBatch | None = None
         self._upcoming_tokens = 0
-        self._measured = measure_rank(device, busy_s=0.0)
+        self._measured = recorder.measure({}, 0.0)
 
     def run(self) -> None:
         """Trains until ``train.steps``, until finite data end, or until told to save and end. Collective.
@@ -104,6 +104,7 @@ class Trainer:
         set_learning_rate(self.optimizer, rate)
 
         begin, busy = time.perf_counter(), time.process_time()
+        self.recorder.start_step(step)
         self.clock.start()
         summed = self._forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
@@ -114,13 +115,15 @@ class Trainer:
         self._update(outcome)
         self.clock.mark("optimizer_s")
         seconds = {**self.clock.read(), "step_s": time.perf_counter() - begin}
-        self._measured = measure_rank(self.device, busy_s=time.process_time() - busy)
+        self._measured = self.recorder.measure(seconds, time.process_time() - busy)
 
         self._count(step, batch, outcome)
         self._end_if_hopeless()
         validation_loss = None
         if self.validation is not None and train.validate_every and step % train.validate_every == 0:
+            begin = time.perf_counter()
             validation_loss = self.validate(self.validation)
+            seconds["validation_s"] = time.perf_counter() - begin
         self.preempted = outcome.preempted
         last = self._upcoming is None
         self.checkpointer.save_if_due(

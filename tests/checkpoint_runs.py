@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 import torch
-from parallel2d.models.llama import tensor_plan
 from torch import nn
 from training import LLAMA, build_llama, global_batch, optimizer_of, whole
 
@@ -27,6 +26,7 @@ from parallel2d import (
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
 from parallel2d.loss import sum_over_data_ranks
+from parallel2d.models.llama import tensor_plan
 from parallel2d.parallelize import parallelize
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from parallel2d.models.llama import Llama, tensor_plan
 from torch import Tensor, nn
 
 from parallel2d import (
@@ -24,6 +23,7 @@ from parallel2d import (
     token_weight,
 )
 from parallel2d.loss import sum_over_data_ranks
+from parallel2d.models.llama import Llama, tensor_plan
 
 VOCAB = 67
 LLAMA = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": VOCAB, "max_seq_len": 64}

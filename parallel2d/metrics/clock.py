@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
+
+from parallel2d.metrics.profile import named
+
+PHASES = ("forward_backward", "data", "agree", "update")  # of the loop, in its order; their names in a trace
 
 
 class PhaseClock:
@@ -17,14 +22,25 @@ class PhaseClock:
         self._events = device.type == "cuda"
         self._device = device
         self._marks: list[tuple[str, float | torch.Event]] = []
+        self._region: Any = None
 
     def start(self) -> None:
         """Begins a step."""
         self._marks = [("", self._now())]
+        self._enter(0)
 
     def mark(self, phase: str) -> None:
         """Ends ``phase``, which began at the mark before. A phase may end several times in a step: its parts add up."""
         self._marks.append((phase, self._now()))
+        self._enter(len(self._marks) - 1)
+
+    def _enter(self, index: int) -> None:
+        """Shows the phase that begins now in a trace, if one is made."""
+        if self._region is not None:
+            self._region.__exit__(None, None, None)
+        self._region = named(PHASES[index]) if index < len(PHASES) else None
+        if self._region is not None:
+            self._region.__enter__()
 
     def read(self) -> dict[str, float]:
         """Seconds per phase of the step. On GPU the last event must have been waited for."""

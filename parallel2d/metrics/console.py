@@ -38,22 +38,23 @@ class ConsoleDisplay:
             self._task = self._live.add_task("", total=self._steps, completed=step, text="")
             self._live.start()
 
-    def step(self, row: dict[str, Any], eta_s: float | None) -> None:
-        """Shows one logged row."""
+    def step(self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None) -> None:
+        """Shows one logged row, in 80 columns."""
         if self._silent:
             return
-        text = f"loss {row['loss']:.4f}"
-        if "throughput/tokens_per_s" in row:
-            text += f"  {_count(row['throughput/tokens_per_s'])} tok/s"
+        parts = describe(row, checkpoint_age_s)
         if self._live is not None:
-            self._live.update(self._task, completed=row["step"], text=text)
+            width = max(20, self._live.console.width - 44)  # beside step count, bar and remaining time
+            self._live.update(self._task, completed=row["step"], text=fit(parts, width))
             return
         now = time.monotonic()
         if row["step"] in (1, self._steps) or now - self._last_line > 5 or "validation/loss" in row:
             self._last_line = now
-            validation = f"  validation {row['validation/loss']:.4f}" if "validation/loss" in row else ""
-            eta = f"  ETA {_duration(eta_s)}" if eta_s is not None and row["step"] < self._steps else ""
-            self.say(f"step {row['step']}/{self._steps}  {text}{validation}{eta}")
+            if "validation/loss" in row:
+                parts.insert(1, f"validation {row['validation/loss']:.4f}")
+            if eta_s is not None and row["step"] < self._steps:
+                parts.insert(2, f"ETA {_duration(eta_s)}")
+            self.say(fit([f"step {row['step']}/{self._steps}", *parts], 80))
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -67,6 +68,35 @@ class ConsoleDisplay:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def describe(row: dict[str, Any], checkpoint_age_s: float | None) -> list[str]:
+    """What a row says, the most wanted first: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
+    parts = [f"loss {row['loss']:.4f}"]
+    if "throughput/tokens_per_s" in row:
+        parts.append(f"{_count(row['throughput/tokens_per_s'])} tok/s")
+    if "throughput/mfu" in row:
+        parts.append(f"MFU {row['throughput/mfu']:.0%}")
+    elif "throughput/model_tflops_per_rank" in row:
+        parts.append(f"{row['throughput/model_tflops_per_rank']:.3g} TFLOP/s")
+    if row.get("comm/between_hosts/bytes"):
+        parts.append(f"net {_count(row['comm/between_hosts/bytes'])}B")
+    memory = row.get("memory/peak_gib") or row.get("memory/peak_rss_gib")
+    if memory:
+        parts.append(f"{memory:.3g}GiB")
+    if checkpoint_age_s is not None:
+        parts.append(f"saved {_duration(checkpoint_age_s)}")
+    return parts
+
+
+def fit(parts: list[str], width: int) -> str:
+    """As many of ``parts`` as ``width`` columns hold, the first ones first."""
+    text = parts[0]
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > width:
+            break
+        text += "  " + part
+    return text
 
 
 def _count(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class RunFacts:
     flops_per_sequence: int | None
     device: torch.device
     run_dir: str
+    predicted: dict[str, float] = field(default_factory=dict)  # bytes a rank sends per step, by ``comm/AXIS/bytes``
 
     def lines(self) -> list[str]:
         """The header, readable in 80 columns."""
@@ -51,6 +52,24 @@ class RunFacts:
             f"{self.accumulation} micro-batches x {self.micro_batch_size}",
             f"run dir     {self.run_dir}",
         ]
+
+    def hparams(self, lr: float) -> dict[str, str | float | bool]:
+        """Settings by which runs are compared."""
+        shape = self.shape
+        return {
+            "strategy": self.strategy, "bucketing": self.bucketing, "precision": self.precision, "model": self.model,
+            "replicate": shape.replicate, "shard": shape.shard, "tensor": shape.tensor, "parameters": self.parameters,
+            "global_batch_size": self.global_batch_size, "accumulation": self.accumulation, "seq_len": self.seq_len, "lr": lr,
+        }  # fmt: skip
+
+    def slow_axes(self) -> tuple[str, ...]:
+        """Axes that have a group with ranks on several hosts."""
+        found = []
+        for dim, axis in enumerate(("replicate", "shard", "tensor")):
+            groups = self.ranks.movedim(dim, -1).reshape(-1, self.ranks.shape[dim]).tolist()
+            if any(len({self.topology.hosts[rank] for rank in group}) > 1 for group in groups):
+                found.append(axis)
+        return tuple(found)
 
     def write_layout(self) -> None:
         """Writes ``layout.json`` into the run directory."""
@@ -73,5 +92,5 @@ class RunFacts:
             "seq_len": self.seq_len,
             "flops_per_sequence": self.flops_per_sequence,
             "torch": torch.__version__,
-            "predicted": {},
+            "predicted": self.predicted,
         }

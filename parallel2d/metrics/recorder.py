@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from parallel2d.metrics.communication import KEYS, CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
+from parallel2d.metrics.goodput import Goodput
+from parallel2d.metrics.prediction import Deviation
+from parallel2d.metrics.profile import StepProfiler
+from parallel2d.metrics.stragglers import Stragglers
+from parallel2d.metrics.watch import Position
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.progress import Outcome, Progress
 
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+# What a rank tells the others after a step, in this order; followed by `KEYS` when communication is measured
+_RANK = ("busy_s", "peak_rss", "rss", "peak", "allocated", "reserved", "retries")
+
 
 def measure_rank(device: torch.device, *, busy_s: float) -> list[float]:
-    """What a rank tells the others after a step: CPU seconds it was busy (waiting for collectives is not), peak resident memory
-    and peak device memory in GiB."""
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return [busy_s, rss, peak]
+    """The values of ``_RANK``: seconds the rank was busy, peak and present resident memory, and of the device peak, allocated and
+    reserved memory (all GiB) and how often the allocator had to give everything back and try again. Zeros without a GPU."""
+    memory = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, _resident()]
+    if device.type != "cuda":
+        return [busy_s, *memory, 0.0, 0.0, 0.0, 0.0]
+    held = torch.cuda.memory_stats(device)
+    names = ("allocated_bytes.all.peak", "allocated_bytes.all.current", "reserved_bytes.all.current")
+    return [busy_s, *memory, *(held.get(name, 0) / _GIB for name in names), float(held.get("num_alloc_retries", 0))]
+
+
+def _resident() -> float:
+    """GiB of resident memory now; 0 where the kernel does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+    except OSError:
+        return 0.0
 
 
 class Recorder:
@@ -27,6 +54,8 @@ class Recorder:
     Args:
         ranks: of the world; ``tokens_per_step``: input tokens of a global batch, tensor ranks counted once.
         flops_per_step: of the model over a global batch, or None when unknown; ``peak_flops``: of one device, or None.
+        hosts: by rank; ``meter``: installed while the recorder is open; ``predicted``: bytes per axis to compare with.
+        slow_axes: axes whose groups cross hosts; ``profiler``: traces the steps it was told to.
     """
 
     def __init__(
@@ -40,6 +69,12 @@ class Recorder:
         peak_flops: float | None,
         writer: MetricsWriter | None,
         display: ConsoleDisplay | None,
+        device: torch.device | None = None,
+        hosts: Sequence[str] = (),
+        meter: CommunicationMeter | None = None,
+        predicted: Mapping[str, float] | None = None,
+        slow_axes: Sequence[str] = (),
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.log_every, self.steps, self.ranks, self.tokens_per_step = (
             log_every,
@@ -49,6 +84,10 @@ class Recorder:
         )
         self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
         self.writer, self.display = writer, display
+        self.device, self.meter, self.slow_axes = device or torch.device("cpu"), meter, tuple(slow_axes)
+        self._goodput, self._stragglers, self._deviation = Goodput(), Stragglers(hosts), Deviation(predicted or {})
+        self.profiler, self._step = profiler, 0
+        self._saved_at: float | None = None
         self._sums: dict[str, float] = {}
         self._counted = 0
         self._first = True
@@ -57,10 +96,42 @@ class Recorder:
 
     def begin(self, step: int) -> None:
         """Opens what is written to, after ``step`` finished steps (0, or those of a restored run)."""
+        if self.meter:
+            self.meter.install()
         if self.writer:
-            self.writer.begin(step)
+            self._goodput.resume(self.writer.begin(step))
         if self.display:
             self.display.begin(step)
+
+    def start_step(self, step: int) -> None:
+        """Begins the measurement of ``step`` on this rank."""
+        self._step = step
+        if self.profiler:
+            self.profiler.start_step(step)
+        if self.meter:
+            self.meter.start()
+
+    def position(self) -> Position:
+        """How far this rank is; safe to call from another thread."""
+        if self.meter is None:
+            return Position(self._step, 0, "a collective (which one is known with metrics.communication=true)")
+        return Position(self._step, *self.meter.position())
+
+    def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> list[float]:
+        """What this rank tells the others about the step that ends now; rides on the next step's agreement.
+
+        Busy are the seconds of the step without those spent in collectives and in the agreement. Where these are not known (on GPU,
+        where they run beside the rest, or unmeasured) it is ``busy_cpu_s``, the CPU seconds used.
+        """
+        if self.profiler and "step_s" in seconds:
+            self.profiler.end_step(self._step)
+        if self.meter is None:
+            return measure_rank(self.device, busy_s=busy_cpu_s)
+        moved = self.meter.read()
+        busy = busy_cpu_s
+        if self.device.type == "cpu" and "step_s" in seconds:
+            busy = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - sum(moved[2::3]))
+        return [*measure_rank(self.device, busy_s=busy), *moved]
 
     def record(
         self,
@@ -79,12 +150,17 @@ class Recorder:
             "grad_norm": outcome.grad_norm,
             "learning_rate": learning_rate,
             "tokens": progress.tokens,
+            "samples": progress.samples,
             "data/batch_hash": outcome.batch_hash,
             "skipped_steps": progress.skipped,
             **self._over_ranks(outcome.ranks),
         }
         if validation_loss is not None:
             row["validation/loss"] = validation_loss
+        self._goodput.add(seconds, first=self._first)
+        row |= self._goodput.row()
+        if seconds.get("checkpoint_s"):
+            self._saved_at = time.perf_counter()
         if self._first:  # compilation and warm-up: reported apart, never averaged in
             self._first = False
             row["time/first_step_s"] = seconds["step_s"]
@@ -92,7 +168,8 @@ class Recorder:
             if self.display:
                 self.display.say(f"first step {seconds['step_s']:.2f} s (not counted in the averages)")
             return
-        for name, value in seconds.items():
+        self._warn(self._stragglers.check([rank[0] for rank in outcome.ranks]))
+        for name, value in [*seconds.items(), *self._moved(outcome.ranks)]:
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._counted += 1
         self._steady_s += seconds["step_s"]
@@ -100,7 +177,12 @@ class Recorder:
         if progress.step % self.log_every and not last and validation_loss is None:
             return
         means = {name: total / self._counted for name, total in self._sums.items()}
+        moved = {name: means.pop(name) for name in KEYS if name in means}
         row |= {f"time/{name}": value for name, value in means.items()}
+        row |= moved
+        if moved:
+            row["comm/between_hosts/bytes"] = sum(moved[f"comm/{axis}/bytes"] for axis in self.slow_axes)
+            self._warn(self._deviation.check(moved))
         tokens_per_s = self.tokens_per_step / means["step_s"]
         row["throughput/tokens_per_s"] = tokens_per_s
         row["throughput/tokens_per_s_per_rank"] = tokens_per_s / self.ranks
@@ -110,27 +192,51 @@ class Recorder:
             if self.peak_flops is not None:
                 row["throughput/mfu"] = per_rank / self.peak_flops
         self._sums, self._counted = {}, 0
-        self._emit(row)
+        self._emit(row, [rank[0] for rank in outcome.ranks])
 
-    def _emit(self, row: dict[str, Any]) -> None:
+    def _emit(self, row: dict[str, Any], busy_s: Sequence[float] = ()) -> None:
         if self.writer:
-            self.writer.write(row)
+            self.writer.write(row, busy_s)
         if self.display:
             mean = self._steady_s / self._steady_steps if self._steady_steps else None
-            self.display.step(row, mean * (self.steps - row["step"]) if mean is not None else None)
+            eta = mean * (self.steps - row["step"]) if mean is not None else None
+            age = time.perf_counter() - self._saved_at if self._saved_at is not None else None
+            self.display.step(row, eta, age)
+
+    def _warn(self, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            if self.display:
+                log.warning("%s", sentence)
+                self.display.say(f"warning: {sentence}")
+
+    @staticmethod
+    def _moved(ranks: list[list[float]]) -> list[tuple[str, float]]:
+        """`KEYS`, mean over the ranks, of the step before; nothing when communication is not measured."""
+        columns = list(zip(*(rank[len(_RANK) :] for rank in ranks), strict=True))
+        return [(key, sum(column) / len(column)) for key, column in zip(KEYS, columns, strict=False)]
 
     def _over_ranks(self, ranks: list[list[float]]) -> dict[str, float]:
-        """Memory peaks and the slowest rank, from what every rank measured; see `measure_rank`."""
-        busy, rss, peak = (list(column) for column in zip(*ranks, strict=True))
-        row = {"memory/peak_rss_gib": max(rss)}
-        if max(peak):
-            row["memory/peak_gib"] = max(peak)
+        """Memory (its maximum over the ranks) and the slowest rank, from what every rank measured; see `measure_rank`."""
+        columns = dict(zip(_RANK, zip(*ranks, strict=True), strict=False))
+        row = {"memory/peak_rss_gib": max(columns["peak_rss"]), "memory/rss_gib": max(columns["rss"])}
+        if max(columns["peak"]):
+            allocated, reserved = max(columns["allocated"]), max(columns["reserved"])
+            row["memory/peak_gib"] = max(columns["peak"])
+            row["memory/allocated_gib"], row["memory/reserved_gib"] = allocated, reserved
+            row["memory/fragmentation"] = 1 - allocated / reserved if reserved else 0.0
+            row["memory/allocation_retries"] = max(columns["retries"])
+        busy = columns["busy_s"]
         if not self._first and (mean := sum(busy) / len(busy)):
             row["rank/slowest"] = busy.index(max(busy))
             row["rank/skew"] = max(busy) / mean
         return row
 
     def close(self) -> None:
+        """Ends the measurements and closes what is written to."""
+        if self.meter:
+            self.meter.remove()
+        if self.profiler:
+            self.profiler.close()
         if self.writer:
             self.writer.close()
         if self.display:

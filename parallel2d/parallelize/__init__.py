@@ -12,28 +12,36 @@ and so must see the split layers; sharding comes last because its hooks must sta
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import ParallelConfig
+from parallel2d.config import ConfigError, ParallelConfig
 from parallel2d.mesh import Topology, check_placement, mesh_shape
 from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.compilation import compile_blocks
 from parallel2d.parallelize.initialization import (
     Initializer,
+    allocate,
     build_on_meta,
     check_equal_on_all_ranks,
     has_meta_parameters,
     plan_weights,
 )
-from parallel2d.parallelize.sharding import cast_storage, shard
+from parallel2d.parallelize.misuse import (
+    check_no_optimizer,
+    check_same_torch,
+    check_tensor_ranks_share_data,
+    refuse_direct_forward,
+)
+from parallel2d.parallelize.sharding import cast_storage, fp32_modules, shard
 from parallel2d.parallelize.structure import find_blocks
 from parallel2d.parallelize.tensor_parallel import apply_tensor_parallel
+from parallel2d.parallelize.weights import hand_over, scatter
 
 __all__ = ["build_on_meta", "parallelize"]
 
@@ -46,6 +54,8 @@ def parallelize(
     seed: int | None = None,
     init: Initializer | None = None,
     tensor_plan: Mapping[str, object] | None = None,
+    broadcast_from: int | None = None,
+    weights: Callable[[nn.Module], Container[str]] | None = None,
     topology: Topology | None = None,
 ) -> nn.Module:
     """Shards ``model`` over ``mesh`` in place and returns it. Collective: every rank calls it with equal arguments.
@@ -57,7 +67,12 @@ def parallelize(
         config: strategy, bucketing, precision, activation checkpointing, compilation; presets by name.
         seed: of the initial weights; required when parameters are on meta.
         init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each module's own initializer.
-        tensor_plan: module pattern -> parallel style; required when the mesh has a tensor axis.
+        tensor_plan: module pattern -> parallel style or word (`parallel2d.parallelize.tensor_parallel`); required when the mesh has
+            a tensor axis.
+        broadcast_from: the rank whose weights and buffers all ranks start from. The others may hold any, or be on meta; they never
+            hold the whole model. None: no rank is asked.
+        weights: for a model on meta: ``weights(model)`` fills what it has values for once the model is sharded and has storage, and
+            returns the canonical names; the rest is drawn from ``seed``.
         topology: which rank is on which host, if known; otherwise the ranks are asked.
 
     Build the optimizer after this call, on the returned model's parameters.
@@ -70,20 +85,32 @@ def parallelize(
     topology = topology or Topology.gather()
     check_placement(mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor), topology, settings.allow_cross_node)
 
-    on_meta = has_meta_parameters(model, seed)
-    cast_storage(model, settings.precision)
+    check_same_torch()
+    check_no_optimizer(model)
+    kept = hand_over(model, broadcast_from) if broadcast_from is not None else None
+    on_meta = has_meta_parameters(model, seed if kept is None else 0)
+    if weights is not None and (not on_meta or kept is not None):
+        raise ConfigError("weights= is for a model on meta without broadcast_from: build it under parallel2d.build_on_meta")
+    fp32 = fp32_modules(model, settings.precision)
+    cast_storage(model, settings.precision, fp32)
     if not on_meta:
         check_equal_on_all_ranks(model)
-    blocks = find_blocks(model, settings.bucketing.blocks)
-    weights = plan_weights(model, blocks, init) if on_meta else None
+    blocks = find_blocks(model, settings.bucketing.blocks, settings.bucketing.policy)
+    initial = plan_weights(model, blocks, init) if on_meta and kept is None else None
 
     apply_tensor_parallel(model, mesh, tensor_plan)
     checkpoint_activations(model, blocks, settings.activation_checkpointing)
     compile_blocks(model, blocks, settings.compile, shape.tensor)
-    shard(model, mesh, bucket_modules(model, blocks, settings.bucketing), settings)
-    if weights is not None:
+    shard(model, mesh, bucket_modules(model, blocks, settings.bucketing, fp32), settings, fp32)
+    if on_meta:
+        allocate(model, mesh.device_type)
+    if kept is not None:
+        scatter(model, kept, source=broadcast_from or 0)
+    if initial is not None:
         assert seed is not None
-        weights.write(model, seed, mesh.device_type)
+        initial.write(model, seed, mesh.device_type, given=weights(model) if weights is not None else ())
+    refuse_direct_forward(model)
+    check_tensor_ranks_share_data(model, mesh)
     return model
 
 

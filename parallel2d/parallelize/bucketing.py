@@ -9,18 +9,26 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from parallel2d.config import BucketingConfig
+from parallel2d.config import BucketingConfig, ConfigError
 from parallel2d.parallelize.structure import owning_modules, parameter_bytes
 
 log = logging.getLogger(__name__)
 
 
-def bucket_modules(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig) -> list[list[nn.Module]]:
-    """Groups of modules below the root, children before parents; modules with tied parameters always share a group."""
+def bucket_modules(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    config: BucketingConfig,
+    apart: Collection[int] = (),
+) -> list[list[nn.Module]]:
+    """Groups of modules below the root, children before parents; modules with tied parameters always share a group.
+
+    ``apart``: ids of modules that are a group each whatever the policy. Raises `ConfigError` when one of them is tied to another.
+    """
     name = config.name
     if name == "none":
         log.info("bucketing=none: a group per single parameter is not possible; the finest, a group per layer, is used")
@@ -33,7 +41,15 @@ def bucket_modules(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], co
     else:
         owners = [(path, module) for path, module in owning_modules(model) if path]
         groups = [[module] for _, module in owners] if name == "layer" else _by_size(owners, config.size_mib)
-    return _innermost_first(model, _merge_tied(model, groups))
+    if apart:
+        groups = [kept for group in groups if (kept := [module for module in group if id(module) not in apart])]
+        groups += [[module] for module in model.modules() if id(module) in apart]
+    merged = _merge_tied(model, groups)
+    alone = [module for group in merged if len(group) == 1 for module in group]
+    if missing := set(apart) - {id(module) for module in alone}:
+        name = next(name for name, module in model.named_modules() if id(module) in missing)
+        raise ConfigError(f"precision.fp32_modules: {name} is tied to, or is, a module outside of them; choose both or none")
+    return _innermost_first(model, merged)
 
 
 def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:

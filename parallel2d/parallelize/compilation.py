@@ -10,9 +10,7 @@ from torch import nn
 from parallel2d.config import CompileConfig, ConfigError
 
 
-def compile_blocks(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, tensor: int
-) -> nn.Module:
+def compile_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, tensor: int) -> nn.Module:
     """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside. ``tensor``: size of the tensor axis.
 
     Raises `ConfigError` without blocks and for what `check_compilation` refuses."""

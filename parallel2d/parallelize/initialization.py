@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,17 +87,21 @@ class InitialWeights:
     def __init__(self, blueprint: nn.Module, units: list[str], init: Initializer | None) -> None:
         self.blueprint, self.units, self.init = blueprint, units, init
 
-    def write(self, model: nn.Module, seed: int, device_type: str) -> None:
-        """Allocates the model's parameters on this rank's device and fills them with their slice of the initial values.
+    def write(self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()) -> None:
+        """Allocates what is still on meta on this rank's device and fills it with its slice of the initial values.
 
-        Raises `ConfigError` naming every parameter that no initializer sets.
+        What ``given`` names (canonically) keeps its value; a unit of which everything is given costs nothing. Raises
+        `ConfigError` naming every other parameter that no initializer sets.
         """
-        _allocate(model, device_type)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            allocate(model, device_type)
         destinations = {canonical_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        written: set[int] = set()
+        written: set[int] = {id(parameter) for name, parameter in destinations.items() if name in given}
         unset: list[str] = []
         for unit in self.units:
+            if given and self._is_given(unit, destinations, written):
+                continue
             filled = self._fill(unit, seed)
             for name, value in filled.named_parameters(prefix=unit, remove_duplicate=False):
                 parameter = destinations[canonical_name(name)]
@@ -118,6 +122,14 @@ class InitialWeights:
                 f"{'them' if len(unset) > 1 else 'it'} a reset_parameters method, pass init=function(module, name) "
                 "(model.init=package.module:function), or build the model with real weights"
             )
+
+    def _is_given(self, unit: str, destinations: dict[str, nn.Parameter], written: set[int]) -> bool:
+        top = self.blueprint.get_submodule(unit)
+        inside = (canonical_name(name) for name, _ in top.named_parameters(prefix=unit, remove_duplicate=False))
+        others = tuple(f"{other}." for other in self.units if other and other != unit) if not unit else ()
+        own = [name for name in inside if not name.startswith(others)] if others else list(inside)
+        meta = any(buffer.is_meta for name, buffer in top.named_buffers(prefix=unit) if not name.startswith(others or ("\0",)))
+        return not meta and all(id(destinations[name]) in written for name in own)
 
     def _fill(self, unit: str, seed: int) -> nn.Module:
         """The unit's modules with storage on CPU and initial values; other units inside it stay on meta."""
@@ -150,6 +162,12 @@ class InitialWeights:
                 whole = not any(id(m) in foreign for m in child.modules())
                 self._initialize(child, child_path, seed, foreign, whole)
         owns = any(parameter is not None for parameter in module._parameters.values())
+        library = self._library_initializer(name) if self.init is None else None
+        if library is not None:  # may reach below; what is not here is on meta, where setting it does nothing
+            torch.manual_seed(module_seed(seed, name))
+            library(module)
+            if all(not p.isnan().all() for p in module._parameters.values() if p is not None and not p.is_meta and p.numel()):
+                return
         if not owns and not complete:
             return  # its initializer would reach into modules that are not here
         torch.manual_seed(module_seed(seed, name))
@@ -161,6 +179,17 @@ class InitialWeights:
             if callable(reset):
                 reset()
                 return
+
+    def _library_initializer(self, name: str) -> Callable[[nn.Module], None] | None:
+        """``_init_weights`` of the innermost model around ``name`` that has one: Hugging Face's contract, by which a model sets
+        the weights of the modules below it."""
+        if not callable(getattr(self.blueprint, "_init_weights", None)):
+            return None
+        while True:
+            found = getattr(self.blueprint.get_submodule(name), "_init_weights", None)
+            if callable(found):
+                return found
+            name = name.rpartition(".")[0]
 
 
 def _empty_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
@@ -176,7 +205,7 @@ def plan_weights(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init
     return InitialWeights(copy.deepcopy(model), ["", *(name for name, _ in blocks)], init)
 
 
-def _allocate(model: nn.Module, device_type: str) -> None:
+def allocate(model: nn.Module, device_type: str) -> None:
     """Gives every parameter and buffer storage on this rank's device; tied parameters stay tied."""
     device = torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else "cpu"
     ties = tied_parameters(model)
@@ -186,25 +215,30 @@ def _allocate(model: nn.Module, device_type: str) -> None:
             module._parameters[name] = first._parameters[first_name]
 
 
-@torch.no_grad()
-def copy_slice(parameter: Tensor, full: Tensor) -> None:
-    """Copies this rank's slice of ``full`` (the whole tensor, on any device) into ``parameter``. No communication.
+def local_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """The rectangle of the whole tensor that this rank holds, one slice per dim. No communication.
 
     Mesh axes are undone from the innermost outwards, because tensor parallelism splits first and sharding splits what is left;
     each splits as ``torch.chunk`` does, so the last ranks may hold less or nothing.
     """
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
-        return
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for axis in reversed(range(mesh.ndim)):
-        placement = parameter.placements[axis]
-        if not placement.is_replicate():
-            dim = placement.dim  # type: ignore[attr-defined]
-            chunks = full.chunk(mesh.size(axis), dim=dim)
-            index = coordinate[axis]
-            full = chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)
-    local = parameter.to_local()
-    local.copy_(full.reshape(local.shape))
+    bounds = [(0, length) for length in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        for axis in reversed(range(mesh.ndim)):
+            placement = parameter.placements[axis]
+            if not placement.is_replicate():
+                dim = placement.dim  # type: ignore[attr-defined]
+                begin, end = bounds[dim]
+                size = -(-(end - begin) // mesh.size(axis))
+                first = min(begin + coordinate[axis] * size, end)
+                bounds[dim] = first, min(first + size, end)
+    return tuple(slice(*bound) for bound in bounds)
+
+
+@torch.no_grad()
+def copy_slice(parameter: Tensor, full: Tensor) -> None:
+    """Copies this rank's slice of ``full`` (the whole tensor, on any device) into ``parameter``. No communication."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.copy_(full[local_slices(parameter)].reshape(local.shape))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from parallel2d.config import ConfigError
+from parallel2d.reference import load_reference
+
+Policy = Callable[[nn.Module, str], bool]
 
 # Modules that read their children's weights without calling the children. They stay whole in every policy.
 ATOMIC = (nn.MultiheadAttention,)
@@ -54,15 +57,28 @@ def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [group for group in places.values() if len(group) > 1]
 
 
-def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+def find_blocks(
+    model: nn.Module, class_names: Sequence[str] = (), policy: Policy | str | None = None
+) -> list[tuple[str, nn.Module]]:
     """The model's repeated blocks as (name, module), in definition order; none is inside another.
 
-    With ``class_names``: every outermost module of those classes. Without: repeated structure is detected, as it would be by a
-    reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own; failing that, siblings of one class;
-    failing that, sibling layers of one class. May be empty when nothing repeats.
+    With ``class_names``: every outermost module of those classes. With ``policy``, a callable or ``package.module:function``: every
+    outermost module with parameters for which ``policy(module, canonical name)`` is true. Without: repeated structure is detected,
+    as it would be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own; failing that, siblings
+    of one class; failing that, sibling layers of one class. May be empty when nothing repeats.
 
-    Raises `ConfigError` when a given class matches nothing, with the candidates and their sizes.
+    Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their sizes.
     """
+    if policy is not None:
+        chosen: Policy = load_reference("bucketing.policy", policy) if isinstance(policy, str) else policy
+        names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+        found = _outermost(model, lambda _parent, child: _owns(child) and bool(chosen(child, names[id(child)])))
+        if not found:
+            raise ConfigError(
+                f"bucketing.policy={getattr(policy, '__name__', policy)} chooses no module of {type(model).__name__}; "
+                f"candidates: {candidate_classes(model)}"
+            )
+        return found
     if class_names:
         found = _outermost(model, lambda parent, child: type(child).__name__ in class_names)
         missing = set(class_names) - {type(module).__name__ for _, module in found}
@@ -98,6 +114,11 @@ def candidate_classes(model: nn.Module) -> str:
             instances[type(module).__name__].append(module)
     ranked = sorted(instances.items(), key=lambda item: (-len(item[1]), -parameter_bytes(item[1][0])))
     return ", ".join(f"{name} ({len(modules)} x {parameter_bytes(modules[0]) / 2**20:.2g} MiB)" for name, modules in ranked[:8])
+
+
+def owns_itself(module: nn.Module) -> bool:
+    """Whether ``module`` holds parameters itself, not only below it."""
+    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def _owns(module: nn.Module) -> bool:

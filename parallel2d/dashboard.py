@@ -1,0 +1,51 @@
+"""``python -m parallel2d.dashboard RUN [RUN ...]``: TensorBoard on this machine alone, showing the given runs.
+
+Run directories, or folders with runs somewhere below them, flow in; a server on localhost is what comes out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from parallel2d.config import ConfigError
+
+
+def find_boards(paths: Sequence[str]) -> dict[str, str]:
+    """Name -> ``tensorboard`` folder of every run at or below ``paths``. Raises `ConfigError` where there is none."""
+    found: dict[str, str] = {}
+    for path in paths:
+        below = sorted(os.path.join(folder, "tensorboard") for folder, names, _ in os.walk(path) if "tensorboard" in names)
+        if not below:
+            raise ConfigError(f"{path}: no run with a tensorboard folder here or below")
+        for board in below:
+            run = os.path.dirname(os.path.abspath(board))
+            parts = run.split(os.sep)
+            name = next(n for k in range(1, len(parts) + 1) if (n := "/".join(parts[-k:])) not in found)
+            found[name.replace(",", "_").replace(":", "_")] = board
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until interrupted. Exit code 2 for folders without runs."""
+    parser = argparse.ArgumentParser(prog="python -m parallel2d.dashboard", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs below it")
+    parser.add_argument("--port", type=int, default=6006, help="on localhost; 0 picks a free one")
+    options = parser.parse_args(arguments)
+    try:
+        boards = find_boards(options.runs)
+    except ConfigError as error:
+        print(f"parallel2d: {error}", file=sys.stderr)
+        return 2
+    from tensorboard import program
+
+    server = program.TensorBoard()
+    spec = ",".join(f"{name}:{folder}" for name, folder in boards.items())
+    server.configure(argv=["tensorboard", "--logdir_spec", spec, "--host", "localhost", "--port", str(options.port)])
+    return int(server.main() or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

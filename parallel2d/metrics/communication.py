@@ -1,0 +1,236 @@
+"""Bytes, calls and seconds per mesh axis, from the collectives that really ran.
+
+A mesh flows in; torch's collective functions are wrapped while the meter is installed, and each call on the process group of a
+mesh axis is added to that axis. Out come numbers per step. Not installed, nothing is wrapped and nothing costs anything.
+
+[Note: what is counted] A collective belongs to an axis when it was given that axis's process group by name. The loop's own small
+agreements name no group and belong to no axis, also where an axis spans the world and shares its process group. Bytes are those a
+rank sends: the payload times the wire factor of `sent_bytes`. Seconds on CPU are those in which the calling thread was held up
+(issuing and waiting); on GPU the time between two events around the collective in the stream that issued it, hidden behind
+compute or not. An asynchronous collective is timed where it is waited for only if that is a functional one; otherwise only its
+issue is.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+from parallel2d.mesh import AXES
+from parallel2d.metrics.profile import named
+
+QUANTITIES = ("bytes", "calls", "seconds")
+KEYS = tuple(f"comm/{axis}/{quantity}" for axis in AXES for quantity in QUANTITIES)
+
+
+def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str) -> float:
+    """Bytes that one rank sends, mean over the ranks of a group of ``size``.
+
+    ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of ``reduce_scatter`` and
+    ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and
+    an all-reduce twice that. Gloo (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
+    another collective.
+    """
+    reduce_scatter = 2 if device_type == "cpu" else 1
+    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}[collective]
+    return passes * (size - 1) / size * whole_bytes
+
+
+class _Tally:
+    """Running sums of one axis."""
+
+    __slots__ = ("axis", "bytes", "calls", "events", "seconds", "size")
+
+    def __init__(self, axis: str, size: int) -> None:
+        self.axis, self.size = axis, size
+        self.events: list[tuple[torch.Event, torch.Event]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.bytes, self.calls, self.seconds = 0.0, 0, 0.0
+        self.events.clear()
+
+
+class CommunicationMeter:
+    """Counts what this rank sends over each axis of ``mesh``; see [Note: what is counted].
+
+    One meter can be installed at a time in a process.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._axes = {axis: _Tally(axis, mesh.size(index)) for index, axis in enumerate(mesh.mesh_dim_names or ())}
+        self._by_group: dict[str, _Tally | None] = {
+            mesh.get_group(index).group_name: self._axes[axis]
+            for index, axis in enumerate(mesh.mesh_dim_names or ())
+            if mesh.size(index) > 1
+        }
+        self._by_ranks = {
+            tuple(dist.get_process_group_ranks(mesh.get_group(index))): self._axes[axis]
+            for index, axis in enumerate(mesh.mesh_dim_names or ())
+            if mesh.size(index) > 1
+        }
+        self._awaited: dict[int, _Tally] = {}  # functional collectives in flight, by the address of their output
+        self._last: tuple[str, str] | None = None  # collective and axis
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> CommunicationMeter:
+        """Wraps torch's collective functions until `remove`."""
+        assert not self._originals, "already installed"
+        for name, collective, whole in _PLAIN:
+            self._wrap(dist, name, functools.partial(self._plain, collective, whole))
+        for name, collective, place in _FUNCTIONAL:
+            self._wrap(functional, name, functools.partial(self._functional, collective, place))
+        self._wrap(functional, "wait_tensor", self._wait)
+        return self
+
+    def remove(self) -> None:
+        """Puts torch's own functions back."""
+        while self._originals:
+            module, name, original = self._originals.pop()
+            setattr(module, name, original)
+
+    def start(self) -> None:
+        """Begins a step: what ran before (a validation, a checkpoint) is forgotten."""
+        for tally in self._axes.values():
+            tally.reset()
+        self._awaited.clear()
+
+    def read(self) -> list[float]:
+        """What ran since `start`, in the order of `KEYS`; zeros for an axis that the mesh lacks. On GPU the step must be done."""
+        values: list[float] = []
+        for axis in AXES:
+            tally = self._axes.get(axis)
+            if tally is None:
+                values += [0.0, 0.0, 0.0]
+                continue
+            seconds = tally.seconds
+            for begin, end in tally.events:
+                end.synchronize()
+                seconds += begin.elapsed_time(end) / 1e3
+            values += [tally.bytes, float(tally.calls), seconds]
+        return values
+
+    def position(self) -> tuple[int, str]:
+        """Collectives begun in this step, and the last of them with its axis, for people. Callable from any thread."""
+        begun = sum(tally.calls for tally in self._axes.values())
+        if begun and self._last:
+            return begun, f"{self._last[0]} over the {self._last[1]} axis, or the agreement after it,"
+        return begun, "the first collective"
+
+    def _wrap(self, module: Any, name: str, count: Callable[..., Any]) -> None:
+        original = getattr(module, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # being traced: nothing runs
+                return original(*args, **kwargs)
+            return count(original, args, kwargs)
+
+        self._originals.append((module, name, original))
+        setattr(module, name, wrapper)
+
+    def _plain(self, collective: str, whole: tuple[int, tuple[str, ...]], original: Any, args: Any, kwargs: Any) -> Any:
+        index, names = whole
+        group = kwargs.get("group")
+        if group is None:
+            group = next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
+        tally = self._tally_of(group.group_name) if group is not None else None
+        if tally is None:
+            return original(*args, **kwargs)
+        tensor = args[index] if len(args) > index else next(kwargs[name] for name in names if name in kwargs)
+        return self._timed(tally, collective, tensor, tensor.nbytes, original, args, kwargs)
+
+    def _functional(self, collective: str, place: int, original: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs["self"]
+        tally = self._tally_of(_group_name(args[place] if len(args) > place else kwargs["group"]))
+        if tally is None or functional._are_we_tracing():
+            return original(*args, **kwargs)
+        whole = tensor.nbytes * (tally.size if collective == "all_gather" else 1)
+        output = self._timed(tally, collective, tensor, whole, original, args, kwargs)
+        if isinstance(output, functional.AsyncCollectiveTensor) and not output.completed:
+            self._awaited[output.elem.data_ptr()] = tally
+        return output
+
+    def _wait(self, original: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs["tensor"]
+        if not self._awaited or not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
+            return original(*args, **kwargs)
+        begin = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            tally = self._awaited.pop(tensor.data_ptr(), None)
+            if tally is not None:
+                tally.seconds += time.perf_counter() - begin
+
+    def _tally_of(self, group_name: str) -> _Tally | None:
+        if group_name not in self._by_group:
+            # DTensor remembers meshes that are equal to one it saw before, whose groups are others over the same ranks
+            try:
+                ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(GroupName(group_name))))
+            except (RuntimeError, ValueError, KeyError):
+                ranks = ()
+            self._by_group[group_name] = self._by_ranks.get(ranks)
+        return self._by_group[group_name]
+
+    def _timed(self, tally: _Tally, collective: str, tensor: Tensor, whole: int, original: Any, args: Any, kwargs: Any) -> Any:
+        if tensor.device.type not in ("cpu", "cuda"):
+            return original(*args, **kwargs)
+        tally.calls += 1
+        self._last = (collective, tally.axis)
+        tally.bytes += sent_bytes(collective, whole, tally.size, tensor.device.type)
+        if tensor.device.type == "cpu":
+            begin = time.perf_counter()
+            with named(f"{tally.axis}: {collective}"):
+                result = original(*args, **kwargs)
+            tally.seconds += time.perf_counter() - begin
+            return result
+        before, after = (torch.Event(tensor.device, enable_timing=True) for _ in range(2))
+        before.record()
+        with named(f"{tally.axis}: {collective}"):
+            result = original(*args, **kwargs)
+        after.record()
+        tally.events.append((before, after))
+        return result
+
+
+# Function of torch.distributed, collective, place and names of the argument that holds the whole payload
+_PLAIN: tuple[tuple[str, str, tuple[int, tuple[str, ...]]], ...] = (
+    ("all_reduce", "all_reduce", (0, ("tensor",))),
+    ("all_gather_single", "all_gather", (0, ("output", "output_tensor"))),
+    ("all_gather_into_tensor", "all_gather", (0, ("output_tensor",))),
+    ("reduce_scatter_single", "reduce_scatter", (1, ("input",))),
+    ("reduce_scatter_tensor", "reduce_scatter", (1, ("input",))),
+    ("all_to_all_single", "all_to_all", (1, ("input",))),
+)
+# Function of torch's functional collectives, collective, place of the argument ``group``
+_FUNCTIONAL = (
+    ("all_reduce", "all_reduce", 2),
+    ("all_gather_single", "all_gather", 2),
+    ("reduce_scatter_single", "reduce_scatter", 3),
+    ("all_to_all_single", "all_to_all", 3),
+)
+
+
+def _group_name(group: Any) -> str:
+    """Of what functional collectives take for a group: a process group, its name, a mesh, or a mesh and an axis number."""
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh):
+        return group.get_group().group_name
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        return group[0].get_group(group[1]).group_name
+    return ""

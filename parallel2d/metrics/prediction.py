@@ -1,0 +1,92 @@
+"""What a formula says each mesh axis must move per step, to stand beside what is measured.
+
+A sharded model, its mesh and the accumulation flow in; bytes per axis flow out. `Deviation` compares both and speaks once per axis.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from parallel2d.mesh import mesh_shape
+from parallel2d.metrics.communication import sent_bytes
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.05  # of the prediction; beyond it the axis is named
+
+
+def predict_communication(
+    model: nn.Module, mesh: DeviceMesh, *, accumulation: int, during_accumulation: str = "reduce_scatter_only"
+) -> dict[str, float]:
+    """Bytes that a rank sends per step over the ``replicate`` and ``shard`` axes, as ``{"comm/AXIS/bytes": bytes}``.
+
+    ``model``: after `parallelize`. Per group of parameters (Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, FSDP): an all-gather
+    per micro-batch for forward, another one for backward where parameters are freed in between; a reduce-scatter of the
+    gradients per micro-batch, or once with ``none``; an all-reduce of the sharded gradients once, or per micro-batch with
+    ``full``. Parameters count as they travel: padded to the shard axis, in the dtype they are gathered or reduced in. The
+    ``tensor`` axis moves activations, which depend on the model's plan: it has no entry unless it does not exist.
+    """
+    shape = mesh_shape(mesh)
+    device = mesh.device_type
+    replicate = shard = 0.0
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            reshard = group.post_forward_mesh_info is not None
+            gathered = reduced = reduced_local = 0
+            policy = group.mp_policy
+            for parameter in group.fsdp_params:
+                local = parameter._sharded_param_data.numel()
+                stored = parameter.sharded_param.dtype
+                gathered += local * shape.shard * (policy.param_dtype or stored).itemsize
+                if parameter.sharded_param.requires_grad:
+                    travels = (policy.reduce_dtype or policy.param_dtype or stored).itemsize
+                    reduced += local * shape.shard * travels
+                    reduced_local += local * travels
+            gathers = accumulation * (2 if reshard else 1)
+            shard += gathers * sent_bytes("all_gather", gathered, shape.shard, device)
+            scatters = 1 if during_accumulation == "none" else accumulation
+            shard += scatters * sent_bytes("reduce_scatter", reduced, shape.shard, device)
+            reductions = accumulation if during_accumulation == "full" else 1
+            replicate += reductions * sent_bytes("all_reduce", reduced_local, shape.replicate, device)
+    predicted = {"comm/replicate/bytes": replicate, "comm/shard/bytes": shard}
+    if shape.tensor == 1:
+        predicted["comm/tensor/bytes"] = 0.0
+    return predicted
+
+
+class Deviation:
+    """Says once per axis that it moves more or less than predicted."""
+
+    def __init__(self, predicted: Mapping[str, float]) -> None:
+        self._predicted = dict(predicted)
+
+    def check(self, row: Mapping[str, float]) -> list[str]:
+        """The warnings for one row of measurements; each axis is named once in a run. They are logged as well."""
+        found = []
+        for key, expected in list(self._predicted.items()):
+            measured = row.get(key)
+            if measured is None or abs(measured - expected) <= TOLERANCE * max(expected, 1.0):
+                continue
+            del self._predicted[key]
+            axis = key.split("/")[1]
+            ratio = f"{measured / expected:.2f} times the" if expected else "not the"
+            found.append(
+                f"the {axis} axis moves {_bytes(measured)} per step and rank, {ratio} predicted {_bytes(expected)}: "
+                "look for collectives that the layout does not need"
+            )
+            log.warning("%s", found[-1])
+        return found
+
+
+def _bytes(value: float) -> str:
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:.4g} {unit}"
+    return f"{value:.0f} B"

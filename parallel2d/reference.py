@@ -1,0 +1,24 @@
+"""``package.module:name`` words of a configuration turned to the objects that they name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from parallel2d.config import ConfigError
+
+
+def load_reference(key: str, reference: str) -> Any:
+    """The callable that ``package.module:name`` names. Raises `ConfigError` with the reason when it cannot be imported."""
+    module_name, _, name = reference.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise ConfigError(f"{key}={reference} cannot be imported: {error}") from None
+    except AttributeError:
+        raise ConfigError(f"{key}={reference}: module {module_name} has no {name}") from None
+    if not callable(found):
+        raise ConfigError(f"{key}={reference} is not callable")
+    return found

@@ -1,0 +1,45 @@
+"""``python -m parallel2d.report RUN [RUN ...]``: writes ``report.md`` and ``report.html`` about one run or several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from parallel2d.config import ConfigError
+from parallel2d.report.page import markdown, page
+from parallel2d.report.runs import Run, read_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 2, with one message, for a folder that is no run or cannot be written to."""
+    parser = argparse.ArgumentParser(prog="python -m parallel2d.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory; the first given is the first shown")
+    parser.add_argument("--out", help="folder of the report; default: the run's own, with several runs the current one")
+    options = parser.parse_args(arguments)
+    folder = options.out or (options.runs[0] if len(options.runs) == 1 else ".")
+    try:
+        runs = _tell_apart([read_run(path) for path in options.runs])
+        os.makedirs(folder, exist_ok=True)
+        for name, text in (("report.md", markdown(runs)), ("report.html", page(runs))):
+            with open(os.path.join(folder, name), "w") as file:
+                file.write(text)
+            print(os.path.join(folder, name))
+    except ConfigError as error:
+        print(f"parallel2d: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"parallel2d: --out: {folder} cannot be written: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _tell_apart(runs: list[Run]) -> list[Run]:
+    """Runs of one name are called by their whole path."""
+    names = [run.name for run in runs]
+    return [Run(run.path, run.path, run.rows, run.layout) if names.count(run.name) > 1 else run for run in runs]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

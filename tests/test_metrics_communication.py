@@ -1,0 +1,232 @@
+"""Measured communication against the kernel's own counters, the formula, and torch's functions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import training
+
+from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, build_on_meta, cross_entropy_sum, mesh_shape, parallelize
+from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
+from parallel2d.metrics.prediction import Deviation, predict_communication
+from parallel2d.models.llama import tensor_plan
+
+LLAMA = {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 256, "vocab_size": 512}
+STEPS = 3
+
+
+def kernel_bytes() -> tuple[int, int]:
+    """Bytes that left over loopback and over the other interfaces of this network namespace."""
+    inside = outside = 0
+    with open("/proc/net/dev") as file:
+        for line in file.readlines()[2:]:
+            name, _, numbers = line.partition(":")
+            sent = int(numbers.split()[8])
+            if name.strip() == "lo":
+                inside += sent
+            else:
+                outside += sent
+    return inside, outside
+
+
+def settled_kernel_bytes() -> tuple[int, int]:
+    """The counters between two barriers, when nothing is on its way any more."""
+    dist.barrier()
+    time.sleep(0.2)  # the protocol of the counters, not of the code: the last segments are acknowledged
+    value = kernel_bytes()
+    dist.barrier()
+    return value
+
+
+def measure(
+    mesh_sizes: dict[str, int], config: dict[str, Any], accumulation: int = 1, mode: str = "reduce_scatter_only"
+) -> dict[str, Any]:
+    """Runs `STEPS` steps with the meter on. Sums over ranks and steps, kernel bytes, prediction per step and rank."""
+    parallel = ParallelConfig(**config)
+    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.resolved().strategy.name)
+    shape = mesh_shape(mesh)
+    with build_on_meta():
+        model = training.build_llama(**LLAMA)
+    plan = tensor_plan(model, shape.tensor) if shape.tensor > 1 else None
+    model = parallelize(model, mesh, parallel, seed=0, init=model.init_weights, tensor_plan=plan)
+    predicted = predict_communication(model, mesh, accumulation=accumulation, during_accumulation=mode)
+    batches = [torch.randint(0, 512, (8, 65), generator=torch.Generator().manual_seed(0)) for _ in range(accumulation)]
+    meter = CommunicationMeter(mesh).install()
+
+    def step() -> list[float]:
+        meter.start()
+        for batch in accumulate(model, batches, mode):
+            cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return meter.read()
+
+    try:
+        step()
+        before = settled_kernel_bytes()
+        sums = torch.tensor([step() for _ in range(STEPS)], dtype=torch.float64).sum(0)
+        inside, outside = (after - earlier for after, earlier in zip(settled_kernel_bytes(), before, strict=True))
+    finally:
+        meter.remove()
+    dist.all_reduce(sums)
+    per_step = {key: value / STEPS / dist.get_world_size() for key, value in zip(KEYS, sums.tolist(), strict=True)}
+    return {"measured": per_step, "predicted": predicted, "inside": inside / STEPS, "outside": outside / STEPS}
+
+
+LAYOUTS = {
+    "hybrid": ({}, {"strategy": "hybrid"}),
+    "zero3": ({}, {"strategy": "zero3"}),
+    "zero2": ({}, {"strategy": "zero2"}),
+    "ddp": ({}, {"strategy": "ddp"}),
+    "tensor": ({"tensor": 2}, {"strategy": "zero3"}),
+    "bf16": ({}, {"strategy": "hybrid", "precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_measured_bytes_are_those_of_the_formula(ranks, layout, accumulation):
+    result = ranks.run(4, measure, *LAYOUTS[layout], accumulation)[0]
+    measured = result["measured"]
+    for key, expected in result["predicted"].items():
+        assert measured[key] == pytest.approx(expected, rel=0.001), key
+    for axis in ("replicate", "shard", "tensor"):
+        moved, calls, seconds = (measured[f"comm/{axis}/{quantity}"] for quantity in ("bytes", "calls", "seconds"))
+        assert (moved > 0) == (calls > 0) == (seconds > 0), axis
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_accumulation_modes_move_what_the_formula_says(ranks, mode):
+    result = ranks.run(4, measure, {}, {"strategy": "hybrid"}, 2, mode)[0]
+    for key, expected in result["predicted"].items():
+        assert result["measured"][key] == pytest.approx(expected, rel=0.001), key
+
+
+def names_after_meter() -> bool:
+    mesh = build_mesh(MeshSpec(), "zero3")
+    before = (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor)
+    meter = CommunicationMeter(mesh).install()
+    meter.start()
+    dist.all_reduce(torch.ones(8))  # names no group: the loop's own
+    unnamed = meter.read()
+    dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))
+    named = meter.read()
+    meter.start()
+    meter.remove()
+    dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))
+    assert not any(unnamed)
+    assert dict(zip(KEYS, named, strict=True))["comm/shard/bytes"] == sent_bytes("all_reduce", 32, 2, "cpu")
+    assert not any(meter.read())
+    return before == (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor)
+
+
+def test_only_axis_groups_count_and_a_removed_meter_leaves_torch_as_it_was(ranks):
+    assert ranks.run(2, names_after_meter) == [True, True]
+
+
+def test_wire_factors_are_those_of_the_backend():
+    assert sent_bytes("all_gather", 800, 4, "cpu") == sent_bytes("all_gather", 800, 4, "cuda") == 600
+    assert sent_bytes("all_reduce", 800, 4, "cpu") == sent_bytes("all_reduce", 800, 4, "cuda") == 1200
+    assert sent_bytes("reduce_scatter", 800, 4, "cpu") == 1200
+    assert sent_bytes("reduce_scatter", 800, 4, "cuda") == 600
+    assert sent_bytes("all_reduce", 800, 1, "cpu") == 0
+
+
+def test_an_axis_that_deviates_is_named_once():
+    deviation = Deviation({"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 1000.0, "comm/tensor/bytes": 0.0})
+    assert deviation.check({"comm/replicate/bytes": 1049.0, "comm/shard/bytes": 951.0, "comm/tensor/bytes": 0.0}) == []
+    (said,) = deviation.check({"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 2000.0, "comm/tensor/bytes": 0.0})
+    assert "the shard axis" in said
+    assert "2.00 times the predicted" in said
+    assert deviation.check({"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 2000.0, "comm/tensor/bytes": 0.0}) == []
+    (said,) = deviation.check({"comm/replicate/bytes": 1000.0, "comm/tensor/bytes": 50.0})
+    assert "the tensor axis" in said
+
+
+# Two nodes: network namespaces joined by a virtual cable. Pairs inside a node use its loopback, all others the cable.
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    """Results of `measure` on 2 nodes x 2 ranks, by (layout, accumulation)."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need iproute2 and root")
+    folder = tmp_path_factory.mktemp("two-nodes")
+    nodes = [f"p2d-{os.getpid()}-{node}" for node in range(2)]
+    cables = [f"p{os.getpid()}n{node}" for node in range(2)]
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    processes = []
+    try:
+        if not all(ip("netns", "add", node) for node in nodes):
+            pytest.skip("this container may not make network namespaces")
+        if not ip("link", "add", cables[0], "netns", nodes[0], "type", "veth", "peer", "name", cables[1], "netns", nodes[1]):
+            pytest.skip("this kernel has no veth")
+        for index, (node, cable) in enumerate(zip(nodes, cables, strict=True)):
+            ip("-n", node, "addr", "add", f"10.213.7.{index + 1}/24", "dev", cable)
+            assert ip("-n", node, "link", "set", cable, "up")
+            assert ip("-n", node, "link", "set", "lo", "up")
+        for rank in range(4):
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": cables[rank // 2], "OMP_NUM_THREADS": "1"}
+            words = ["ip", "netns", "exec", nodes[rank // 2], sys.executable, __file__, str(rank), str(folder)]
+            log = open(folder / f"log-{rank}", "w")  # noqa: SIM115 (the process writes to it)
+            processes.append(subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        for rank, process in enumerate(processes):
+            assert process.wait(timeout=150) == 0, (folder / f"log-{rank}").read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for node in nodes:
+            ip("netns", "del", node)
+    return {(case["layout"], case["accumulation"]): case for case in json.loads((folder / "results.json").read_text())}
+
+
+ON_TWO_NODES = [(layout, accumulation) for layout in ("hybrid", "zero3", "ddp", "tensor") for accumulation in (1, 2)]
+# Layout -> axes whose groups lie inside a node, axes whose groups have one rank per node; elsewhere only the sum is comparable
+INSIDE = {"hybrid": ("shard", "replicate"), "tensor": ("tensor", "shard")}
+
+
+@pytest.mark.parametrize(("layout", "accumulation"), ON_TWO_NODES)
+def test_bytes_per_axis_are_those_that_the_kernel_counts(two_nodes, layout, accumulation):
+    case = two_nodes[layout, accumulation]
+    measured = {axis: 4 * case["measured"][f"comm/{axis}/bytes"] for axis in ("replicate", "shard", "tensor")}  # all ranks
+    inside, outside = case["inside"], case["outside"]
+    assert sum(measured.values()) == pytest.approx(inside + outside, rel=0.02)
+    if layout in INSIDE:
+        near, far = INSIDE[layout]
+        assert measured[near] == pytest.approx(inside, rel=0.02)
+        assert measured[far] == pytest.approx(outside, rel=0.02)
+
+
+def main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), 4), rank=rank, world_size=4)
+    results = []
+    for layout, accumulation in ON_TWO_NODES:
+        case = measure(*LAYOUTS[layout], accumulation)
+        counted = torch.tensor([case["inside"], case["outside"]], dtype=torch.float64) * (rank % 2 == 0)  # once per node
+        dist.all_reduce(counted)
+        inside, outside = counted.tolist()
+        results.append({**case, "layout": layout, "accumulation": accumulation, "inside": inside, "outside": outside})
+    if rank == 0:
+        with open(os.path.join(folder, "results.json"), "w") as file:
+            json.dump(results, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

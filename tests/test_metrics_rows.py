@@ -1,0 +1,212 @@
+"""What rows, warnings, console lines, event files and reports say, from given numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from parallel2d import dashboard
+from parallel2d.config import ConfigError
+from parallel2d.metrics import goodput
+from parallel2d.metrics.console import describe, fit
+from parallel2d.metrics.goodput import Goodput
+from parallel2d.metrics.stragglers import WINDOW, Stragglers
+from parallel2d.metrics.tensorboard import LAYOUT
+from parallel2d.metrics.watch import describe_late
+from parallel2d.metrics.writer import MetricsWriter
+from parallel2d.report.__main__ import main as report
+
+HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+        def time(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(goodput, "time", clock)
+    return clock
+
+
+def test_goodput_names_where_the_wall_time_went(clock):
+    ledger = Goodput()
+    ledger.add({"step_s": 5.0}, first=True)
+    ledger.add({"step_s": 2.0, "data_s": 0.5, "checkpoint_s": 1.0, "validation_s": 1.5}, first=False)
+    clock.now += 10.0
+    row = ledger.row()
+    assert row["goodput/fraction"] == pytest.approx(0.15)
+    lost = {name: row[f"goodput/lost_{name}_s"] for name in goodput.LOSSES}
+    assert lost == {"first_step": 5.0, "data": 0.5, "checkpoint": 1.0, "validation": 1.5, "restart": 0.0}
+
+
+def test_goodput_counts_a_restart_as_lost_and_goes_on_from_the_totals(clock):
+    before = Goodput()
+    before.add({"step_s": 4.0}, first=False)
+    clock.now += 4.0
+    row = before.row()
+    clock.now += 30.0
+    after = Goodput()
+    after.resume(row)
+    clock.now += 2.0
+    after.add({"step_s": 2.0}, first=False)
+    row = after.row()
+    assert row["goodput/lost_restart_s"] == pytest.approx(30.0)
+    assert row["goodput/wall_s"] == pytest.approx(36.0)
+    assert row["goodput/fraction"] == pytest.approx(6 / 36)
+
+
+def test_a_rank_at_half_speed_is_named_once_within_20_steps():
+    watch = Stragglers(HOSTS)
+    said = [(step, line) for step in range(60) for line in watch.check([1.0, 1.1, 2.0, 0.9])]
+    ((step, line),) = said
+    assert step < 20
+    assert line.startswith("rank 2 on node-b is slow: 2.0 times")
+
+
+def test_noise_and_single_pauses_are_no_straggler():
+    watch = Stragglers(HOSTS)
+    for step in range(200):
+        busy = [1.0 + 0.3 * ((7 * step + 3 * rank) % 5) / 4 for rank in range(4)]
+        busy[step % 4] *= 5 if step % 3 == 0 else 1  # now this rank, now that one
+        assert watch.check(busy) == []
+    assert WINDOW < 20
+
+
+def test_a_stopped_rank_and_a_rank_behind_are_told_apart():
+    names = [host.split("/")[0] for host in HOSTS]
+    before = [[10, 7, 5, "all_reduce over the replicate axis"], [10, 7, 5, "x"], [10, 7, 3, "x"], [10, 7, 5, "x"]]
+    after = [[12, *before[0][1:]], [12, *before[1][1:]], [10, *before[2][1:]], [12, *before[3][1:]]]
+    said = describe_late(before, after, names, 0)
+    assert "rank 0 waited in all_reduce over the replicate axis of step 7" in said
+    assert "late: rank 2 on node-b, which gave no sign of life" in said
+    after[2][0] = 12
+    assert "late: rank 2 on node-b, alive but behind, at step 7 after 3 collectives" in describe_late(before, after, names, 0)
+    after[2][2] = 5
+    assert "no rank is behind" in describe_late(before, after, names, 0)
+
+
+def test_the_console_says_the_most_wanted_first_and_keeps_to_80_columns():
+    row = {
+        "loss": 2.34567, "throughput/tokens_per_s": 1234567.0, "throughput/mfu": 0.412, "comm/between_hosts/bytes": 3.2e9,
+        "memory/peak_gib": 61.25,
+    }  # fmt: skip
+    line = fit(["step 123456/200000", *describe(row, 3700.0)], 80)
+    assert line == "step 123456/200000  loss 2.3457  1.23M tok/s  MFU 41%  net 3.2GB  61.2GiB"
+    assert len(line) <= 80
+    assert fit(describe(row, 61.0), 200).endswith("saved 1:01")
+
+
+ROW = {
+    "loss": 3.0, "grad_norm": 1.0, "validation/loss": 3.1, "tokens": 100, "throughput/tokens_per_s": 50.0,
+    "throughput/tokens_per_s_per_rank": 25.0, "throughput/model_tflops_per_rank": 0.1, "goodput/fraction": 0.5,
+    "goodput/lost_data_s": 1.0, "memory/peak_rss_gib": 1.0, "rank/skew": 1.0, "time/step_s": 2.0, "time/data_s": 0.0,
+    "time/forward_backward_s": 1.5, "time/sync_s": 0.3, "time/optimizer_s": 0.2,
+    **{f"comm/{axis}/{what}": 10.0 for axis in ("replicate", "shard", "tensor") for what in ("bytes", "calls", "seconds")},
+}  # fmt: skip
+
+
+def make_run(folder, strategy="hybrid", factor=1.0, tensorboard=False):
+    folder.mkdir(parents=True)
+    writer = MetricsWriter(
+        str(folder), {"config": "a: 1", "mesh": "0 1"}, tensorboard=tensorboard, hparams={"strategy": strategy, "lr": 0.1}
+    )
+    writer.begin(0)
+    for step in range(1, 11):
+        writer.write({**ROW, "step": step, "loss": factor * 3.0 / step}, [1.0, 2.0])
+    writer.close()
+    layout = {
+        "strategy": strategy, "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "predicted": {"comm/shard/bytes": 8.0},
+    }  # fmt: skip
+    (folder / "layout.json").write_text(json.dumps(layout))
+    return folder
+
+
+def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparameters(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make_run(tmp_path / "run", tensorboard=True)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    assert set(ROW) <= set(tags["scalars"])
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([3.0 / step for step in range(1, 11)])
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 11))
+    assert "rank/busy_s" in tags["histograms"]
+    assert {"config/text_summary", "mesh/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
+    assert events.summary_metadata.keys() >= {"_hparams_/experiment", "_hparams_/session_start_info"}
+
+
+@pytest.mark.parametrize("chart", [(group, name) for group, charts in LAYOUT.items() for name in charts])
+def test_no_panel_of_the_dashboard_is_empty(chart):
+    _, patterns = LAYOUT[chart[0]][chart[1]]
+    for pattern in patterns:
+        assert any(re.match(pattern, key) for key in ROW), pattern
+
+
+class Loads(HTMLParser):
+    """Collects what a page would load from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+        if tag in ("script", "link", "iframe"):
+            self.found.append(tag)
+
+
+def test_a_report_compares_runs_and_needs_no_network(tmp_path, capsys):
+    runs = [make_run(tmp_path / "first"), make_run(tmp_path / "second", "zero3", 2.0)]
+    assert report([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| first | hybrid | 2 x 2 x 1 | 10 | 0.3000 | 50 |" in text
+    assert "| second | zero3 | 2 x 2 x 1 | 10 | 0.6000 | 50 |" in text
+    assert "| first | shard | 10 | 8 | +25.00% |" in text
+    assert "75.0%" in text
+    page = (tmp_path / "out" / "report.html").read_text()
+    loads = Loads()
+    loads.feed(page)
+    assert loads.found == []
+    for title in ("Loss", "Throughput", "Bytes per axis: first", "Step time: second", "Memory"):
+        assert f'aria-label="{title}"' in page
+    assert "shard (predicted)" in page
+
+
+def test_a_report_of_one_run_lies_in_it(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "layout.json").unlink()  # an older run
+    assert report([str(run)]) == 0
+    assert "| run | - | ? x ? x ? | 10 |" in (run / "report.md").read_text()
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "torn", "layout"])
+def test_a_report_of_something_else_is_one_message(tmp_path, capsys, what):
+    folder = tmp_path / "run"
+    if what != "missing":
+        folder.mkdir()
+    if what == "torn":
+        (folder / "metrics.jsonl").write_text('{"step": 1, "lo')
+    if what == "layout":
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        (folder / "layout.json").write_text("{")
+    assert report([str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"parallel2d: {folder}")
+    assert len(said.splitlines()) == 1
+
+
+def test_the_dashboard_finds_every_run_below_a_folder(tmp_path):
+    for name in ("0", "1"):
+        (tmp_path / "sweep" / name / "tensorboard").mkdir(parents=True)
+    boards = dashboard.find_boards([str(tmp_path / "sweep")])
+    assert list(boards) == ["0", "1"]
+    with pytest.raises(ConfigError, match="no run with a tensorboard folder"):
+        dashboard.find_boards([str(tmp_path / "sweep" / "0" / "tensorboard")])

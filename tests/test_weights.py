@@ -1,0 +1,252 @@
+"""Weights: from one rank to all, from a folder, whole for a moment; and what frozen ones cost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from workers import WorkerError
+
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    build_on_meta,
+    clip_gradient_norm,
+    clip_gradient_value,
+    load_state,
+    parallelize,
+    summon_full_params,
+)
+
+
+class Tabled(nn.Module):
+    """Repeated layers, a buffer that is saved and one that is not."""
+
+    def __init__(self, dim=8, layers=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim)) for _ in range(layers))
+        self.register_buffer("saved", torch.full((3,), 1.0))
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _broadcast(how, source, sizes):
+    mesh = build_mesh(MeshSpec(**sizes), "hybrid")
+    torch.manual_seed(dist.get_rank())
+    if how == "meta" and dist.get_rank() != source:
+        with torch.device("meta"):
+            model = Tabled()
+    else:
+        model = Tabled()
+        model.saved.fill_(dist.get_rank())
+    model = parallelize(model, mesh, ParallelConfig("hybrid"), broadcast_from=source)
+    torch.manual_seed(source)
+    expected = Tabled()
+    same = all(torch.equal(training.whole(p), q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    return same, model.saved.tolist(), model.table.tolist()
+
+
+@pytest.mark.parametrize("how", ["real", "meta"])
+@pytest.mark.parametrize("source", [0, 3])
+def test_all_ranks_start_from_one_ranks_weights_and_buffers(ranks, how, source):
+    assert ranks.run(4, _broadcast, how, source, {}) == [(True, [source] * 3, [0.0, 1.0, 2.0, 3.0, 4.0])] * 4
+
+
+def _broadcast_nothing():
+    with torch.device("meta"):
+        model = Tabled()
+    parallelize(model, build_mesh(MeshSpec(), "hybrid"), broadcast_from=1)
+
+
+def test_broadcasting_from_a_rank_without_weights_is_an_error(ranks):
+    with pytest.raises(WorkerError, match="broadcast_from=1: that rank has no values for layers.0.0.weight"):
+        ranks.run(2, _broadcast_nothing)
+
+
+class Allocations(TorchDispatchMode):
+    """The largest storage that an operator made, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if type(tensor) is torch.Tensor and not tensor.is_meta:  # a DTensor's own storage is nominal
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result
+
+
+def _load_large(megabytes):
+    from parallel2d.parallelize import weights
+
+    rows = megabytes * 2**20 // 4096
+    with build_on_meta():
+        model = nn.Sequential(nn.Linear(1024, rows, bias=False), nn.Linear(1024, 8))
+    model = parallelize(model, build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3"), seed=0)
+    state = None
+    if dist.get_rank() == 0:
+        state = {
+            "0.weight": torch.arange(rows * 1024.0).view(rows, 1024),
+            "1.weight": torch.ones(8, 1024),
+            "1.bias": torch.ones(8),
+        }
+    with Allocations() as allocated:
+        load_state(model, state)
+    local = model[0].weight.to_local()
+    first = dist.get_rank() * -(-rows // 4) * 1024
+    right = bool((local.flatten()[:5] == torch.arange(first, first + 5.0)).all())
+    return right, allocated.largest, weights.PIECE_BYTES
+
+
+def test_no_other_rank_ever_holds_what_rank_0_scatters(ranks):
+    for rank, (right, largest, piece) in enumerate(ranks.run(4, _load_large, 48)):
+        assert right
+        if rank:
+            assert largest <= piece < 48 * 2**20
+
+
+def _load_both_ways():
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    torch.manual_seed(1)
+    source = Tabled()
+    whole = {name: value.clone() for name, value in source.state_dict().items()}
+    a = parallelize(source, mesh, ParallelConfig("hybrid"))
+    sharded = a.state_dict()
+    found = []
+    for state in (sharded, whole if dist.get_rank() == 0 else None):
+        with build_on_meta():
+            b = Tabled()
+        b = parallelize(b, mesh, ParallelConfig("hybrid", "layer"), seed=0)
+        load_state(b, state)
+        found.append(all(torch.equal(training.whole(p), whole[name]) for name, p in b.named_parameters()))
+    with pytest.raises(ValueError, match="do not fit: layers.0.0.weight is missing"):
+        load_state(b, {} if dist.get_rank() == 0 else None)
+    return found
+
+
+def test_full_and_sharded_state_dicts_are_loaded(ranks):
+    assert ranks.run(4, _load_both_ways) == [[True, True]] * 4
+
+
+def _summon(options, sizes):
+    mesh = build_mesh(MeshSpec(**sizes), "hybrid")
+    with build_on_meta():
+        model = training.build_llama()
+    plan = training.tensor_plan(model, 2) if sizes.get("tensor") else None
+    model = parallelize(model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan)
+    tokens, _ = training.global_batch(0)
+    model(tokens).square().mean().backward()
+    before = {name: training.whole(p).clone() for name, p in model.named_parameters()}
+    gradients = {name: training.whole(p.grad).clone() for name, p in model.named_parameters()}
+    here = not options.get("rank0_only") or dist.get_rank() == 0
+    with summon_full_params(model, **options):
+        inside = dict(model.named_parameters())
+        assert inside.keys() == before.keys()
+        for name, parameter in inside.items():
+            own = options.get("recurse", True) or "." not in name
+            assert (type(parameter) is nn.Parameter) == (here and own), name
+            if here and own:
+                assert torch.equal(parameter, before[name])
+                assert (parameter.grad is not None) == options.get("with_grads", False)
+                if options.get("with_grads"):
+                    assert torch.allclose(parameter.grad, gradients[name], rtol=1e-6, atol=0)
+                    parameter.grad.mul_(2)
+                with torch.no_grad():
+                    parameter.add_(1)
+    after = {name: training.whole(p) for name, p in model.named_parameters()}
+    doubled = {name: training.whole(p.grad) for name, p in model.named_parameters()}
+    model(tokens)  # still works
+    changed = all(torch.equal(after[name], before[name] + 1) for name in before)
+    kept = all(torch.equal(after[name], before[name]) for name in before)
+    return changed, kept, all(torch.allclose(doubled[n], 2 * gradients[n]) for n in before)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}])
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, (True, False, False)),
+    ({"rank0_only": True, "offload_to_cpu": True, "with_grads": True}, (True, False, True)),
+    ({"writeback": False}, (False, True, False)),
+    ({"recurse": False}, (False, True, False)),
+])  # fmt: skip
+def test_whole_parameters_for_a_moment(ranks, options, expected, sizes):
+    assert ranks.run(4, _summon, options, sizes) == [expected] * 4
+
+
+class Bytes(TorchDispatchMode):
+    """Elements that reduce-scatters and all-reduces are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d" and "reduce" in str(function):
+            flat = torch.utils._pytree.tree_leaves(args[1] if "reduce_scatter" in str(function) else args[0])
+            self.elements += sum(tensor.numel() for tensor in flat if isinstance(tensor, torch.Tensor))
+        return function(*args, **(kwargs or {}))
+
+
+class Adapted(nn.Module):
+    """A frozen matrix and two small trained ones beside it (LoRA, Hu et al. 2021)."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.base = nn.Linear(dim, dim, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(dim, 4, bias=False), nn.Linear(4, dim, bias=False)
+
+    def forward(self, x):
+        return x + self.base(x) + self.up(self.down(x))
+
+
+def _frozen(bucketing):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted(16) for _ in range(3)))
+    model = parallelize(model, build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3", bucketing))
+    with Bytes() as counted:
+        model(torch.ones(2, 16)).sum().backward()
+    gradients = sum(p.grad.to_local().numel() for p in model.parameters() if p.grad is not None)
+    held = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return counted.elements, trained, gradients, held
+
+
+@pytest.mark.parametrize("bucketing", ["block", "layer"])
+def test_frozen_parameters_cost_no_gradient_memory_or_traffic(ranks, bucketing):
+    for moved, trained, gradients, held in ranks.run(4, _frozen, bucketing):
+        assert moved == trained  # sizes that 4 ranks divide: nothing is padded
+        assert gradients == held
+
+
+def _clip():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    expected = nn.Linear(6, 5)
+    expected.load_state_dict(model.state_dict())
+    model = parallelize(model, build_mesh(MeshSpec(), "hybrid"))
+    x = torch.arange(12.0).view(2, 6)
+    for module in (model, expected):
+        module(x).square().sum().backward()
+    clip_gradient_value(model.parameters(), 3.0)
+    nn.utils.clip_grad_value_(expected.parameters(), 3.0)
+    with pytest.raises(ValueError, match="max_value=-1"):
+        clip_gradient_value(model.parameters(), -1)
+    same = all(
+        torch.equal(training.whole(p.grad), q.grad) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
+    return same, clip_gradient_norm(model.parameters(), math.inf).item() > 3
+
+
+def test_clipping_by_value_is_that_of_a_single_process(ranks):
+    assert ranks.run(4, _clip) == [(True, True)] * 4
