@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -197,7 +198,8 @@ def _told_once(error: Any, logs: str) -> Exception:
     """The story of the rank that failed first, and where the others' logs are."""
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     stories = [(rank, failure, _read_story(failure.error_file)) for rank, failure in failures]
-    rank, failure, story = next(((r, f, s) for r, f, s in stories if s), (*failures[0], None))
+    told = sorted(((r, f, s) for r, f, s in stories if s), key=lambda item: item[2]["time"])
+    rank, failure, story = told[0] if told else (*failures[0], None)
     if story and story["config_error"]:
         return ConfigError(story["text"])
     if story:
@@ -213,7 +215,11 @@ def _read_story(path: str) -> dict[str, Any] | None:
     try:
         with open(path) as file:
             extra = json.load(file)["message"]["extraInfo"]
-        return {"text": extra["py_callstack"], "config_error": extra.get("config_error", False)}
+        return {
+            "text": extra["py_callstack"],
+            "config_error": extra.get("config_error", False),
+            "time": extra.get("time", math.inf),
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -227,12 +233,13 @@ def failures_told_once(place: Place, store: Any) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
+        now = time.time()  # to the microsecond: peers fail within the same second, because this one did
         config_error = isinstance(error, ConfigError)
         interrupted = isinstance(error, KeyboardInterrupt)
         text = str(error) if config_error else "interrupted" if interrupted else traceback.format_exc().rstrip()
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and place.launcher == "self":  # torchrun would print what it finds there beside what is printed here
-            info = {"py_callstack": text, "timestamp": str(int(time.time())), "config_error": config_error}
+            info = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "config_error": config_error}
             with open(path, "w") as file:
                 json.dump({"message": {"message": text.splitlines()[-1] if text else "", "extraInfo": info}}, file)
         if place.launcher == "self":

@@ -15,11 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from parallel2d.config import ConfigError, DataConfig, data_problems, problems
+from parallel2d.config import ConfigError, DataConfig
 from parallel2d.data import store
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.lock import folder_lock
 from parallel2d.data.prepare import prepare
+from parallel2d.validation import data_problems, problems
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel2d.config import ConfigError, DataConfig, data_problems, problems
+from parallel2d.config import ConfigError, DataConfig
 from parallel2d.data.cache import cache_root, open_cached, options_key
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.mixture import Schedule
@@ -19,6 +19,7 @@ from parallel2d.data.prepare import prepare
 from parallel2d.data.samples import PackedSamples, PaddedSamples
 from parallel2d.data.store import TokenSplit, TokenStore
 from parallel2d.data.stream import Samples, SampleStream
+from parallel2d.validation import data_problems, problems
 
 _VALIDATION_SEED = 0  # validation samples stand in the same order in every run
 

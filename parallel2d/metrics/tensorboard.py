@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of a row
+
 LAYOUT = {
     "Throughput": {
         "tokens per second": ["Multiline", ["throughput/tokens_per_s$", "throughput/tokens_per_s_per_rank"]],
@@ -41,6 +43,7 @@ class Board:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as hparams_summary
 
+        self._rows = 0
         self._writer: Any = SummaryWriter(folder, purge_step=from_step + 1 if from_step else None, flush_secs=5)
         self._files: Any = self._writer.file_writer
         for name, text in texts.items():
@@ -63,7 +66,8 @@ class Board:
         ]
         event = Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values))
         self._files.event_writer.add_event(event)
-        if len(busy_s) > 1:
+        self._rows += 1
+        if len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
             import numpy
 
             self._writer.add_histogram("rank/busy_s", numpy.asarray(busy_s), row["step"])
