@@ -41,6 +41,7 @@ def test_unmeasured_communication_leaves_no_rows_of_it(folder):  # noqa: F811
     assert not any(key.startswith("comm/") for row in rows(folder / "run") for key in row)
 
 
+@pytest.mark.soak
 def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
