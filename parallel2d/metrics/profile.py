@@ -49,11 +49,6 @@ class StepProfiler:
         if self._profiler is not None and self._wanted is not None and step >= self._wanted[1]:
             self.close()
 
-    def out_of_memory(self) -> None:
-        """Keeps what memory looked like when it ran out: a snapshot on GPU while tracing."""
-        if self._gpu and self._profiler is not None:
-            torch.cuda.memory._dump_snapshot(f"{self._path}-out-of-memory.pickle")
-
     def close(self) -> None:
         """Ends a trace that is running, and writes it."""
         global _active
