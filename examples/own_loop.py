@@ -3,10 +3,7 @@
 torchrun --nproc-per-node=4 examples/own_loop.py
 """
 
-import os
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parallel2d import (
@@ -17,8 +14,12 @@ from parallel2d import (
     clip_gradient_norm,
     cross_entropy_sum,
     data_coordinate,
+    limit_waiting,
     mesh_shape,
     parallelize,
+    reduce,
+    setup,
+    teardown,
     token_weight,
 )
 
@@ -31,12 +32,8 @@ def build_model() -> nn.Module:
 
 
 def main() -> None:
-    accelerator = torch.cuda.is_available()
-    if accelerator:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if accelerator else "gloo")
-
-    mesh = build_mesh(strategy="hybrid")  # 1: which ranks share a node is found, not assumed
+    runtime = setup(timeout_s=600)
+    mesh = build_mesh(strategy="hybrid", topology=runtime.topology)  # 1: which ranks share a node is found, not assumed
     with build_on_meta():  # 2: no weights yet
         model = build_model()
     model = parallelize(model, mesh, ParallelConfig(strategy="hybrid", bucketing="block"), seed=0)  # 3: sharded, then drawn
@@ -56,10 +53,12 @@ def main() -> None:
         norm = clip_gradient_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(total, dist.ReduceOp.AVG)
-        if dist.get_rank() == 0:
-            print(f"step {step:3} loss {total.item():.4f} grad_norm {norm.item():.3f}", flush=True)
-    dist.destroy_process_group()
+        if step == 1:
+            limit_waiting(600)  # the first step may take longer than any later one
+        loss = reduce(total)
+        if runtime.is_first:
+            print(f"step {step:3} loss {loss.item():.4f} grad_norm {norm.item():.3f}", flush=True)
+    teardown()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 HEADS = ("causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base")
@@ -122,3 +124,96 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
             )
         found[pattern] = word
     return found
+
+
+def context_of(seq_len: int) -> int:
+    """Positions at the start of a sequence for which an encoder and a decoder give no output: see `read_prefix_and_suffix`."""
+    return max(0, seq_len // 2 - 1)
+
+
+def read_prefix_and_suffix(model: nn.Module) -> None:
+    """Makes an encoder-decoder take one sequence of token ids, int64 [n, T], as a decoder alone would.
+
+    The prefix language model objective (Raffel et al. 2020, section 3.2): the encoder reads the first h = T // 2 tokens, in both
+    directions; the decoder is given its start token and then tokens h to T - 1, and predicts the token after each. Logits have
+    the shape [n, T - h + 1, vocabulary] and belong to the targets of positions h - 1 to T - 1; earlier targets have none.
+
+    Raises ValueError when the model names no token to start with, or its head gives no logits.
+    """
+    config: Any = model.config
+    start = getattr(config, "decoder_start_token_id", None)
+    start = getattr(config, "pad_token_id", None) if start is None else start  # as T5 does
+    if start is None:
+        raise ValueError(
+            f"{type(config).__name__} has no decoder_start_token_id and no pad_token_id: set model.arguments.pad_token_id"
+        )
+    if model_class(config, "seq2seq_lm") is not _library_class(model):
+        raise ValueError(f"{type(model).__name__} is no sequence-to-sequence language model; set model.head=seq2seq_lm")
+
+    def split(_model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
+        if len(inputs) != 1 or options:
+            return None  # called by somebody who knows what it takes
+        (tokens,) = inputs
+        prefix, suffix = tokens.tensor_split([tokens.shape[1] // 2], dim=1)
+        started = torch.cat([tokens.new_full((len(tokens), 1), start), suffix], dim=1)
+        return (), {"input_ids": prefix, "decoder_input_ids": started}
+
+    model.register_forward_pre_hook(split, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """How a parameter is put together: each group of stored tensors stacked along a new dim 0 if ``stacked``, the groups then
+    concatenated along ``dim`` (None: there is one group)."""
+
+    names: list[list[str]]
+    stacked: bool
+    dim: int | None
+
+
+def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredForm]:
+    """What the library makes of the tensor names ``stored`` when it reads them into ``model``: parameter name -> form.
+
+    Saved folders hold the names and forms in which a model was first published, and the library renames, stacks and concatenates
+    on the way in (transformers 5: experts of Mixtral, Qwen-MoE, DeepSeek). Only names that differ from a stored one are listed;
+    empty for a model that is not the library's. Raises ValueError for a parameter that is made in another way.
+    """
+    config, kind = getattr(model, "config", None), _library_class(model)
+    if config is None or kind is None:
+        return {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    with torch.device("meta"):
+        twin = kind(config)  # sharding changes the classes by which the library looks its rules up
+    rules, names_here = get_model_conversion_mapping(twin), twin.state_dict()
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    collected: dict[str, dict[str | None, list[str]]] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, twin.base_model_prefix, names_here)
+        if target != name:
+            collected.setdefault(target, {}).setdefault(pattern, []).append(name)
+    found: dict[str, StoredForm] = {}
+    for target, groups in collected.items():
+        if None in groups:
+            found[target] = StoredForm([groups[None]], stacked=False, dim=None)
+            continue
+        rule = by_pattern[next(iter(groups))]
+        operations = [(type(one).__name__, getattr(one, "dim", None)) for one in rule.operations]
+        stacked = bool(operations) and operations[0] == ("MergeModulelist", 0)
+        rest = operations[stacked:]
+        if len(rule.target_patterns) != 1 or len(rest) > 1 or any(name != "Concatenate" for name, _ in rest):
+            raise ValueError(
+                f"{target} is stored in a form that is not read in parts ({', '.join(name for name, _ in operations)} of "
+                f"{len(rule.target_patterns)}); save the model's own state_dict() with safetensors, which has no such form"
+            )
+        names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]
+        found[target] = StoredForm(names, stacked, rest[0][1] if rest else None)
+    return found
+
+
+def _library_class(model: nn.Module) -> type[nn.Module] | None:
+    """The class of the ``transformers`` model that ``model`` is, or was before it was sharded; None for any other module."""
+    return next((kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")), None)

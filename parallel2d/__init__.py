@@ -9,32 +9,53 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parallel2d.checkpoint.whole import full_state, load_full_state, load_sharded_state, rekey_optimizer_state, sharded_state
     from parallel2d.config import ConfigError, ParallelConfig
     from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.loss import cross_entropy_sum, token_weight
     from parallel2d.mesh import MeshSpec, Topology, build_mesh, data_coordinate, mesh_shape
+    from parallel2d.optimizer import build_optimizer, set_learning_rate
     from parallel2d.parallelize import build_on_meta, parallelize
+    from parallel2d.parallelize.context import model_sharded_context
+    from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
     from parallel2d.sync import accumulate, no_sync
     from parallel2d.weights import load_pretrained, load_state, summon_full_params
+    from parallel2d.weights.summon import apply_full, sharded_modules
 
 _MODULES = {
     "ConfigError": "config",
     "MeshSpec": "mesh",
     "ParallelConfig": "config",
+    "Runtime": "runtime",
     "Topology": "mesh",
     "accumulate": "sync",
+    "apply_full": "weights.summon",
+    "barrier": "runtime",
     "build_mesh": "mesh",
     "build_on_meta": "parallelize",
+    "build_optimizer": "optimizer",
     "clip_gradient_norm": "gradients",
     "clip_gradient_value": "gradients",
     "cross_entropy_sum": "loss",
     "data_coordinate": "mesh",
+    "full_state": "checkpoint.whole",
+    "limit_waiting": "runtime",
+    "load_full_state": "checkpoint.whole",
     "load_pretrained": "weights",
+    "load_sharded_state": "checkpoint.whole",
     "load_state": "weights",
     "mesh_shape": "mesh",
+    "model_sharded_context": "parallelize.context",
     "no_sync": "sync",
     "parallelize": "parallelize",
+    "reduce": "runtime",
+    "rekey_optimizer_state": "checkpoint.whole",
+    "set_learning_rate": "optimizer",
+    "setup": "runtime",
+    "sharded_modules": "weights.summon",
+    "sharded_state": "checkpoint.whole",
     "summon_full_params": "weights",
+    "teardown": "runtime",
     "token_weight": "loss",
 }
 
@@ -42,20 +63,36 @@ __all__ = [
     "ConfigError",
     "MeshSpec",
     "ParallelConfig",
+    "Runtime",
     "Topology",
     "accumulate",
+    "apply_full",
+    "barrier",
     "build_mesh",
     "build_on_meta",
+    "build_optimizer",
     "clip_gradient_norm",
     "clip_gradient_value",
     "cross_entropy_sum",
     "data_coordinate",
+    "full_state",
+    "limit_waiting",
+    "load_full_state",
     "load_pretrained",
+    "load_sharded_state",
     "load_state",
     "mesh_shape",
+    "model_sharded_context",
     "no_sync",
     "parallelize",
+    "reduce",
+    "rekey_optimizer_state",
+    "set_learning_rate",
+    "setup",
+    "sharded_modules",
+    "sharded_state",
     "summon_full_params",
+    "teardown",
     "token_weight",
 ]
 

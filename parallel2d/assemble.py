@@ -7,9 +7,12 @@ does all of it on a rank. Both go through the same functions, so neither can kno
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import os
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,52 +25,71 @@ from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.flops import count_flops, peak_flops
 from parallel2d.metrics.header import RunFacts
-from parallel2d.metrics.prediction import predict_communication
+from parallel2d.metrics.prediction import count_tensor_axis, predict_communication
 from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.model import ModelParts, build_model
-from parallel2d.optimizer import build_optimizer
+from parallel2d.optimizer import build_optimizer, plan_groups, update_bytes
 from parallel2d.parallelize import parallelize
+from parallel2d.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallelize.compilation import check_compilation
+from parallel2d.parallelize.float8 import check_float8
+from parallel2d.parallelize.sharding import DTYPES, check_offload
 from parallel2d.parallelize.tensor_parallel import resolve_plan
+from parallel2d.parallelize.twin import tensor_twin
 from parallel2d.runtime import Runtime, check_same_data, check_shared_run_dir
 from parallel2d.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def check(config: TrainConfig, topology: Topology) -> None:
     """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on ``topology``."""
-    shape = MeshSpec.from_config(config.mesh).resolve(config.strategy.name, topology)
-    plan_batches(config, shape, data_rank=0)
+    shape = resolve_mesh(config, topology)
+    plan_batches(config, shape, data_rank=0, pad=False)
     check_compilation(config.compile, shape.tensor)
+    kept_operators(config.activation_checkpointing.keep)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    check_offload(config.cpu_offload, device_type)
+    check_float8(config.precision, device_type)
     parts = build_model(config.model)
+    plan_groups(parts.module, config.optimizer)
     plan_tensor_axis(config, parts, shape)
-    check_vocabulary(config, parts, open_training_data(config))
+    check_vocabulary(config, parts, open_training_data(config, parts))
 
 
 def build_trainer(job: Job, runtime: Runtime) -> Trainer:
     """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what cannot work."""
     config, device = job.config, runtime.device
     check_shared_run_dir(job.run_dir)
-    shape = MeshSpec.from_config(config.mesh).resolve(config.strategy.name, runtime.topology)
-    mesh = build_mesh(config.mesh, config.strategy.name, topology=runtime.topology, device_type=device.type)
-    plan = plan_batches(config, shape, data_coordinate(mesh))
-    data = open_training_data(config)
-    check_same_data(data.fingerprint)
-
+    shape = resolve_mesh(config, runtime.topology)
+    mesh = build_mesh(
+        shape.spec(),
+        config.strategy.name,
+        topology=runtime.topology,
+        allow_cross_node=config.mesh.allow_cross_node,
+        device_type=device.type,
+    )
+    plan = plan_batches(config, shape, data_coordinate(mesh), pad=job.restarted or config.launch.elastic)
     parts = build_model(config.model)
+    data = open_training_data(config, parts)
+    check_same_data(data.fingerprint)
     check_vocabulary(config, parts, data)
-    flops = count_flops(parts.module, config.train.seq_len, parts.loss) if runtime.is_first else None
+    flops = flops_per_sequence(job, parts) if runtime.is_first else None
+    tensor_plan = plan_tensor_axis(config, parts, shape)
+    activations = predict_activations(config, parts, mesh, plan, tensor_plan)
     model = parallelize(
         parts.module,
         mesh,
         config.parallel(),
         seed=config.train.seed,
         init=parts.init,
-        tensor_plan=plan_tensor_axis(config, parts, shape),
+        tensor_plan=tensor_plan,
         weights=parts.weights,
         topology=runtime.topology,
     )
+    optimizer = build_optimizer(model, config.optimizer)
     facts = RunFacts(
         shape=shape,
         ranks=mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor),
@@ -87,11 +109,12 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         flops_per_sequence=flops,
         device=device,
         run_dir=job.run_dir,
-        predicted=predict_communication(
-            model, mesh, accumulation=plan.accumulation, during_accumulation=config.sync.during_accumulation
-        ),
+        predicted=activations
+        | predict_communication(model, mesh, accumulation=plan.accumulation, during_accumulation=config.sync.during_accumulation),
     )
-    optimizer = build_optimizer(model, config.optimizer)
+    for axis, sent in update_bytes(optimizer).items():
+        if (key := f"comm/{axis}/bytes") in facts.predicted:
+            facts.predicted[key] += sent
     described = {**facts.layout(), "model": dataclasses.asdict(config.model)}  # what an export to another format needs to know
     checkpointer = Checkpointer(config.checkpoint, job.run_dir, mesh, model, optimizer, layout=described)
     trainer = Trainer(
@@ -106,12 +129,26 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         recorder=build_recorder(config, facts, mesh, first=runtime.is_first),
         checkpointer=checkpointer,
         device=device,
+        data_fingerprint=data.fingerprint,
     )
-    restored = checkpointer.restore(restarted=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
-    if restored is not None and config.checkpoint.load == "all":
+    restored = checkpointer.restore(restarted=job.restarted)
+    if restored is not None:
+        check_position(restored, data, config)
         trainer.load_state_dict(restored)
     trainer.recorder.begin(trainer.progress.step)
     return trainer
+
+
+def flops_per_sequence(job: Job, parts: ModelParts) -> int | None:
+    """Counted once per job: restarted workers read what the first ones wrote, since counting loads a second's worth of torch."""
+    if job.restarted:
+        try:
+            with open(os.path.join(job.run_dir, "layout.json")) as file:
+                known: int | None = json.load(file)["flops_per_sequence"]
+            return known
+        except (OSError, ValueError, KeyError):
+            log.info("layout.json of the earlier workers cannot be read; FLOPs are counted again")
+    return count_flops(parts.module, job.config.train.seq_len, parts.loss)
 
 
 def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorder:
@@ -145,19 +182,64 @@ def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, fi
     )
 
 
-def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int) -> BatchPlan:
-    """This data rank's share of every global batch."""
+def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
+    """The sizes of the mesh axes on the machines that are there."""
+    spec = MeshSpec.from_config(config.mesh)
+    if config.launch.elastic:
+        return spec.resolve_elastic(config.strategy.name, topology, config.launch.node_range[1])
+    return spec.resolve(config.strategy.name, topology)
+
+
+def predict_activations(
+    config: TrainConfig, parts: ModelParts, mesh: DeviceMesh, plan: BatchPlan, tensor_plan: Mapping[str, object] | None
+) -> dict[str, float]:
+    """What the tensor axis will move per step; nothing without that axis or where nothing is measured. Every rank must ask."""
+    if tensor_plan is None or not config.metrics.communication:
+        return {}
+    return count_tensor_axis(
+        tensor_twin(parts.module, mesh, config.parallel(), tensor_plan),
+        mesh,
+        parts.loss,
+        micro_batch_size=plan.micro_batch_size,
+        seq_len=config.train.seq_len,
+        accumulation=plan.accumulation,
+        during_accumulation=config.sync.during_accumulation,
+        reduce_dtype=DTYPES[config.precision.reduce],
+    )
+
+
+def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: bool) -> BatchPlan:
+    """This data rank's share of every global batch. ``pad``: sizes need not divide, because the number of ranks is not what the
+    job began with."""
     return BatchPlan(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         data_rank=data_rank,
         data_ranks=shape.data_ranks,
+        allow_padding=pad,
     )
 
 
-def open_training_data(config: TrainConfig) -> OpenData:
-    """The configured data; prepared first where it has not been."""
-    return open_data(config.data, seq_len=config.train.seq_len, seed=config.train.seed)
+def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
+    """The configured data, with targets where the model has outputs; prepared first where it has not been."""
+    seq_len = config.train.seq_len
+    return open_data(config.data, seq_len=seq_len, seed=config.train.seed, context=parts.context(seq_len))
+
+
+def check_position(restored: Mapping[str, object], data: OpenData, config: TrainConfig) -> None:
+    """Raises `ConfigError` when the checkpoint's position is one in other data; ``checkpoint.strict=false`` only says so."""
+    saved = restored.get("data_fingerprint")
+    if saved in (None, data.fingerprint):
+        return
+    text = (
+        f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut otherwise (files, tokenizer, "
+        f"train.seq_len, train.seed, data.*): here sample {restored['samples']} is another one"
+    )
+    if config.checkpoint.strict:
+        raise ConfigError(
+            f"{text}; checkpoint.load=model_only starts over with its weights, checkpoint.strict=false goes on at that position"
+        )
+    log.warning("%s; going on at that position", text)
 
 
 def plan_tensor_axis(config: TrainConfig, parts: ModelParts, shape: MeshShape) -> Mapping[str, object] | None:

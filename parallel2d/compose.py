@@ -6,9 +6,11 @@ allowed and the nearest valid choice. Nothing behind the door knows Hydra.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +24,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallel2d import obsolete
 from parallel2d.config import (
     BUCKETINGS,
     CHECKPOINTINGS,
     COMPILES,
+    OPTIMIZERS,
     PRECISIONS,
     STRATEGIES,
     CheckpointConfig,
@@ -35,7 +39,6 @@ from parallel2d.config import (
     LaunchConfig,
     LlamaModel,
     MetricsConfig,
-    OptimizerConfig,
     ProfileConfig,
     SchedulerConfig,
     SyncConfig,
@@ -49,7 +52,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "activation_checkpointing": dict(CHECKPOINTINGS),
     "compile": dict(COMPILES),
     "sync": {"exact": SyncConfig()},
-    "optimizer": {"adamw": OptimizerConfig()},
+    "optimizer": dict(OPTIMIZERS),
     "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
     "checkpoint": {"default": CheckpointConfig()},
     "metrics": {"default": MetricsConfig()},
@@ -58,6 +61,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 _MODEL_SCHEMAS = {"llama_schema": LlamaModel, "custom_schema": CustomModel, "hf_schema": HuggingFaceModel}
 _OPEN = ("model.arguments.", "model.arguments=", "model.tensor_plan=")  # whose content no schema knows
+_BRACKET = re.compile(r"(?<!\\)([\[\]])")
 _EXPECTED = {
     "IntegerNode": "a whole number",
     "FloatNode": "a number",
@@ -76,6 +80,7 @@ class Job:
     config: TrainConfig
     run_dir: str
     overrides: tuple[str, ...]
+    restarted: bool = False  # these workers replace others of the same job
 
 
 def register() -> None:
@@ -95,8 +100,7 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
     ``refuse_multirun``: why ``-m`` cannot be used here, if it cannot. Raises `ConfigError` for anything wrong with the words.
     """
     register()
-    # the factory's own arguments are no keys of ours: Hydra wants ++ before a key that its schema does not have
-    words = [f"++{word}" if word.startswith(_OPEN) else word for word in arguments]
+    words = _open_words(arguments)
     if any(word.startswith("--experimental-rerun") for word in words):
         raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
     if refuse_multirun and any(word in ("-m", "--multirun") for word in words):
@@ -133,6 +137,43 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
         raise failures[0][1]
 
 
+def preview(arguments: Sequence[str]) -> TrainConfig | None:
+    """What ``arguments`` compose to, without a run directory or any other trace.
+
+    None where `run` will not compose one job (``-m``, ``--help``, ``--cfg``) or will say what is wrong with the words.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra._internal.utils import get_args_parser
+    from hydra.core.global_hydra import GlobalHydra
+
+    register()
+    try:
+        with contextlib.redirect_stderr(None):
+            parsed = get_args_parser().parse_args(_open_words(arguments))
+    except SystemExit:
+        return None
+    if parsed.help or parsed.hydra_help or parsed.cfg or parsed.info or parsed.multirun or parsed.config_path:
+        return None
+    words = list(parsed.overrides)
+    if parsed.config_dir:
+        words.append(f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("parallel2d.conf", version_base="1.3"):
+            return to_config(compose(parsed.config_name or "train", overrides=words))
+    except (HydraException, OmegaConfBaseException, ConfigError):
+        return None
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _open_words(arguments: Sequence[str]) -> list[str]:
+    """The factory's own arguments are no keys of ours: Hydra wants ++ before a key that its schema does not have. In a pattern of
+    ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the pattern, which Hydra takes only with backslashes."""
+    words = [_BRACKET.sub(r"\\\1", word) if word.lstrip("+").startswith("model.tensor_plan={") else word for word in arguments]
+    return [f"++{word}" if word.startswith(_OPEN) else word for word in words]
+
+
 def to_config(composed: DictConfig) -> TrainConfig:
     """The validated dataclasses of a composed config. Raises `ConfigError` with every problem."""
     if missing := sorted(OmegaConf.missing_keys(composed)):
@@ -144,7 +185,8 @@ def to_config(composed: DictConfig) -> TrainConfig:
     assert isinstance(config, TrainConfig)
     if extra := _extra_keys(composed):
         known = [key for key in _dotted_keys(composed) if not key.startswith(tuple(extra))]
-        raise ConfigError("\n".join(f"unknown key {key}{_nearest(key, known)}" for key in extra))
+        hints = ((key, obsolete.answer(key)) for key in extra)
+        raise ConfigError("\n".join(f"unknown key {key}{f': {hint}' if hint else _nearest(key, known)}" for key, hint in hints))
     config.validate()
     return config
 
@@ -187,7 +229,10 @@ def _explain(words: Sequence[str], error: Exception) -> str:
                 override = OverridesParser.create(loader).parse_override(word)
             except HydraException as wrong:
                 reason = str(wrong).splitlines()[0]
-                lines.append(f"{word} cannot be read ({reason}); write key=value, and quote special characters")
+                advice = "write key=value, and quote special characters"
+                if word.lstrip("+").startswith("model.tensor_plan="):
+                    advice = "patterns may hold * ? and [abc] here; others go in a YAML file or come from package.module:function"
+                lines.append(f"{word} cannot be read ({reason}); {advice}")
                 continue
             key = str(override.key_or_group)
             if override.is_sweep_override() or key.startswith("hydra"):
@@ -202,7 +247,9 @@ def _explain(words: Sequence[str], error: Exception) -> str:
             allowed = [name for name in loader.get_group_options(key) if not name.endswith("_schema")]
             for choice in choices:
                 if choice not in allowed:
-                    lines.append(f"{key}={choice} is not one of {', '.join(allowed)}{_nearest(choice, allowed)}")
+                    hint = obsolete.strategy_answer(choice) if key == "strategy" else None
+                    near = f"; {hint}" if hint else _nearest(choice, allowed)
+                    lines.append(f"{key}={choice} is not one of {', '.join(allowed)}{near}")
                 elif not override.is_sweep_override():
                     chosen.append(f"{key}={choice}")
         base = compose("train", overrides=chosen)
@@ -217,6 +264,8 @@ def _try(base: DictConfig, keys: list[str], groups: set[str], word: str, overrid
         return [f"{word}: keys cannot be removed, only set"]
     node = OmegaConf.select(base, key, throw_on_missing=False) if key in keys else None
     if key not in keys:
+        if (instead := obsolete.answer(key)) is not None:
+            return [f"unknown key {key} (given as {word}): {instead}"]
         parent = key.rpartition(".")[0]
         siblings = [k for k in keys if k.rpartition(".")[0] == parent] if parent in keys else []
         listed = f"; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}" if siblings else ""

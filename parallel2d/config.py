@@ -31,6 +31,7 @@ def option(default: Any, **constraint: Any) -> Any:
 
 STRATEGY_NAMES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
+OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
 # What a tensor-parallel plan may say of a module; see parallelize/tensor_parallel.py. The last three are Hugging Face's words.
 TENSOR_WORDS = (
     "colwise",
@@ -88,6 +89,19 @@ class BucketingConfig:
 
 
 @dataclass
+class PrefetchConfig:
+    """How early parameters are gathered: how many groups ahead of the one that computes, in the order in which they run.
+
+    A group costs one all-gather whenever it is issued; each step ahead keeps one more group's whole parameters in memory. A number
+    larger than that of the groups means all of them. Nothing is gathered, and so nothing prefetched, without a shard axis.
+    """
+
+    # 0: a group is gathered when it is reached, which on GPU still overlaps, because the host runs ahead of the device
+    forward: int = option(0, minimum=0)
+    backward: int = option(1, minimum=0)  # 0: a group is gathered when its backward begins
+
+
+@dataclass
 class PrecisionConfig:
     """The dtype of every tensor that mixed precision decides about."""
 
@@ -103,6 +117,10 @@ class PrecisionConfig:
     # optimizers of your own that read such gradients. AdamW does not, so the train command refuses it
     keep_low_precision_gradients: bool = False
     fp32_modules: list[str] = option([])  # class names that compute in fp32 beside a lower `param`, each instance its own group
+    # Matrix products of the Linear layers inside blocks in 8-bit floats (needs torchao, and a GPU of compute capability 8.9): one
+    # scale per tensor, or per row, which is more accurate and slower. Worth its casts only with compile=block
+    float8: str = option("none", choices=("none", "tensorwise", "rowwise"))
+    float8_exclude: list[str] = option([])  # patterns of module names that stay as they are, such as *.attention.*
 
 
 PRECISIONS = {
@@ -114,13 +132,21 @@ PRECISIONS = {
 }
 
 
+KEPT_OPERATORS = ("mm", "bmm", "addmm", "scaled_dot_product_*", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
 @dataclass
 class ActivationCheckpointingConfig:
-    """What backward recomputes instead of keeping. ``full`` keeps only block inputs; ``selective`` keeps the results of
-    matrix products and attention too and recomputes the cheap rest."""
+    """What backward recomputes instead of keeping. ``full`` keeps only block inputs; ``selective`` keeps the results of the
+    operators in ``keep`` too and recomputes the cheap rest. ``budget`` lets the compiler choose what fits in ``memory_budget``."""
 
-    name: str = option("none", choices=("none", "full", "selective"))
+    name: str = option("none", choices=("none", "full", "selective", "budget"))
     every: int = option(1, minimum=1)  # 2: only every second block is checkpointed, half the saving, half the cost
+    # selective: operators whose results stay in memory; by default those that are expensive to compute, small against what they save
+    keep: list[str] = option(list(KEPT_OPERATORS))
+    memory_budget: float = option(0.5, minimum=0, maximum=1)  # budget: share of the activations; 0 recomputes all, 1 nothing
+    blocks: list[str] = option([])  # class names of what is checkpointed, if not the blocks of bucketing
+    policy: Any = None  # as bucketing.policy, instead of blocks
 
 
 @dataclass
@@ -152,24 +178,41 @@ class ParallelConfig:
     precision: PrecisionConfig | str = field(default_factory=PrecisionConfig)
     activation_checkpointing: ActivationCheckpointingConfig | str = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig | str = field(default_factory=CompileConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the optimizer runs there; a step is slower by
+    # both copies and by the CPU's optimizer
+    cpu_offload: bool = False
     allow_cross_node: bool = False
+
+    def __new__(cls, *args: Any, **given: Any) -> ParallelConfig:
+        """Raises `ConfigError` for options that other frameworks have, with what to do instead."""
+        from parallel2d.obsolete import refuse
+
+        known = {item.name for item in dataclasses.fields(cls)}
+        refuse({name: value for name, value in given.items() if name not in known}, "ParallelConfig", sorted(known))
+        return super().__new__(cls)
 
     def resolved(self) -> ResolvedParallelConfig:
         """The same with every preset name replaced by its dataclass. Raises `ConfigError` listing every problem."""
-        from parallel2d.validation import bucketing_problems, precision_problems, problems
+        from parallel2d.obsolete import strategy_answer
+        from parallel2d.validation import parallel_problems, problems
 
         values: dict[str, Any] = {}
         for name, (presets, kind) in _PRESETS.items():
             value = getattr(self, name)
-            if isinstance(value, str):
+            if isinstance(value, str) and presets:
                 if value not in presets:
-                    raise ConfigError(f"{name}={value!r} is not one of {', '.join(presets)}")
+                    hint = strategy_answer(value) if name == "strategy" else None
+                    raise ConfigError(f"{name}={value!r} is not one of {', '.join(presets)}" + (f"; {hint}" if hint else ""))
                 value = presets[value]
             if not isinstance(value, kind):
-                raise ConfigError(f"{name} must be a preset name or {kind.__name__}, got {type(value).__name__}")
+                words = "a preset name or " if presets else ""
+                raise ConfigError(f"{name} must be {words}{kind.__name__}, got {type(value).__name__}")
             values[name] = dataclasses.replace(value)  # type: ignore[type-var]
-        resolved = ResolvedParallelConfig(**values, allow_cross_node=self.allow_cross_node)
-        if found := [*problems(resolved), *precision_problems(resolved.precision), *bucketing_problems(resolved.bucketing)]:
+        if not isinstance(self.cpu_offload, bool):
+            raise ConfigError(f"cpu_offload={self.cpu_offload} must be True or False")
+        resolved = ResolvedParallelConfig(**values, cpu_offload=self.cpu_offload, allow_cross_node=self.allow_cross_node)
+        if found := [*problems(resolved), *parallel_problems(resolved)]:
             raise ConfigError("\n".join(found))
         return resolved
 
@@ -183,12 +226,14 @@ class ResolvedParallelConfig:
     precision: PrecisionConfig
     activation_checkpointing: ActivationCheckpointingConfig
     compile: CompileConfig
+    prefetch: PrefetchConfig
+    cpu_offload: bool
     allow_cross_node: bool
 
 
 STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
 BUCKETINGS = {name: BucketingConfig(name) for name in ("none", "layer", "block", "size")}
-CHECKPOINTINGS = {name: ActivationCheckpointingConfig(name) for name in ("none", "full", "selective")}
+CHECKPOINTINGS = {name: ActivationCheckpointingConfig(name) for name in ("none", "full", "selective", "budget")}
 COMPILES = {name: CompileConfig(name) for name in ("none", "block")}
 _PRESETS: dict[str, tuple[dict[str, Any], type]] = {
     "strategy": (STRATEGIES, StrategyConfig),
@@ -196,6 +241,7 @@ _PRESETS: dict[str, tuple[dict[str, Any], type]] = {
     "precision": (PRECISIONS, PrecisionConfig),
     "activation_checkpointing": (CHECKPOINTINGS, ActivationCheckpointingConfig),
     "compile": (COMPILES, CompileConfig),
+    "prefetch": ({}, PrefetchConfig),
 }
 
 
@@ -271,14 +317,39 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW. Weight decay acts on matrices only, never on norms and biases."""
+    """How gradients become updates. Weight decay acts on matrices only, never on norms and biases, unless ``groups`` says so.
 
-    name: str = option("adamw", choices=("adamw",))
+    ``adamw``, ``adam``, ``sgd``: elementwise, nothing is sent. ``adafactor``: row and column statistics instead of a second moment per
+    element; sends those. ``muon``: hidden matrices by Muon, which gathers each one in bf16; embeddings, head, norms, biases by AdamW.
+    """
+
+    name: str = option("adamw", choices=OPTIMIZER_NAMES)
     lr: float = option(1e-3, above=0)
-    betas: list[float] = option([0.9, 0.95])
-    eps: float = option(1e-8, above=0)
-    weight_decay: float = option(0.1, minimum=0)
+    betas: list[float] = option([0.9, 0.95])  # adamw, adam, and muon's AdamW
+    eps: float = option(1e-8, above=0)  # the same
+    weight_decay: float = option(0.1, minimum=0)  # decoupled, but with adam and sgd, where it is added to the gradient
     clip_norm: float = option(1.0, above=0)  # global 2-norm of the gradient; inf: never clipped, still measured
+    # {pattern: of canonical names, with any of lr_scale, weight_decay, and with muon algorithm (muon, adamw)}; the first match counts
+    groups: list[Any] = option([])
+    # fused: one kernel per dtype and device; foreach: one per operation; loop: one per operation and parameter, least memory
+    implementation: str = option("fused", choices=("fused", "foreach", "loop"))  # sgd: foreach or loop
+    amsgrad: bool = False  # adamw, adam: divides by the largest second moment so far; a third more optimizer state
+    momentum: float = option(0.9, minimum=0, maximum=1)  # sgd (0: no state at all), muon
+    nesterov: bool = False  # sgd, muon
+    beta2_decay: float = option(-0.8, maximum=0)  # adafactor: the second moment forgets with 1 - step ** beta2_decay
+    clip_threshold: float = option(1.0, minimum=1)  # adafactor: largest root mean square of an update before the rate
+    # muon: match_rms_adamw scales updates to the size of AdamW's, so that one lr serves both; original wants about 20 times the lr
+    adjust_lr: str = option("match_rms_adamw", choices=("match_rms_adamw", "original"))
+    newton_schulz_steps: int = option(5, minimum=1, maximum=99)  # muon: matrix products per update, 3 each
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerConfig("adamw"),
+    "adam": OptimizerConfig("adam", weight_decay=0.0),
+    "sgd": OptimizerConfig("sgd", lr=0.1, weight_decay=0.0, implementation="foreach"),
+    "adafactor": OptimizerConfig("adafactor", lr=1e-2, weight_decay=0.0),
+    "muon": OptimizerConfig("muon", momentum=0.95, nesterov=True),
+}
 
 
 @dataclass
@@ -314,6 +385,7 @@ class MetricsConfig:
     log_every: int = option(1, minimum=1)  # steps; losses in between are reduced all the same
     console: str = option("rich", choices=("rich", "plain", "silent"))  # rich falls back to plain off a terminal
     tensorboard: bool = True
+    memory_history: bool = False  # on GPU: the snapshot that an out-of-memory leaves tells where blocks came from
     communication: bool = True  # count bytes, calls and seconds per mesh axis; false: nothing is wrapped, stragglers by CPU time
 
 
@@ -337,6 +409,10 @@ class CheckpointConfig:
     keep_last: int = option(3, minimum=0)  # newest checkpoints that are kept; 0: all. Each costs 3x the parameters with AdamW
     keep_every: int = option(0, minimum=0)  # steps: multiples of it are never deleted; 0: none
     max_failures: int = option(3, minimum=1)  # saves in a row that may fail before the run ends with an error
+    # Steps between copies of the state in each node's shared memory, so that restarted workers lose these steps at most instead of
+    # `every`; 0: none. Costs 2x a node's share of the state in /dev/shm. auto: 10 where workers are restarted (TORCHELASTIC_MAX_RESTARTS
+    # above 0). With two replicas it covers lost nodes, with one lost workers
+    memory_every: int | str = option("auto", minimum=0, auto=True)
     folder: str | None = None  # default: checkpoints/ in the run dir; any path or fsspec address (s3://bucket/run)
     resume: str = "auto"  # auto: the newest sound one of this run dir; never: start afresh; or the path of a checkpoint
     load: str = option("all", choices=("all", "model_only"))  # model_only: weights alone, the optimizer starts fresh
@@ -345,13 +421,43 @@ class CheckpointConfig:
 
 @dataclass
 class LaunchConfig:
-    """Starting workers on this machine when not under torchrun or srun."""
+    """Starting workers when not under torchrun or srun: on this machine, or on every node where the same command is started."""
 
     nproc_per_node: int | str = option("auto", minimum=1, auto=True)  # auto: one per GPU, 4 on a machine without
+    # Nodes of the job; a range such as 2:4 lets it go on with fewer and grow again, with the same global batch and loss curve
+    nnodes: int | str = 1
+    rdzv_endpoint: str | None = None  # HOST:PORT where nodes meet: an address of one of them, or of a store outside of them
+    job_id: str = "parallel2d"  # tells jobs apart that meet at the same endpoint at the same time
+    rendezvous_timeout: float = option(600.0, minimum=1)  # seconds to wait for the smallest number of nodes, and for the store
+    # Failures in a row without a step further than before that are followed by a restart; auto: 0 on one node, 5 on several
+    max_restarts: int | str = option("auto", minimum=0, auto=True)
     timeout: float = option(600.0, above=0)  # seconds a collective may wait for a late rank
+    # Seconds the same in the first step, which compiles, connects and reads from a cold file system; null: 1800, or `timeout` if larger
+    first_step_timeout: float | None = None
     grace_s: int = option(60, minimum=1)  # seconds that workers have to save after SIGTERM or SIGUSR1 before they are ended
     requeue_exit_code: int = option(75, minimum=1, maximum=255)  # of a run that such a signal ended after saving (EX_TEMPFAIL)
     host_id: str | None = None  # overrides the found host identity (host name and network namespace)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that ranks may wait for each other until the first step is done."""
+        return max(1800.0, self.timeout) if self.first_step_timeout is None else self.first_step_timeout
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """``nnodes`` as (smallest, largest): ``4`` is (4, 4), ``2:4`` is (2, 4). Raises `ConfigError`."""
+        low, colon, high = str(self.nnodes).partition(":")
+        if low.isdecimal() and (high.isdecimal() if colon else True):
+            smallest, largest = int(low), int(high if colon else low)
+            if 1 <= smallest <= largest:
+                return smallest, largest
+        raise ConfigError(f"launch.nnodes={self.nnodes} must be a number of nodes, at least 1, or a range such as 2:4")
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change while the job runs."""
+        smallest, largest = self.node_range
+        return smallest != largest
 
 
 @dataclass
@@ -364,6 +470,8 @@ class TrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    cpu_offload: bool = False  # as ParallelConfig.cpu_offload
     sync: SyncConfig = field(default_factory=SyncConfig)
     model: Any = "???"  # LlamaModel, CustomModel or HuggingFaceModel
     data: DataConfig = field(default_factory=DataConfig)
@@ -383,6 +491,8 @@ class TrainConfig:
             precision=self.precision,
             activation_checkpointing=self.activation_checkpointing,
             compile=self.compile,
+            prefetch=self.prefetch,
+            cpu_offload=self.cpu_offload,
             allow_cross_node=self.mesh.allow_cross_node,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from parallel2d.config import ConfigError
@@ -23,8 +24,8 @@ def find_boards(paths: Sequence[str]) -> dict[str, str]:
         for board in below:
             run = os.path.dirname(os.path.abspath(board))
             parts = run.split(os.sep)
-            name = next(n for k in range(1, len(parts) + 1) if (n := "/".join(parts[-k:])) not in found)
-            found[name.replace(",", "_").replace(":", "_")] = board
+            name = next(n for k in range(1, len(parts) + 1) if (n := "-".join(parts[-k:])) not in found)
+            found[name] = board
     return found
 
 
@@ -42,9 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tensorboard import program
 
     server = program.TensorBoard()
-    spec = ",".join(f"{name}:{folder}" for name, folder in boards.items())
-    server.configure(argv=["tensorboard", "--logdir_spec", spec, "--host", "localhost", "--port", str(options.port)])
-    return int(server.main() or 0)
+    with tempfile.TemporaryDirectory(prefix="parallel2d-dashboard-") as shown:  # one link per run, by the name it is shown under
+        for name, folder in boards.items():
+            link = os.path.join(shown, name)
+            os.makedirs(os.path.dirname(link), exist_ok=True)
+            os.symlink(os.path.abspath(folder), link)
+        server.configure(argv=["tensorboard", "--logdir", shown, "--host", "localhost", "--port", str(options.port)])
+        return int(server.main() or 0)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,17 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[tuple[tuple[int, dist.Proces
 
 def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Sum of absolute values to the power ``norm_type`` (their maximum for infinity), an fp64 scalar."""
-    norms = torch._foreach_norm([g for g in gradients if g.numel()], norm_type) if any(g.numel() for g in gradients) else ()
-    part = torch.stack([*norms]).double() if norms else gradients[0].new_zeros(1, dtype=torch.float64)
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if gradient.numel():
+            by_dtype[gradient.dtype].append(gradient)
+    # A tensor's norm in bf16 would be rounded to 8 bits, and so depend on how the tensor is split.
+    norms = [
+        norm
+        for dtype, same in by_dtype.items()
+        for norm in torch._foreach_norm(same, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    ]
+    part = torch.stack([norm.double() for norm in norms]) if norms else gradients[0].new_zeros(1, dtype=torch.float64)
     return part.amax() if math.isinf(norm_type) else part.pow(norm_type).sum()
 
 

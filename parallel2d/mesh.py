@@ -13,7 +13,7 @@ import math
 import os
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,11 @@ class Topology:
     def single_host(cls, world_size: int, host: str = "this host") -> Topology:
         """All ranks on one machine: what a launcher knows before it starts them."""
         return cls((host,) * world_size)
+
+    @classmethod
+    def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
+        """``hosts`` machines with ``ranks`` each: what a launcher on one of several nodes expects."""
+        return cls(tuple(f"host {host}" for host in range(hosts) for _ in range(ranks)))
 
     @property
     def world_size(self) -> int:
@@ -118,6 +123,21 @@ class MeshSpec:
                 f"{world} ranks: replicate x shard must be {rest}, one of {_factor_pairs(rest)}"
             )
         return MeshShape(replicate, shard, tensor, tuple(notes))
+
+    def resolve_elastic(self, strategy: str, topology: Topology, nodes: int) -> MeshShape:
+        """As `resolve`, for a job whose nodes come and go, at most ``nodes``: given sizes are those with all nodes there. With fewer,
+        the shard groups of a hybrid stay as large as they were, since a model that fits must go on fitting, and there are fewer of them.
+        """
+        sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
+        expected = self.resolve(strategy, Topology.equal_hosts(nodes, math.gcd(*sizes)))
+        if expected.world_size == topology.world_size:
+            return self.resolve(strategy, topology)
+        shard = expected.shard if strategy.startswith("hybrid") else "auto"
+        shape = MeshSpec("auto", shard, self.tensor).resolve(strategy, topology)
+        note = (
+            f"{len(sizes)} of {nodes} nodes are there: replicate {shape.replicate} x shard {shape.shard} x tensor {shape.tensor}"
+        )
+        return replace(shape, notes=(note,))
 
     def _refuse_contradiction(self, strategy: str) -> None:
         if strategy == "ddp" and self.shard not in ("auto", 1):
@@ -180,6 +200,10 @@ class MeshShape:
     def data_ranks(self) -> int:
         """Ranks that see different data: tensor ranks of one data rank see the same."""
         return self.replicate * self.shard
+
+    def spec(self) -> MeshSpec:
+        """The sizes as given ones."""
+        return MeshSpec(self.replicate, self.shard, self.tensor)
 
     def place(self, topology: Topology) -> torch.Tensor:
         """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever the order of the ranks."""
@@ -246,7 +270,19 @@ def build_mesh(
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device_type = device_type or (accelerator.type if accelerator else "cpu")
     names = AXES if shape.tensor > 1 else AXES[:2]
-    return DeviceMesh(device_type, ranks if shape.tensor > 1 else ranks[..., 0], mesh_dim_names=names)
+    mesh = DeviceMesh(device_type, ranks if shape.tensor > 1 else ranks[..., 0], mesh_dim_names=names)
+    _inherit_timeout(mesh)
+    return mesh
+
+
+def _inherit_timeout(mesh: DeviceMesh) -> None:
+    """Lets collectives on the mesh's own groups time out like those of the world; torch gives new groups its own default."""
+    device = torch.device(mesh.device_type)
+    options = getattr(dist.distributed_c10d._get_default_group()._get_backend(device), "options", None)
+    if options is None:  # a backend that never waits (the fake one)
+        return
+    for axis in range(mesh.ndim):
+        dist.distributed_c10d._set_pg_timeout(options._timeout, mesh.get_group(axis))
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:

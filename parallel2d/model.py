@@ -25,7 +25,8 @@ Loss = Callable[[Any, Tensor], Tensor]
 @dataclass(frozen=True)
 class ModelParts:
     """``loss(output, targets)`` is summed over the valid targets; ``tensor_plan(model, tensor)`` gives module pattern -> style or word;
-    ``weights(model)`` fills the sharded model from a folder and returns the names it had."""
+    ``weights(model)`` fills the sharded model from a folder and returns the names it had; ``context(seq_len)`` is how many positions
+    at the start of a sequence the model only reads: their targets must be ignored."""
 
     module: nn.Module
     init: Initializer | None
@@ -33,6 +34,7 @@ class ModelParts:
     loss: Loss
     vocab_size: int | None
     weights: Callable[[nn.Module], Container[str]] | None = None
+    context: Callable[[int], int] = lambda _seq_len: 0
 
 
 def build_model(config: Any) -> ModelParts:
@@ -71,16 +73,28 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error}") from error
-    if getattr(module, "main_input_name", "input_ids") != "input_ids" or getattr(module.config, "is_encoder_decoder", False):
+    reads = getattr(module, "main_input_name", "input_ids")
+    if reads != "input_ids":
         raise ConfigError(
-            f"{what}: {type(module).__name__} reads more than token ids, which is all that the train command feeds; use "
-            "parallel2d.parallelize in a loop of your own (docs/models.md)"
+            f"{what}: {type(module).__name__} reads {reads}, and the train command feeds token ids alone; train it with "
+            "parallel2d.parallelize in a loop of your own: docs/models.md, 'Models that read something else', has the lines"
         )
     plan = _given_plan(config.tensor_plan) or ((lambda _model, _tensor: words) if words else None)
     weights = None
     if config.load_weights and config.path is not None and has_weights(config.path):
         weights = functools.partial(load_pretrained, path=config.path)
-    return ModelParts(module, None, plan, loss, getattr(module.config, "vocab_size", None), weights)
+    vocab_size = getattr(module.config, "vocab_size", None)
+    if not getattr(module.config, "is_encoder_decoder", False):
+        return ModelParts(module, None, plan, loss, vocab_size, weights)
+    try:
+        huggingface.read_prefix_and_suffix(module)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+    def loss_of_suffix(output: Any, targets: Tensor) -> Tensor:
+        return loss(output, targets[..., huggingface.context_of(targets.shape[-1]) :])
+
+    return ModelParts(module, None, plan, loss_of_suffix, vocab_size, weights, huggingface.context_of)
 
 
 def _given_plan(plan: Any) -> Callable[[Any, int], Mapping[str, object]] | None:

@@ -10,13 +10,23 @@ import signal
 from typing import Any
 
 _requested = False
+_replaced: dict[int, Any] = {}  # the handlers that were there before ours
 
 
 def listen() -> None:
     """Installs the handlers, in the main thread. SIGINT ends a worker at once: its parent speaks for it."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _request)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number, handler in ((signal.SIGTERM, _request), (signal.SIGUSR1, _request), (signal.SIGINT, signal.SIG_DFL)):
+        before = signal.signal(number, handler)
+        _replaced.setdefault(number, before)
+
+
+def stop_listening() -> None:
+    """Puts back the handlers that `listen` replaced and forgets what was requested."""
+    global _requested
+    while _replaced:
+        number, handler = _replaced.popitem()
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    _requested = False
 
 
 def preemption_requested() -> bool:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from parallel2d import launch
-from parallel2d.compose import Job, run
-from parallel2d.config import ConfigError
+from parallel2d.compose import Job, preview, run
+from parallel2d.config import ConfigError, TrainConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,10 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         place = launch.find_place()
-        if place is None:
-            run(words, _launch)
-        else:
+        if place is not None:
             return _run_rank(place, words)
+        config = preview(words)
+        if config is not None and config.launch.node_range != (1, 1):
+            _launch_node(config, words)
+        else:
+            run(words, _launch)
     except ConfigError as error:
         print(f"parallel2d: {error}", file=sys.stderr)
         return 2
@@ -45,13 +48,27 @@ def _launch(job: Job) -> None:
     from parallel2d.assemble import check
     from parallel2d.mesh import Topology
 
+    if job.config.launch.node_range != (1, 1):
+        raise ConfigError(
+            f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several nodes start one job"
+        )
     workers = launch.workers_per_node(job.config.launch)
     check(job.config, Topology.single_host(workers))
     launch.start_workers(job, workers)
 
 
+def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
+    """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job composes."""
+    from parallel2d.assemble import check
+    from parallel2d.mesh import Topology
+
+    workers = launch.workers_per_node(config.launch)
+    check(config, Topology.equal_hosts(config.launch.node_range[1], workers))
+    launch.start_node(config, words, workers)
+
+
 def _run_rank(place: launch.Place, words: Sequence[str]) -> int:
-    if place.launcher == "self":
+    if place.launcher != "srun":
         launch.end_with_parent()
     with launch.failures_told_once(place, None):
         from parallel2d.runtime import connect
@@ -65,40 +82,51 @@ def _run_rank(place: launch.Place, words: Sequence[str]) -> int:
 def _train(job: Job, place: launch.Place, store: object) -> int:
     from parallel2d import signals
     from parallel2d.assemble import build_trainer
-    from parallel2d.metrics.watch import Watch, limit_waiting
-    from parallel2d.runtime import process_group, seed_everything
+    from parallel2d.metrics.memory import OutOfMemoryNote
+    from parallel2d.metrics.watch import Watch
+    from parallel2d.runtime import limit_waiting, process_group, seed_everything
 
     signals.listen()
     _log_to(job.run_dir, place)
     settings = job.config.launch
     seed_everything(job.config.train.seed + place.rank, job.config.train.deterministic)
-    with process_group(place, store, timeout_s=settings.timeout, host_id=settings.host_id) as runtime:
+    first = settings.longest_wait
+    with process_group(place, store, timeout_s=settings.timeout, host_id=settings.host_id, first_timeout_s=first) as runtime:
         with launch.failures_told_once(place, store):  # inside, so that nothing waits for peers on the way out
-            trainer = build_trainer(job, runtime)
-            limit_waiting(trainer.mesh, settings.timeout)
-            hosts = runtime.topology.hosts
-            with Watch(store, place.rank, hosts, job.run_dir, settings.timeout, trainer.recorder.position) as watch:
-                try:
-                    trainer.run()
-                except RuntimeError as error:
-                    if "imed out" in str(error) or "imeout" in str(error):
-                        error.add_note(watch.explain())
-                    raise
-            trainer.recorder.close()
+            hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
+            with OutOfMemoryNote(place.rank, hosts[place.rank], job.run_dir, runtime.device, history=history) as note:
+                trainer = build_trainer(job, runtime)
+                note.position = trainer.recorder.position
+                position = launch.telling_progress(place, trainer.recorder.position)
+                with Watch(store, place.rank, hosts, job.run_dir, first, position) as watch:
+
+                    def tighten(watch: Watch = watch) -> None:
+                        limit_waiting(settings.timeout)
+                        watch.limit(settings.timeout)
+
+                    trainer.after_first_step = tighten
+                    try:
+                        trainer.run()
+                    except RuntimeError as error:
+                        if "imed out" in str(error) or "imeout" in str(error):
+                            error.add_note(watch.explain())
+                        raise
+                trainer.recorder.close()
+    launch.forget_run(place)
     return settings.requeue_exit_code if trainer.preempted else 0
 
 
 def _log_to(run_dir: str, place: launch.Place) -> None:
-    """Rank 0 keeps what it logs in ``train.log``; other ranks only speak of what is wrong."""
-    handler: logging.Handler
+    """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for people goes through the display."""
+    logging.getLogger().handlers.clear()  # Hydra's, where this process composed
+    errors = logging.StreamHandler(sys.stderr)
+    errors.setLevel(logging.ERROR)
+    logging.getLogger().addHandler(errors)
     if place.rank == 0:
-        handler = logging.FileHandler(os.path.join(run_dir, "train.log"))
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        kept = logging.FileHandler(os.path.join(run_dir, "train.log"))
+        kept.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         logging.getLogger("parallel2d").setLevel(logging.INFO)
-    else:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setLevel(logging.WARNING)
-    logging.getLogger().addHandler(handler)
+        logging.getLogger().addHandler(kept)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -37,6 +38,10 @@ from parallel2d.progress import Outcome, Progress
 from parallel2d.sync import accumulate
 
 
+def _nothing() -> None:
+    pass
+
+
 class Trainer:
     """Trains ``model`` over ``mesh``. What it is given is already sharded, seeded and open."""
 
@@ -54,14 +59,17 @@ class Trainer:
         recorder: Recorder,
         checkpointer: Checkpointer,
         device: torch.device,
+        data_fingerprint: str,
     ) -> None:
         self.config, self.model, self.loss, self.mesh, self.optimizer = config, model, loss, mesh, optimizer
         self.training, self.validation, self.plan = training, validation, plan
         self.recorder, self.checkpointer, self.device = recorder, checkpointer, device
+        self.data_fingerprint = data_fingerprint
         self.scaler = LossScaler(config.precision.loss_scaling)
         self.clock = PhaseClock(device)
         self.progress = Progress()
         self.preempted = False
+        self.after_first_step: Callable[[], object] = _nothing  # called once, when the first step of this process is done
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._data_ranks = mesh_shape(mesh).data_ranks
         # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
@@ -82,6 +90,8 @@ class Trainer:
             self.begin(feed)
             while self._upcoming is not None and not self.preempted:
                 self.step(feed)
+                self.after_first_step()
+                self.after_first_step = _nothing
                 if self.progress.step % self.config.train.gc_every == 0:
                     gc.collect()
             self.checkpointer.finish()
@@ -134,7 +144,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors; plain numbers."""
-        return {**asdict(self.progress), "scaler": self.scaler.state_dict()}
+        return {**asdict(self.progress), "scaler": self.scaler.state_dict(), "data_fingerprint": self.data_fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken."""

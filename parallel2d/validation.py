@@ -14,13 +14,20 @@ from typing import Any
 
 from parallel2d.config import (
     DTYPES,
+    OPTIMIZERS,
     TENSOR_WORDS,
+    ActivationCheckpointingConfig,
     BucketingConfig,
+    CompileConfig,
+    ConfigError,
     CustomModel,
     DataConfig,
     HuggingFaceModel,
+    LaunchConfig,
     LlamaModel,
+    OptimizerConfig,
     PrecisionConfig,
+    ResolvedParallelConfig,
     TrainConfig,
 )
 
@@ -126,32 +133,108 @@ def job_problems(config: TrainConfig) -> Iterator[str]:
             yield "model=hf needs either model.path, the folder of a saved model, or model.architecture, such as llama or gpt2"
         if config.data.intra_document_masking:
             yield "data.intra_document_masking=true: models of model=hf take no document ids"
-    yield from precision_problems(config.precision)
-    yield from bucketing_problems(config.bucketing)
+    yield from parallel_problems(config)
     yield from data_problems(config.data)
-    betas = config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
+    yield from optimizer_problems(config.optimizer)
     if config.scheduler.warmup_steps >= train.steps and config.scheduler.warmup_steps > 0:
         yield f"scheduler.warmup_steps={config.scheduler.warmup_steps} must be below train.steps={train.steps}"
     precision = config.precision
     if precision.keep_low_precision_gradients:
-        yield "precision.keep_low_precision_gradients=true is for optimizers of your own: AdamW needs gradients in storage dtype"
-    if config.bucketing.policy is not None and not _is_reference(config.bucketing.policy):
-        yield f"bucketing.policy={config.bucketing.policy} must have the form package.module:function"
+        yield (
+            f"precision.keep_low_precision_gradients=true is for optimizers of your own: optimizer={config.optimizer.name} needs "
+            "gradients in storage dtype"
+        )
+    for section in ("bucketing", "activation_checkpointing"):
+        policy = getattr(config, section).policy
+        if policy is not None and not _is_reference(policy):
+            yield f"{section}.policy={policy} must have the form package.module:function"
     if precision.loss_scaling and precision.param != "fp16":
         yield f"precision.loss_scaling=true needs precision.param=fp16, got {precision.param}"
-    if config.activation_checkpointing.name == "none" and config.activation_checkpointing.every != 1:
-        yield "activation_checkpointing.every needs activation_checkpointing=full or selective"
     steps = config.profile.steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= train.steps):
         yield f"profile.steps={steps} must be the first and the last step of a trace, within 1 and train.steps={train.steps}"
     if any(rank < 0 for rank in config.profile.ranks):
         yield f"profile.ranks={config.profile.ranks} must be ranks, counted from 0"
+    yield from launch_problems(config.launch)
     if isinstance(train.micro_batch_size, int) and train.micro_batch_size > train.global_batch_size:
         yield (
             f"train.micro_batch_size={train.micro_batch_size} is larger than train.global_batch_size={train.global_batch_size}"
         )
+
+
+def launch_problems(launch: LaunchConfig) -> Iterator[str]:
+    if launch.first_step_timeout is not None and not launch.first_step_timeout >= launch.timeout:
+        yield f"launch.first_step_timeout={launch.first_step_timeout} must be at least launch.timeout={launch.timeout}"
+    try:
+        _, largest = launch.node_range
+    except ConfigError as error:
+        yield str(error)
+        return
+    if largest > 1 and not launch.rdzv_endpoint:
+        yield (
+            f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on every node: an address of one of them, or "
+            "of a store that python -m parallel2d.launch store runs elsewhere"
+        )
+    if largest == 1 and launch.rdzv_endpoint:
+        yield f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1: a single node meets nobody"
+
+
+_UPDATED_BY = {
+    "betas": ("adamw", "adam", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+    "implementation": ("adamw", "adam", "sgd", "muon"),
+    "amsgrad": ("adamw", "adam"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "beta2_decay": ("adafactor",),
+    "clip_threshold": ("adafactor",),
+    "adjust_lr": ("muon",),
+    "newton_schulz_steps": ("muon",),
+}
+_GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
+
+
+def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Yields one line per contradiction between the fields of an `OptimizerConfig`, an option without effect included."""
+    default, name = OptimizerConfig(), optimizer.name
+    for key, readers in _UPDATED_BY.items():
+        value = getattr(optimizer, key)
+        if value != getattr(default, key) and name not in readers and name in OPTIMIZERS:
+            yield f"optimizer.{key}={value} has no effect with optimizer={name}, only with {', '.join(readers)}"
+    betas = optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
+    if name == "sgd" and optimizer.implementation == "fused":
+        yield "optimizer.implementation=fused: torch's fused SGD does not take sharded parameters; use foreach or loop"
+    if optimizer.nesterov and optimizer.momentum == 0:
+        yield "optimizer.nesterov=true needs optimizer.momentum above 0"
+    for entry in optimizer.groups:
+        yield from _group_problems(entry, name)
+
+
+def _group_problems(entry: Any, name: str) -> Iterator[str]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str) or len(entry) < 2:
+        yield f"optimizer.groups has {entry}; an entry has the form {{pattern: '*.norm*', weight_decay: 0.0, lr_scale: 0.1}}"
+        return
+    for key, value in entry.items():
+        where = f"optimizer.groups: {entry['pattern']}: {key}"
+        if key not in _GROUP_KEYS:
+            near = difflib.get_close_matches(str(key), _GROUP_KEYS, n=1, cutoff=0.5)
+            yield f"{where} is not one of {', '.join(_GROUP_KEYS)}{f'; did you mean {near[0]}?' if near else ''}"
+        elif key == "algorithm":
+            if name != "muon":
+                yield f"{where}={value} has no effect with optimizer={name}, only with muon"
+            elif value not in ("muon", "adamw"):
+                yield f"{where}={value} is not one of muon, adamw"
+        elif key != "pattern" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf):
+            yield f"{where}={value} must be a number, at least 0"
+
+
+def parallel_problems(config: TrainConfig | ResolvedParallelConfig) -> Iterator[str]:
+    """Yields one line per contradiction in what `parallel2d.parallelize` reads."""
+    yield from precision_problems(config.precision)
+    yield from bucketing_problems(config.bucketing)
+    yield from checkpointing_problems(config.activation_checkpointing, config.compile)
 
 
 def precision_problems(precision: PrecisionConfig) -> Iterator[str]:
@@ -166,11 +249,41 @@ def precision_problems(precision: PrecisionConfig) -> Iterator[str]:
         )
     if precision.fp32_modules and precision.param not in ("bf16", "fp16"):
         yield f"precision.fp32_modules has no effect with precision.param={precision.param}, only with bf16 and fp16"
+    if precision.float8_exclude and precision.float8 == "none":
+        yield "precision.float8_exclude has no effect with precision.float8=none, only with tensorwise and rowwise"
+    if precision.float8 != "none" and precision.param not in ("bf16", "fp32"):
+        yield f"precision.float8={precision.float8} needs precision.param=bf16 (or fp32), got {precision.param}"
 
 
 def bucketing_problems(bucketing: BucketingConfig) -> Iterator[str]:
     if bucketing.policy is not None and bucketing.blocks:
         yield "bucketing.policy and bucketing.blocks both say what a block is: give one of them"
+
+
+_PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")  # back ends that choose what backward recomputes
+
+
+def checkpointing_problems(checkpointing: ActivationCheckpointingConfig, compilation: CompileConfig) -> Iterator[str]:
+    name, default = checkpointing.name, ActivationCheckpointingConfig()
+    read = {
+        "none": (),
+        "full": ("every", "blocks", "policy"),
+        "selective": ("every", "blocks", "policy", "keep"),
+        "budget": ("memory_budget",),
+    }
+    for key in ("every", "keep", "memory_budget", "blocks", "policy"):
+        value = getattr(checkpointing, key)
+        if name in read and key not in read[name] and value != getattr(default, key):
+            readers = [reader for reader, keys in read.items() if key in keys]
+            yield f"activation_checkpointing.{key} needs activation_checkpointing={' or '.join(readers)}, got {name}"
+    if checkpointing.blocks and checkpointing.policy is not None:
+        yield "activation_checkpointing.policy and activation_checkpointing.blocks both say what is checkpointed: give one of them"
+    if name == "budget" and (compilation.name == "none" or compilation.backend not in _PARTITIONING):
+        got = f"compile.backend={compilation.backend}" if compilation.name != "none" else "compile=none"
+        yield (
+            "activation_checkpointing=budget needs compile=block with compile.backend="
+            f"{' or '.join(_PARTITIONING)}, got {got}: the compiler chooses what is recomputed; choose full or selective without it"
+        )
 
 
 def _reference_problems(model: Any, keys: tuple[str, ...]) -> Iterator[str]:

@@ -30,13 +30,13 @@ def run(folder, run_dir, words, steps):
     os.chdir(folder)
     GlobalHydra.instance().clear()
     register()
-    dropped = ("hydra.", "model.") if "model=custom" in words else ("hydra.",)
+    dropped = ("hydra.", "model.") if {"model=custom", "model=hf"} & set(words) else ("hydra.",)
     overrides = [word for word in SMALL if not word.startswith(dropped)] + list(words)
     with initialize_config_module("parallel2d.conf", version_base="1.3"):
         config = to_config(compose("train", overrides=overrides))
     rank, world = dist.get_rank(), dist.get_world_size()
     os.makedirs(run_dir, exist_ok=True)
-    place = Place(rank, world, rank, world, 0, 1, "torchrun")
+    place = Place(rank, world, rank, 0, 1, "torchrun")
     trainer = build_trainer(Job(config, run_dir, ()), Runtime(place, torch.device("cpu"), Topology.gather()))
     begun = trainer.progress.step
     feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)

@@ -1,78 +1,245 @@
-"""Whole states leave a sharded model for a bare one and come back, from rank 0 alone."""
+"""States in memory leave a sharded model, whole or in parts, and come back; and what a rank holds meanwhile."""
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_runs import build, train_step
-from training import build_llama, optimizer_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from training import build_llama, optimizer_of, whole
 from workers import WorkerError
 
-from parallel2d.checkpoint.whole import (
-    full_model_state,
-    full_optimizer_state,
-    load_full_model_state,
-    load_full_optimizer_state,
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    apply_full,
+    build_mesh,
+    build_on_meta,
+    full_state,
+    load_full_state,
+    load_sharded_state,
+    parallelize,
     rekey_optimizer_state,
+    sharded_modules,
+    sharded_state,
 )
-from parallel2d.config import ConfigError
+from parallel2d.config import OPTIMIZERS, ConfigError
+from parallel2d.optimizer import build_optimizer
 
 LAYOUTS = [
     (4, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}),
     (4, {"replicate": 1, "shard": 2, "tensor": 2}, {"strategy": "hybrid"}),
     (2, {"replicate": 2}, {"strategy": "ddp"}),
+    (3, {"shard": 3}, {"strategy": "zero3"}),
 ]
 
 
-def there_and_back(mesh_sizes, config):
-    """Trains two steps, gathers, gives everything to a fresh model of another seed, and compares what both do
-    next."""
-    mesh, model, optimizer = build(mesh_sizes, config)
+def trained(mesh_sizes, config, name="adamw"):
+    """(mesh, model, optimizer) after two steps."""
+    mesh, model, _ = build(mesh_sizes, config)
+    optimizer = build_optimizer(model, OPTIMIZERS[name])
     for step in (1, 2):
         train_step(model, optimizer, mesh, step)
-    weights = full_model_state(model)
-    state = full_optimizer_state(model, optimizer)
-    by_number = full_optimizer_state(model, optimizer, key="id")
-    _, other, other_optimizer = build(mesh_sizes, config, seed=7)
-    load_full_model_state(other, weights or None)
-    load_full_optimizer_state(other, other_optimizer, state or None)
-    losses = [train_step(m, o, mesh, 3) for m, o in ((model, optimizer), (other, other_optimizer))]
-    after = [train_step(m, o, mesh, 4) for m, o in ((model, optimizer), (other, other_optimizer))]
-    as_numbers = {name: tensor.numpy() for name, tensor in weights.items()}
-    return losses, after, as_numbers, [len(weights), len(state), len(by_number)]
+    return mesh, model, optimizer
+
+
+def fresh(mesh_sizes, config, name="adamw"):
+    _, model, _ = build(mesh_sizes, config, seed=7)
+    return model, build_optimizer(model, OPTIMIZERS[name])
+
+
+def next_losses(mesh, model, optimizer):
+    return [train_step(model, optimizer, mesh, step) for step in (3, 4)]
+
+
+def there_and_back(mesh_sizes, config, name, from_rank0, key_by):
+    """Gathers, gives everything to a fresh model of another seed, and compares what both do next."""
+    mesh, model, optimizer = trained(mesh_sizes, config, name)
+    state = full_state(model, optimizer, rank0_only=from_rank0, key_by=key_by)
+    other, other_optimizer = fresh(mesh_sizes, config, name)
+    load_full_state(other, other_optimizer, state, from_rank0=from_rank0)
+    return next_losses(mesh, model, optimizer), next_losses(mesh, other, other_optimizer), len(state)
 
 
 @pytest.mark.parametrize(("world", "mesh", "config"), LAYOUTS)
-def test_a_whole_state_from_rank_0_continues_bitwise(ranks, world, mesh, config):
-    results = ranks.run(world, there_and_back, mesh, config)
-    for losses, after, _, _ in results:
-        assert losses[0] == losses[1]
-        assert after[0] == after[1]
-    assert results[1][3] == [0, 0, 0], "other ranks keep nothing"
+@pytest.mark.parametrize("key_by", ["name", "id"])
+def test_a_whole_state_from_rank_0_continues_bitwise(ranks, world, mesh, config, key_by):
+    results = ranks.run(world, there_and_back, mesh, config, "adamw", True, key_by)
+    assert all(losses == others for losses, others, _ in results)
+    assert [kept for *_, kept in results] == [2] + [0] * (world - 1), "other ranks keep nothing"
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
+def test_every_optimizer_continues_from_each_ranks_own_whole_state(ranks, name):
+    results = ranks.run(4, there_and_back, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}, name, False, "name")
+    assert all(losses == others and kept == 2 for losses, others, kept in results)
+
+
+def in_parts(mesh_sizes, config, name):
+    """Takes a copy, trains on, and goes back to it."""
+    mesh, model, optimizer = trained(mesh_sizes, config, name)
+    kept = sharded_state(model, optimizer, copy=True)
+    live = sharded_state(model, optimizer)
+    first = next_losses(mesh, model, optimizer)
+    changed = any(not torch.equal(local(live["model"][key]), local(value)) for key, value in kept["model"].items())
+    load_sharded_state(model, optimizer, kept)
+    again = next_losses(mesh, model, optimizer)
+    other, _ = fresh({"shard": dist.get_world_size()}, {"strategy": "zero3"}, name)
+    load_sharded_state(other, None, kept)  # split in another way: redistributed
+    same = all(torch.equal(whole(p), whole(kept["model"][key])) for key, p in other.named_parameters())
+    pieces = sum(local(value).numel() for value in kept["model"].values()) / sum(v.numel() for v in kept["model"].values())
+    return first == again, changed, same, pieces
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_a_sharded_state_goes_back_and_to_another_layout(ranks, name):
+    for back, changed, elsewhere, share in ranks.run(4, in_parts, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}, name):
+        assert back
+        assert changed, "without copy the tensors are the live ones"
+        assert elsewhere
+        assert share == pytest.approx(0.5, abs=0.02)
+
+
+def to_bare_and_back(name):
+    """A whole state in plain torch's own hands, trained there, and given back to a sharded model. Rank 0's losses."""
+    sizes, config = {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}
+    mesh, model, optimizer = trained(sizes, config, name)
+    state = full_state(model, optimizer, key_by="id")
     bare = build_llama()
-    bare.load_state_dict({name: torch.from_numpy(value) for name, value in results[0][2].items()})
+    bare_optimizer = build_optimizer(bare, OPTIMIZERS[name])
+    if state:
+        bare.load_state_dict(state["model"])
+        bare_optimizer.load_state_dict(state["optimizer"])
+    other, other_optimizer = fresh(sizes, config, name)
+    back = {"model": bare.state_dict(), "optimizer": bare_optimizer.state_dict()} if state else None
+    load_full_state(other, other_optimizer, back)
+    same = None
+    if state:
+        named = dict(bare.named_parameters())
+        same = all(
+            torch.equal(value, bare_optimizer.state[named[key]][entry])
+            for key, entries in rekey_optimizer_state(state["optimizer"], key="name", names=names_of(bare, bare_optimizer))[
+                "state"
+            ].items()
+            for entry, value in entries.items()
+        )
+    return next_losses(mesh, model, optimizer) == next_losses(mesh, other, other_optimizer), same
 
 
-def test_optimizer_state_by_number_is_what_a_bare_optimizer_takes():
-    model = build_llama()
-    optimizer = optimizer_of(model)
+def names_of(model, optimizer):
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd"])
+def test_a_whole_state_loads_into_an_unwrapped_model_and_comes_back(ranks, name):
+    results = ranks.run(4, to_bare_and_back, name)
+    assert [same for _, same in results] == [True, None, None, None]
+    assert all(equal for equal, _ in results)
+
+
+def is_plain(value):
+    return type(value) in (Tensor, nn.Parameter) and not value.is_meta
+
+
+class Held(TorchDispatchMode):
+    """Bytes of tensors made inside that are alive at once, at most. Storage is counted once, views included."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.users: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_plain(t)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if is_plain(tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage.data_ptr(), storage.nbytes()
+                if not size or (key in given and key not in self.users):
+                    continue  # a view of something from before
+                if key not in self.users:
+                    self.users[key] = 0
+                    self.now += size
+                self.users[key] += 1
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(tensor, self.release, key, size)
+        return result
+
+    def release(self, key, size):
+        self.users[key] -= 1
+        if not self.users[key]:
+            del self.users[key]
+            self.now -= size
+
+
+def wide(layers=6, dim=128):
+    mesh = build_mesh(MeshSpec(), "zero3")
+    with build_on_meta():
+        model = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(layers)))
+    model = parallelize(model, mesh, ParallelConfig("zero3", bucketing="layer"), seed=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, dim)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def peaks():
+    """In units of one whole parameter: what a rank holds at once while a state is gathered and while it is given back."""
+    model, optimizer = wide()
+    unit = 128 * 128 * 4
+    with Held() as gathering:
+        state = full_state(model, optimizer)
+    with Held() as scattering:
+        load_full_state(model, optimizer, state)
+    return gathering.peak / unit, scattering.peak / unit
+
+
+def test_a_rank_holds_one_whole_parameter_at_a_time(ranks):
+    first, *others = ranks.run(2, peaks)
+    assert 17 <= first[0] <= 21, "rank 0 keeps 6 parameters with 2 states each"
+    for gathering, scattering in others:
+        assert 1 <= gathering <= 3, "a whole parameter and the pieces it is made from"
+        assert scattering <= 2.1
+
+
+def wrong_shapes():
+    _, model, _ = build({}, {"strategy": "ddp"})
+    state = {"model": {name: torch.zeros(1) for name, _ in model.named_parameters()} | {"more": torch.zeros(1)}}
+    load_full_state(model, None, state if dist.get_rank() == 0 else None)
+
+
+def test_a_state_that_does_not_fit_is_refused_on_every_rank(ranks):
+    with pytest.raises(WorkerError) as error:
+        ranks.run(2, wrong_shapes)
+    assert error.value.kind == "ConfigError"
+    assert "embedding.weight has shape [1], not [67, 32]" in error.value.message
+
+
+def stepped(model, optimizer):
     model(torch.arange(8)[None]).square().mean().backward()
     optimizer.step()
-    other = build_llama()
-    other.load_state_dict(full_model_state(model))
-    fresh = optimizer_of(other)
-    fresh.load_state_dict(full_optimizer_state(model, optimizer, key="id"))
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        for key, value in optimizer.state[a].items():
-            assert torch.equal(value, fresh.state[b][key])
+    return model, optimizer
 
 
 def test_names_and_numbers_convert_both_ways():
     model = build_llama()
-    optimizer = optimizer_of(model)
-    model(torch.arange(8)[None]).square().mean().backward()
-    optimizer.step()
-    named = full_optimizer_state(model, optimizer)
+    model, optimizer = stepped(model, optimizer_of(model))
+    named = full_state(model, optimizer)["optimizer"]
     names = [name for name, _ in model.named_parameters()]
     numbered = rekey_optimizer_state(named, key="id")
     assert set(numbered["state"]) == set(range(len(names)))
@@ -81,13 +248,47 @@ def test_names_and_numbers_convert_both_ways():
         rekey_optimizer_state(numbered, key="name", names=names[1:])
 
 
-def wrong_shapes():
-    _, model, _ = build({}, {"strategy": "ddp"})
-    load_full_model_state(model, {name: torch.zeros(1) for name, _ in model.named_parameters()})
+def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
+    model = build_llama()
+    model, optimizer = stepped(model, optimizer_of(model))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = full_state(build_llama())
+    for wrong, says in [
+        ({}, "it has no model"),
+        ({"model": {**state["model"], "extra": torch.ones(1)}}, "extra is not in the model"),
+        ({"model": state["model"]}, "it has no optimizer"),
+        ({**state, "optimizer": {"state": {"lost": {}}, "param_groups": []}}, "lost is in its optimizer and not in this one"),
+        ({**state, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "groups of [1] parameters, this one of [12]"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            load_full_state(model, optimizer, wrong)
+        assert says in str(error.value)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with pytest.raises(ConfigError, match="key_by=number is not one of name, id"):
+        full_state(model, key_by="number")  # type: ignore[arg-type]
 
 
-def test_a_state_that_does_not_fit_is_refused_on_every_rank(ranks):
-    with pytest.raises(WorkerError) as error:
-        ranks.run(2, wrong_shapes)
-    assert error.value.kind == "ConfigError"
-    assert "does not fit" in error.value.message
+def applied():
+    _, model, _ = build({"replicate": 2, "shard": 2}, {"strategy": "hybrid"})
+    seen = []
+
+    def scale(module):
+        for name, parameter in module.named_parameters(recurse=False):
+            seen.append((tuple(parameter.shape), isinstance(parameter, DTensor)))
+            with torch.no_grad():
+                parameter.mul_(torch.arange(1.0, parameter.shape[0] + 1).view(-1, *[1] * (parameter.ndim - 1)))
+            assert name
+
+    before = full_state(model, rank0_only=False)["model"]
+    apply_full(model, scale)
+    after = full_state(model, rank0_only=False)["model"]
+    right = all(
+        torch.equal(after[name], value * torch.arange(1.0, value.shape[0] + 1).view(-1, *[1] * (value.ndim - 1)))
+        for name, value in before.items()
+    )
+    shapes = sorted(shape for shape, _ in seen) == sorted(tuple(value.shape) for value in before.values())
+    return right, shapes, any(sharded for _, sharded in seen), [name for name, _ in sharded_modules(model)]
+
+
+def test_a_function_is_applied_to_whole_parameters_and_sharded_modules_are_listed(ranks):
+    assert ranks.run(4, applied) == [(True, True, False, ["", "layers.0"])] * 4

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +16,12 @@ import torch.distributed._functional_collectives as functional
 import training
 
 from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, build_on_meta, cross_entropy_sum, mesh_shape, parallelize
+from parallel2d.config import PrecisionConfig
 from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
-from parallel2d.metrics.prediction import Deviation, predict_communication
+from parallel2d.metrics.prediction import Deviation, count_tensor_axis, predict_communication
 from parallel2d.models.llama import tensor_plan
+from parallel2d.parallelize.twin import tensor_twin
+from tools.cluster import Cluster, why_not
 
 LLAMA = {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 256, "vocab_size": 512}
 STEPS = 3
@@ -49,17 +51,35 @@ def settled_kernel_bytes() -> tuple[int, int]:
 
 
 def measure(
-    mesh_sizes: dict[str, int], config: dict[str, Any], accumulation: int = 1, mode: str = "reduce_scatter_only"
+    mesh_sizes: dict[str, int],
+    config: dict[str, Any],
+    accumulation: int = 1,
+    mode: str = "reduce_scatter_only",
+    build: Callable[[int], tuple[Any, Any, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Runs `STEPS` steps with the meter on. Sums over ranks and steps, kernel bytes, prediction per step and rank."""
+    """Runs `STEPS` steps with the meter on. Sums over ranks and steps, kernel bytes, prediction per step and rank.
+
+    ``build(tensor)`` gives model, initializer and tensor plan; the small Llama without it."""
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.resolved().strategy.name)
     shape = mesh_shape(mesh)
     with build_on_meta():
-        model = training.build_llama(**LLAMA)
-    plan = tensor_plan(model, shape.tensor) if shape.tensor > 1 else None
-    model = parallelize(model, mesh, parallel, seed=0, init=model.init_weights, tensor_plan=plan)
-    predicted = predict_communication(model, mesh, accumulation=accumulation, during_accumulation=mode)
+        model, init, plan = (build or build_small_llama)(shape.tensor)
+    predicted = {}
+    if shape.tensor > 1:
+        predicted = count_tensor_axis(
+            tensor_twin(model, mesh, parallel, plan),
+            mesh,
+            cross_entropy_sum,
+            micro_batch_size=8,
+            seq_len=64,
+            accumulation=accumulation,
+            during_accumulation=mode,
+            reduce_dtype=torch.float32,
+        )
+        assert predicted, "not counted"
+    model = parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
+    predicted |= predict_communication(model, mesh, accumulation=accumulation, during_accumulation=mode)
     batches = [torch.randint(0, 512, (8, 65), generator=torch.Generator().manual_seed(0)) for _ in range(accumulation)]
     meter = CommunicationMeter(mesh).install()
 
@@ -81,6 +101,31 @@ def measure(
     dist.all_reduce(sums)
     per_step = {key: value / STEPS / dist.get_world_size() for key, value in zip(KEYS, sums.tolist(), strict=True)}
     return {"measured": per_step, "predicted": predicted, "inside": inside / STEPS, "outside": outside / STEPS}
+
+
+def build_small_llama(tensor: int, **changes: Any) -> tuple[Any, Any, Any]:
+    model = training.build_llama(**{**LLAMA, **changes})
+    return model, model.init_weights, tensor_plan(model, tensor) if tensor > 1 else None
+
+
+def build_tied_llama(tensor: int) -> tuple[Any, Any, Any]:
+    """Tied, as the plan's words split it; every norm works on slices of the sequence."""
+    model = training.build_llama(**LLAMA, tie_embeddings=True)
+    words = {
+        "layers.*.w[qkv13]": "colwise", "layers.*.w[o2]": "rowwise", "output": "colwise_gather_output", "*norm": "sequence",
+    }  # fmt: skip
+    return model, model.init_weights, words
+
+
+def build_hugging_face_llama(_tensor: int) -> tuple[Any, Any, Any]:
+    from parallel2d.models import huggingface
+
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "vocab_size": 512,
+    }  # fmt: skip
+    model = huggingface.build(None, "llama", sizes, "causal_lm")
+    return model, None, huggingface.tensor_words(model)
 
 
 LAYOUTS = {
@@ -112,9 +157,33 @@ def test_accumulation_modes_move_what_the_formula_says(ranks, mode):
         assert result["measured"][key] == pytest.approx(expected, rel=0.001), key
 
 
+TENSOR_CASES = {
+    "plain": {},
+    "none": {"accumulation": 2, "mode": "none"},
+    "bf16": {"precision": "bf16", "accumulation": 2},
+    "bf16_none": {"precision": "bf16", "accumulation": 2, "mode": "none"},
+    "full": {"activation_checkpointing": "full", "accumulation": 2},
+    "selective": {"activation_checkpointing": "selective"},
+    "tied": {"build": build_tied_llama, "accumulation": 2},
+    "tied_full": {"build": build_tied_llama, "activation_checkpointing": "full"},
+    "hugging_face": {"build": build_hugging_face_llama, "accumulation": 2},
+    "hugging_face_bf16_full": {"build": build_hugging_face_llama, "activation_checkpointing": "full", "precision": "bf16"},
+    "fp32_norms": {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])},
+}
+
+
+@pytest.mark.parametrize("case", TENSOR_CASES)
+def test_bytes_over_the_tensor_axis_are_counted_before_the_first_step(ranks, case):
+    given = dict(TENSOR_CASES[case])
+    how = {name: given.pop(name) for name in ("accumulation", "mode", "build") if name in given}
+    result = ranks.run(2, measure, {"tensor": 2}, {"strategy": "zero3", **given}, **how)[0]
+    assert result["predicted"]["comm/tensor/bytes"] > 0
+    assert result["measured"]["comm/tensor/bytes"] == pytest.approx(result["predicted"]["comm/tensor/bytes"], rel=1e-6)
+
+
 def names_after_meter() -> bool:
     mesh = build_mesh(MeshSpec(), "zero3")
-    before = (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor)
+    before = (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor, dist.Work.wait)
     meter = CommunicationMeter(mesh).install()
     meter.start()
     dist.all_reduce(torch.ones(8))  # names no group: the loop's own
@@ -127,11 +196,42 @@ def names_after_meter() -> bool:
     assert not any(unnamed)
     assert dict(zip(KEYS, named, strict=True))["comm/shard/bytes"] == sent_bytes("all_reduce", 32, 2, "cpu")
     assert not any(meter.read())
-    return before == (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor)
+    return before == (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor, dist.Work.wait)
 
 
 def test_only_axis_groups_count_and_a_removed_meter_leaves_torch_as_it_was(ranks):
     assert ranks.run(2, names_after_meter) == [True, True]
+
+
+def wait_for_a_late_rank(how: str) -> tuple[float, float, float]:
+    """Calls, seconds and exposed seconds of one all-reduce for which rank 1 comes 0.3 s late."""
+    mesh = build_mesh(MeshSpec(), "zero3")
+    group = mesh.get_group("shard")
+    meter = CommunicationMeter(mesh).install()
+    try:
+        meter.start()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+        if how == "blocking":
+            dist.all_reduce(torch.ones(8), group=group)
+        elif how == "handle":
+            dist.all_reduce(torch.ones(8), group=group, async_op=True).wait()
+        else:
+            functional.all_reduce(torch.ones(8), "sum", group).sum()
+        values = dict(zip(KEYS, meter.read(), strict=True))
+    finally:
+        meter.remove()
+    return values["comm/shard/calls"], values["comm/shard/seconds"], values["comm/shard/exposed_seconds"]
+
+
+@pytest.mark.parametrize("how", ["blocking", "handle", "functional"])
+def test_on_cpu_exposed_is_what_the_thread_waited_however_it_waited(ranks, how):
+    (calls, seconds, exposed), (_, late, _) = ranks.run(2, wait_for_a_late_rank, how)
+    assert calls == 1
+    assert seconds == exposed
+    assert seconds > 0.25
+    assert late < seconds
 
 
 def test_wire_factors_are_those_of_the_backend():
@@ -153,44 +253,21 @@ def test_an_axis_that_deviates_is_named_once():
     assert "the tensor axis" in said
 
 
-# Two nodes: network namespaces joined by a virtual cable. Pairs inside a node use its loopback, all others the cable.
+# Two nodes: pairs inside a node use its loopback, all others the link.
 
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
     """Results of `measure` on 2 nodes x 2 ranks, by (layout, accumulation)."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need iproute2 and root")
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("two-nodes")
-    nodes = [f"p2d-{os.getpid()}-{node}" for node in range(2)]
-    cables = [f"p{os.getpid()}n{node}" for node in range(2)]
-
-    def ip(*words: str) -> bool:
-        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
-
-    processes = []
-    try:
-        if not all(ip("netns", "add", node) for node in nodes):
-            pytest.skip("this container may not make network namespaces")
-        if not ip("link", "add", cables[0], "netns", nodes[0], "type", "veth", "peer", "name", cables[1], "netns", nodes[1]):
-            pytest.skip("this kernel has no veth")
-        for index, (node, cable) in enumerate(zip(nodes, cables, strict=True)):
-            ip("-n", node, "addr", "add", f"10.213.7.{index + 1}/24", "dev", cable)
-            assert ip("-n", node, "link", "set", cable, "up")
-            assert ip("-n", node, "link", "set", "lo", "up")
-        for rank in range(4):
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": cables[rank // 2], "OMP_NUM_THREADS": "1"}
-            words = ["ip", "netns", "exec", nodes[rank // 2], sys.executable, __file__, str(rank), str(folder)]
-            log = open(folder / f"log-{rank}", "w")  # noqa: SIM115 (the process writes to it)
-            processes.append(subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    with Cluster(2, ranks=2) as cluster:
+        place = {"PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
+        words = [sys.executable, os.path.abspath(__file__)]
+        processes = [cluster.start(rank // 2, [*words, str(rank), str(folder)], environment=place) for rank in range(4)]
         for rank, process in enumerate(processes):
-            assert process.wait(timeout=150) == 0, (folder / f"log-{rank}").read_text()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for node in nodes:
-            ip("netns", "del", node)
+            assert process.wait(timeout=150) == 0, cluster.log_path(rank // 2).read_text()[-3000:]
     return {(case["layout"], case["accumulation"]): case for case in json.loads((folder / "results.json").read_text())}
 
 

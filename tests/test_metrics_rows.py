@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 from html.parser import HTMLParser
 
 import pytest
+import torch
+from torch import nn
 
-from parallel2d import dashboard
+from parallel2d import build_on_meta, cross_entropy_sum, dashboard
 from parallel2d.config import ConfigError
 from parallel2d.metrics import goodput
-from parallel2d.metrics.console import describe, fit
+from parallel2d.metrics.communication import KEYS
+from parallel2d.metrics.console import describe, wrap
+from parallel2d.metrics.flops import count_flops
 from parallel2d.metrics.goodput import Goodput
+from parallel2d.metrics.recorder import Recorder, measure_rank
 from parallel2d.metrics.stragglers import WINDOW, Stragglers
 from parallel2d.metrics.tensorboard import LAYOUT
 from parallel2d.metrics.watch import describe_late
 from parallel2d.metrics.writer import MetricsWriter
+from parallel2d.progress import Outcome, Progress
 from parallel2d.report.__main__ import main as report
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
@@ -43,23 +57,38 @@ def test_goodput_names_where_the_wall_time_went(clock):
     row = ledger.row()
     assert row["goodput/fraction"] == pytest.approx(0.15)
     lost = {name: row[f"goodput/lost_{name}_s"] for name in goodput.LOSSES}
-    assert lost == {"first_step": 5.0, "data": 0.5, "checkpoint": 1.0, "validation": 1.5, "restart": 0.0}
+    assert lost == {"first_step": 5.0, "data": 0.5, "checkpoint": 1.0, "validation": 1.5, "restart": 0.0, "repeated": 0.0}
 
 
 def test_goodput_counts_a_restart_as_lost_and_goes_on_from_the_totals(clock):
     before = Goodput()
     before.add({"step_s": 4.0}, first=False)
     clock.now += 4.0
-    row = before.row()
+    row = {"step": 1, **before.row()}
     clock.now += 30.0
     after = Goodput()
-    after.resume(row)
+    after.resume(1, row, row)
     clock.now += 2.0
     after.add({"step_s": 2.0}, first=False)
     row = after.row()
     assert row["goodput/lost_restart_s"] == pytest.approx(30.0)
     assert row["goodput/wall_s"] == pytest.approx(36.0)
     assert row["goodput/fraction"] == pytest.approx(6 / 36)
+
+
+@pytest.mark.parametrize(("step", "kept", "useful"), [(0, None, 0.0), (4, 4, 8.0), (6, 4, 12.0), (8, 8, 16.0)])
+def test_steps_that_a_restart_repeats_are_lost_and_named(clock, step, kept, useful):
+    before, rows = Goodput(), {}
+    for number in range(1, 9):
+        clock.now += 2.0
+        before.add({"step_s": 2.0}, first=False)
+        rows[number] = {"step": number, **before.row()}
+    after = Goodput()
+    after.resume(step, rows[8], rows.get(kept))
+    row = after.row()
+    assert row["goodput/useful_s"] == pytest.approx(useful)
+    assert row["goodput/lost_repeated_s"] == pytest.approx(16.0 - useful)
+    assert row["goodput/fraction"] == pytest.approx(useful / 16.0)
 
 
 def test_a_rank_at_half_speed_is_named_once_within_20_steps():
@@ -97,10 +126,89 @@ def test_the_console_says_the_most_wanted_first_and_keeps_to_80_columns():
         "loss": 2.34567, "throughput/tokens_per_s": 1234567.0, "throughput/mfu": 0.412, "comm/between_hosts/bytes": 3.2e9,
         "memory/peak_gib": 61.25,
     }  # fmt: skip
-    line = fit(["step 123456/200000", *describe(row, 3700.0)], 80)
-    assert line == "step 123456/200000  loss 2.3457  1.23M tok/s  MFU 41%  net 3.2GB  61.2GiB"
-    assert len(line) <= 80
-    assert fit(describe(row, 61.0), 200).endswith("saved 1:01")
+    lines = wrap(["step 123456/200000", *describe(row, 3700.0), "ETA 12:00:00"])
+    assert lines == [
+        "step 123456/200000  loss 2.3457  1.23M tok/s  MFU 41%  net 3.2GB/step  61.2 GiB",
+        "    saved 1:01:40 ago  ETA 12:00:00",
+    ]
+    assert all(len(line) <= 80 for line in lines)
+
+
+def on_a_terminal(mode, row):
+    """What a display of that mode writes to a terminal of 80 columns, without its control sequences."""
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    script = (
+        "from parallel2d.metrics.console import ConsoleDisplay\n"
+        f"display = ConsoleDisplay({mode!r}, 200000)\n"
+        "display.begin(0)\n"
+        f"display.step({{**{row!r}, 'step': 1}}, 43200.0, 3700.0)\n"
+        f"display.step({{**{row!r}, 'step': 200000}}, None, 3700.0)\n"
+        "display.close()\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=child, env=environment)
+    os.close(child)
+    said = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(parent, 4096):
+            said += part
+    os.close(parent)
+    assert process.wait() == 0
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said.decode()).replace("\r", "\n").split("\n")
+
+
+@pytest.mark.parametrize("mode", ["rich", "plain", "silent"])
+def test_a_terminal_of_80_columns_shows_all_that_is_wanted(mode):
+    row = {
+        "loss": 2.34567, "throughput/tokens_per_s": 1234567.0, "throughput/mfu": 0.412, "comm/between_hosts/bytes": 3.2e9,
+        "memory/peak_gib": 61.25,
+    }  # fmt: skip
+    lines = on_a_terminal(mode, row)
+    assert all(len(line) <= 80 for line in lines)
+    text = "\n".join(lines)
+    for wanted in ("loss 2.3457", "1.23M tok/s", "MFU 41%", "net 3.2GB/step", "61.2 GiB", "saved 1:01:40 ago", "ETA 12:00:00"):
+        assert (wanted in text) == (mode != "silent"), wanted
+    assert ("\u2501" in text) == (mode == "rich")
+
+
+def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
+    width, hidden, words, seq, batch, ranks, seconds, peak = 64, 128, 320, 32, 8, 4, 0.25, 1e9
+    with build_on_meta():
+        layers = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, words, bias=False)
+        model = nn.Sequential(nn.Embedding(words, width), *layers)
+    per_sequence = count_flops(model, seq, cross_entropy_sum)
+    assert per_sequence == 6 * seq * (width * hidden + hidden * words)  # 2 forward, 4 backward, per weight and token
+    writer = MetricsWriter(str(tmp_path), {}, tensorboard=False)
+    recorder = Recorder(
+        log_every=1, steps=2, ranks=ranks, tokens_per_step=batch * seq, flops_per_step=per_sequence * batch, peak_flops=peak,
+        writer=writer, display=None, hosts=HOSTS,
+    )  # fmt: skip
+    recorder.begin(0)
+    measured = [measure_rank(torch.device("cpu"), busy_s=seconds)] * ranks
+    outcome = Outcome(
+        loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, finite=True, preempted=False, save_is_due=False, ranks=measured
+    )  # fmt: skip
+    for step in (1, 2):
+        recorder.record(Progress(step=step), outcome, 0.1, {"step_s": seconds}, None, last=step == 2)
+    recorder.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["throughput/tokens_per_s"] * row["time/step_s"] == pytest.approx(batch * seq)
+    assert row["throughput/mfu"] == pytest.approx(per_sequence * batch / (seconds * ranks * peak))
+    assert row["throughput/model_tflops_per_rank"] * 1e12 == pytest.approx(row["throughput/mfu"] * peak)
+
+
+def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
+    from parallel2d.models import huggingface
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+    sizes["num_key_value_heads"] = 4
+    with build_on_meta():
+        model = huggingface.build(None, "llama", sizes, "causal_lm")
+    seq = 32
+    products = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    attention = 2 * 2 * seq * 64  # two layers; queries with keys, and weights with values, without the causal half
+    assert count_flops(model, seq, cross_entropy_sum) == 6 * seq * (products + attention)
 
 
 ROW = {
@@ -108,7 +216,7 @@ ROW = {
     "throughput/tokens_per_s_per_rank": 25.0, "throughput/model_tflops_per_rank": 0.1, "goodput/fraction": 0.5,
     "goodput/lost_data_s": 1.0, "memory/peak_rss_gib": 1.0, "rank/skew": 1.0, "time/step_s": 2.0, "time/data_s": 0.0,
     "time/forward_backward_s": 1.5, "time/sync_s": 0.3, "time/optimizer_s": 0.2,
-    **{f"comm/{axis}/{what}": 10.0 for axis in ("replicate", "shard", "tensor") for what in ("bytes", "calls", "seconds")},
+    **dict.fromkeys(KEYS, 10.0),
 }  # fmt: skip
 
 

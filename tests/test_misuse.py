@@ -53,9 +53,10 @@ def test_an_integer_reshard_cannot_be_asked_for():
 
 
 def _other_torch():
-    if torch.distributed.get_rank() == 1:
-        torch.__version__ = "2.99.0"
-    _sharded()
+    with pytest.MonkeyPatch.context() as patch:  # the worker goes on to other tests
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(torch, "__version__", "2.99.0")
+        _sharded()
 
 
 def test_torch_versions_that_differ_are_refused(ranks):

@@ -174,6 +174,25 @@ def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):
     assert "wq" not in table
 
 
+def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
+    from parallel2d.compose import preview
+
+    words = ", ".join(f"{pattern}: {word}" for pattern, word in WORDS.items())
+    assert preview([f"model.tensor_plan={{{words}}}"]) is None  # model=llama_debug brings its own and has no such key
+    given = preview(["model=hf", "model.architecture=llama", f"model.tensor_plan={{{words}}}"])
+    assert given is not None
+    assert given.model.tensor_plan == WORDS
+
+
+def test_a_pattern_that_hydra_cannot_read_names_the_ways_that_remain(capsys):
+    from parallel2d.train import main
+
+    assert main(["model=hf", "model.architecture=llama", "model.tensor_plan={a.w[!x]: colwise}"]) == 2
+    said = capsys.readouterr().err
+    assert "patterns may hold * ? and [abc] here; others go in a YAML file or come from package.module:function" in said
+    assert len(said.splitlines()) == 1
+
+
 @pytest.mark.parametrize(("plan", "tensor", "message"), [
     ({"layers.*.attn.wq": "colwise"}, 2, "'layers.*.attn.wq' matches no module of Llama"),
     ({"layers.*.attention.w[qk]": "colwise"}, 4, "mesh.tensor=4 does not divide the 2 heads of layers.0.attention.wk"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import gc
 import math
 
 import pytest
@@ -19,6 +22,7 @@ from parallel2d import (
     build_on_meta,
     clip_gradient_norm,
     clip_gradient_value,
+    load_pretrained,
     load_state,
     parallelize,
     summon_full_params,
@@ -74,18 +78,33 @@ def test_broadcasting_from_a_rank_without_weights_is_an_error(ranks):
 
 
 class Allocations(TorchDispatchMode):
-    """The largest storage that an operator made, in bytes."""
+    """The largest storage that an operator made, in bytes; those of ``kept`` are not counted."""
 
-    def __init__(self):
+    def __init__(self, kept=()):
         super().__init__()
+        self.kept = {tensor.untyped_storage().data_ptr() for tensor in kept}
         self.largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if type(tensor) is torch.Tensor and not tensor.is_meta:  # a DTensor's own storage is nominal
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+                storage = tensor.untyped_storage()
+                self.largest = max(self.largest, storage.nbytes() if storage.data_ptr() not in self.kept else 0)
         return result
+
+
+class LargeRows(nn.Module):
+    """A matrix, and a tensor of which one row of dim 0 is larger than what travels at once."""
+
+    def __init__(self, rows, deep=(2, 3, 2**21)):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.empty(rows, 1024))
+        self.deep = nn.Parameter(torch.empty(deep))
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.matrix)
+        nn.init.zeros_(self.deep)
 
 
 def _load_large(megabytes):
@@ -93,28 +112,96 @@ def _load_large(megabytes):
 
     rows = megabytes * 2**20 // 4096
     with build_on_meta():
-        model = nn.Sequential(nn.Linear(1024, rows, bias=False), nn.Linear(1024, 8))
+        model = LargeRows(rows)
     model = parallelize(model, build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3"), seed=0)
     state = None
     if dist.get_rank() == 0:
-        state = {
-            "0.weight": torch.arange(rows * 1024.0).view(rows, 1024),
-            "1.weight": torch.ones(8, 1024),
-            "1.bias": torch.ones(8),
-        }
-    with Allocations() as allocated:
+        state = {"matrix": torch.arange(rows * 1024.0).view(rows, 1024), "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21)}
+    with Allocations([parameter.to_local() for parameter in model.parameters()]) as allocated:
         load_state(model, state)
-    local = model[0].weight.to_local()
     first = dist.get_rank() * -(-rows // 4) * 1024
-    right = bool((local.flatten()[:5] == torch.arange(first, first + 5.0)).all())
+    right = bool((model.matrix.to_local().flatten()[:5] == torch.arange(first, first + 5.0)).all())
+    if dist.get_rank() < 2:  # two rows for four ranks
+        right &= bool((model.deep.to_local().flatten() == torch.arange(3.0 * 2**21) + dist.get_rank() * 3 * 2**21).all())
     return right, allocated.largest, weights.PIECE_BYTES
 
 
 def test_no_other_rank_ever_holds_what_rank_0_scatters(ranks):
-    for rank, (right, largest, piece) in enumerate(ranks.run(4, _load_large, 48)):
+    for rank, (right, largest, piece) in enumerate(ranks.run(4, _load_large, 40)):
         assert right
         if rank:
-            assert largest <= piece < 48 * 2**20
+            assert largest <= piece < 24 * 2**20
+
+
+def _resident(field):
+    """VmRSS or VmHWM of this process, in bytes."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def _receive(how, mebibytes, folder):
+    """How far this process's memory rose over what it was while it received a state dict; the bytes it keeps; whether they are right."""
+    _received(how, 1, folder)  # imports and first-use memory of the runtime
+    return _received(how, mebibytes, folder)
+
+
+def _received(how, mebibytes, folder):
+    import safetensors.torch
+
+    rows, first = mebibytes * 256, dist.get_rank() == 0
+    mesh = build_mesh(MeshSpec(), "zero3")
+    full = torch.arange(float(rows)).repeat_interleave(1024).view(rows, 1024) if first else None
+    if how == "load_pretrained" and full is not None:
+        safetensors.torch.save_file({"matrix": full, "deep": torch.ones(1, 4)}, f"{folder}/model.safetensors")
+    state = {"matrix": full, "deep": torch.ones(1, 4)} if first else None
+    with torch.device("meta"):
+        model = LargeRows(rows, (1, 4))
+    if how == "broadcast_from" and full is not None:
+        model.matrix, model.deep = nn.Parameter(full), nn.Parameter(torch.ones(1, 4))
+    options = {
+        "broadcast_from": {"broadcast_from": 0},
+        "load_state": {"seed": 0, "weights": lambda sharded: load_state(sharded, state) or {"matrix", "deep"}},
+        "load_pretrained": {"seed": 0, "weights": functools.partial(load_pretrained, path=folder)},
+    }[how]
+    dist.barrier()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would be used again, and not be seen
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")  # VmHWM becomes what is resident now
+    before = _resident("VmRSS")
+    model = parallelize(model, mesh, ParallelConfig("zero3"), **options)
+    risen = _resident("VmHWM") - before
+    local = model.matrix.to_local()
+    begin = dist.get_rank() * (rows // 4)
+    right = bool((local == torch.arange(float(begin), begin + rows // 4)[:, None]).all())
+    return risen, local.nbytes, right
+
+
+SLACK = 24 * 2**20  # what a rank may hold beside its part: a piece of 16 MiB, and the small change of allocator and process group
+
+
+def check_receiving(ranks, tmp_path, how, mebibytes, record_property=None):
+    for rank, (risen, kept, right) in enumerate(ranks.run(4, _receive, how, mebibytes, str(tmp_path))):
+        assert right
+        assert kept == mebibytes * 2**18
+        if record_property is not None:
+            record_property(f"rank {rank}: MiB above the baseline, MiB kept", (risen / 2**20, kept / 2**20))
+        if rank or how == "load_pretrained":
+            assert kept // 2 < risen <= kept + SLACK < mebibytes * 2**20, rank
+
+
+RECEIVING = ("broadcast_from", "load_state", "load_pretrained")
+
+
+@pytest.mark.parametrize("how", RECEIVING)
+def test_a_rank_that_receives_weights_holds_its_part_and_a_piece(ranks, tmp_path, how):
+    check_receiving(ranks, tmp_path, how, 128)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", RECEIVING)
+def test_a_rank_that_receives_a_gibibyte_holds_its_part_and_a_piece(ranks, tmp_path, record_property, how):
+    check_receiving(ranks, tmp_path, how, 1024, record_property)
 
 
 def _load_both_ways():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from parallel2d import (
     parallelize,
     token_weight,
 )
+from parallel2d.config import PrecisionConfig
 from parallel2d.loss import sum_over_data_ranks
-from parallel2d.models.llama import Llama, tensor_plan
+from parallel2d.models.llama import Block, Llama, tensor_plan
+from parallel2d.parallelize.sharding import DTYPES
 
 VOCAB = 67
 LLAMA = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": VOCAB, "max_seq_len": 64}
@@ -40,8 +44,52 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], targets
 
 
-def build_llama(**changes: Any) -> Llama:
-    return Llama(**{**LLAMA, **changes})
+class GainBlock(Block):
+    """A block with a table of floats that its input is multiplied with, in the wider dtype of the two."""
+
+    def __init__(self, dim: int, *sizes: Any) -> None:
+        super().__init__(dim, *sizes)
+        self.register_buffer("gain", torch.linspace(0.9, 1.1, dim))
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        return super().forward((x * self.gain).to(self.attention_norm.weight.dtype), positions, mask)
+
+
+class Buffered(Llama):
+    """The Llama with tables of floats: what enters its blocks has the dtype of a buffer, not of a parameter."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        dim, heads = sizes["dim"], (sizes["n_heads"], sizes["n_kv_heads"])
+        self.layers = nn.ModuleList(GainBlock(dim, *heads, sizes["hidden_dim"], 1e-5, 5e5) for _ in self.layers)
+        self.register_buffer("scale", torch.linspace(0.7, 1.3, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        positions = torch.arange(tokens.shape[1])
+        for layer in self.layers:
+            x = layer(x, positions, None)
+        return self.output(self.norm(x))
+
+
+def build_llama(kind: type[Llama] = Llama, **changes: Any) -> Llama:
+    return kind(**{**LLAMA, **changes})
+
+
+class Descent:
+    """Plain gradient descent that takes gradients of any dtype."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        self.parameters, self.lr = list(parameters), lr
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.add_(parameter.grad.to(parameter.dtype), alpha=-self.lr)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
@@ -61,8 +109,11 @@ def train(
     during_accumulation: str = "reduce_scatter_only",
     llama: dict[str, Any] | None = None,
     seed: int = 0,
+    descent: bool = False,
 ) -> dict[str, Any]:
-    """Trains the small Llama on this process group; returns losses, gradient norms and whole final weights (rank 0)."""
+    """Trains the small Llama on this process group; returns losses, gradient norms and whole final weights (rank 0).
+
+    ``llama``: changes to its sizes, or another ``kind``; ``descent``: with `Descent` instead of AdamW."""
     parallel = ParallelConfig(**config)
     resolved = parallel.resolved()
     mesh = build_mesh(MeshSpec(**mesh_sizes), resolved.strategy.name)
@@ -70,7 +121,7 @@ def train(
         model = build_llama(**(llama or {}))
     plan = tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None
     model = parallelize(model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan)
-    optimizer = optimizer_of(model)
+    optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     losses, norms = [], []
     for step in range(steps):
@@ -106,3 +157,100 @@ def reference(model: nn.Module, *, steps: int, dtype: torch.dtype) -> dict[str, 
         optimizer.zero_grad()
     weights = {name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def reference_in(
+    model: nn.Module, precision: PrecisionConfig, replicas: int, shards: int, *, steps: int, descent: bool = False
+) -> dict[str, Any]:
+    """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision`` names.
+
+    The batch goes through in as many parts as there are data ranks. Each computes with a copy of the weights in ``param``; its
+    gradients are cast to ``reduce``, averaged over shards, then over replicas, and cast to ``storage``.
+    """
+    storage, reduce = DTYPES[precision.storage], DTYPES[precision.reduce]
+    model = copy.deepcopy(model)
+    buffers = precision.buffers or ("fp64" if precision.storage == "fp64" else None)
+    for module in model.modules():
+        apart = type(module).__name__ in precision.fp32_modules
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(torch.promote_types(storage, torch.float32) if apart else storage)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer.to(DTYPES[buffers]) if buffers else buffer
+    apart = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ in precision.fp32_modules}
+    optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
+    parts, losses, norms = replicas * shards, [], []
+    for step in range(steps):
+        tokens, targets = global_batch(step)
+        weight = parts / int((targets != -100).sum())
+        total, gradients = 0.0, []
+        for own, wanted in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):
+            twin = _computing(model, precision)
+            logits = twin(own)
+            logits = logits.to(DTYPES[precision.output]) if precision.output else logits
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = F.cross_entropy(wide.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
+            (loss * weight).backward()
+            total += loss.item() * weight
+            gradients.append({n: p.grad.to(torch.float32 if n in apart else reduce) for n, p in twin.named_parameters()})
+        for name, parameter in model.named_parameters():
+            each = [part[name] for part in gradients]
+            inner = [_mean(each[first : first + shards]) for first in range(0, parts, shards)]
+            dtype = reduce if precision.keep_low_precision_gradients else parameter.dtype
+            parameter.grad_dtype = dtype
+            parameter.grad = _mean(inner).to(dtype)
+        losses.append(total / parts)
+        norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+        for parameter in model.parameters():
+            wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+            parameter.grad.mul_((1 / (norm.to(wide) + 1e-6)).clamp(max=1.0).to(parameter.grad.dtype))
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    return sum(tensors[1:], tensors[0]) / len(tensors)
+
+
+def _computing(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
+    """A copy that computes in ``precision.param``, its modules of ``fp32_modules`` in fp32 between casts."""
+    param = DTYPES[precision.param]
+
+    def cast(dtype: torch.dtype) -> Any:
+        return lambda _module, inputs: tuple(
+            x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+        )
+
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        apart = type(module).__name__ in precision.fp32_modules
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(torch.float32 if apart else param)
+        if apart:
+            module.register_forward_pre_hook(cast(torch.float32))
+            module.register_forward_hook(lambda _module, _inputs, output: output.to(param))
+    for block in twin.layers if precision.cast_forward_inputs else ():
+        block.register_forward_pre_hook(cast(param))
+    return twin
+
+
+def differences(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Largest relative difference of a loss, that of the first gradient norm, and the largest absolute one of a weight.
+
+    NaN anywhere counts as infinite. Raises ValueError or AssertionError when one run has other steps or parameters than the other.
+    """
+    assert run["weights"].keys() == expected["weights"].keys()
+
+    def relative(found: float, wanted: float) -> float:
+        return abs(found - wanted) / abs(wanted)
+
+    found = {
+        "loss": [relative(*pair) for pair in zip(run["losses"], expected["losses"], strict=True)],
+        "norm": [relative(run["norms"][0], expected["norms"][0])],
+        "weights": [float(abs(run["weights"][name] - value).max()) for name, value in expected["weights"].items()],
+    }
+    return {name: max(value if math.isfinite(value) else math.inf for value in values) for name, values in found.items()}

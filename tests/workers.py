@@ -2,7 +2,7 @@
 
 ``run(world_size, function, *args)`` calls a module-level function on every rank, inside one process group, and returns the list of
 results by rank. An exception on any rank is raised in the test with that rank's traceback; the pool is then started afresh,
-because the other ranks may be waiting in a collective.
+because the other ranks may be waiting in a collective, unless every rank raised the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -39,17 +40,21 @@ def _worker(rank: int, world_size: int, store_path: str, connection: Any) -> Non
 
 
 class WorkerError(AssertionError):
-    """A test function failed on a rank. ``kind`` and ``message`` are those of the exception there."""
+    """A test function failed on a rank. ``kind`` and ``message`` are those of the exception there; ``everywhere``: all ranks raised
+    the same, so none is left in a collective."""
 
     def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
         super().__init__(f"rank {rank}: {kind}: {message}\n{trace}")
-        self.kind, self.message = kind, message
+        self.kind, self.message, self.everywhere = kind, message, False
 
 
 class Pool:
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+        preload = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "parallel2d.assemble"]
+        if "transformers" in sys.modules:  # the tests that were collected need it: imported once instead of by every worker
+            preload.append("transformers.modeling_utils")
+        context.set_forkserver_preload(preload)
         self.folder = tempfile.TemporaryDirectory(prefix="parallel2d-test-")
         self.connections = []
         self.processes = []
@@ -76,6 +81,7 @@ class Pool:
         rank_of = {id(connection): rank for rank, connection in enumerate(self.connections)}
         waiting = list(self.connections)
         failure = None
+        errors: list[tuple[str, str]] = []
         while waiting:
             ready = multiprocessing.connection.wait(waiting, timeout=2.0 if failure else timeout)
             if not ready:
@@ -89,8 +95,10 @@ class Pool:
                     kind, value = "error", ("EOFError", "the worker process ended", "")
                 if kind == "error":
                     failure = failure or WorkerError(rank, *value)
+                    errors.append(value[:2])
                 results[rank] = value
         if failure:
+            failure.everywhere = len(errors) == len(self.connections) and len(set(errors)) == 1 and failure.kind != "EOFError"
             raise failure
         if waiting:
             late = [rank_of[id(connection)] for connection in waiting]
@@ -121,8 +129,9 @@ class Pools:
             self.pools[world_size] = Pool(world_size)
         try:
             return self.pools[world_size].run(function, *args, **kwargs)
-        except BaseException:
-            self.pools.pop(world_size).close(kill=True)
+        except BaseException as error:
+            if not getattr(error, "everywhere", False):
+                self.pools.pop(world_size).close(kill=True)
             raise
 
     def close(self) -> None:

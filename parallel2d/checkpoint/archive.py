@@ -28,8 +28,9 @@ class Checkpoint:
     """A readable checkpoint. Raises `DamagedCheckpointError` from every method when the files are not what
     the manifest says."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Folder, manifest: Manifest, *, exact: bool = True) -> None:
+        """``exact=False``: files may hold more than the manifest takes from them."""
+        self.folder, self.manifest, self._exact = folder, manifest, exact
         self._files: dict[str, tuple[ByteSource, dict[str, Entry]]] = {}
         self._expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for name, tensor in manifest.tensors.items():
@@ -57,6 +58,8 @@ class Checkpoint:
             header = read_header(source, what)
             found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
             expected = self._expected.get(name, {})
+            if not self._exact:
+                found = {key: entry for key, entry in found.items() if key in expected}
             if found != expected:
                 wrong = next(iter(sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))))
                 raise DamagedCheckpointError(

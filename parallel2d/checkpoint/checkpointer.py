@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.folder import is_remote
 from parallel2d.checkpoint.manifest import Manifest
+from parallel2d.checkpoint.memory import MemoryNet
+from parallel2d.checkpoint.memory.net import wanted
 from parallel2d.checkpoint.resume import Resume
 from parallel2d.checkpoint.rng import rng_tensors
 from parallel2d.checkpoint.save import Group, Staging, write_checkpoint
@@ -51,6 +53,7 @@ class Checkpointer:
         blocked_s: seconds the last `save_if_due` kept the loop waiting; blocked_total_s: all of them.
         age_steps: steps since the state that the newest published checkpoint holds.
         failures: saves in a row that failed. published: steps published by this object, ascending.
+        memory: copies in the nodes' shared memory, None without; see [Note: memory net].
 
     Raises:
         ConfigError: the folder cannot be written, or is not the same folder on every rank; the message names
@@ -71,8 +74,11 @@ class Checkpointer:
         self.layout = layout or {}
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.group = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None)
+        copies_every = wanted(config, self.group)
         # A vote per step must not meet a save's own messages, so it has its own group.
-        self._votes = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed and config.every_minutes else None)
+        votes = distributed and bool(config.every_minutes or copies_every)
+        self._votes = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if votes else None)
+        self.memory = MemoryNet(copies_every, os.fspath(run_dir), mesh, self._votes) if copies_every else None
         self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
         self.blocked_s = self.blocked_total_s = 0.0
         self.bytes_written = 0
@@ -126,7 +132,8 @@ class Checkpointer:
         """Fills model, optimizer and random generators from what ``config.resume`` says. Collective.
 
         ``restarted``: these workers replace others of the same run. They go on from its newest checkpoint
-        whatever ``config.resume`` said to the first ones.
+        whatever ``config.resume`` said to the first ones, or from a newer copy in the nodes' memory. One rank that says so is
+        enough.
 
         Returns the ``state`` given to the save that was loaded (``step`` included), or None when the run
         starts from step 0: nothing to resume, or ``load=model_only`` from another run.
@@ -139,11 +146,15 @@ class Checkpointer:
             ConfigError: all checkpoints are damaged, the path is no checkpoint, or model or optimizer do not
             fit.
         """
-        result = Resume(self.config, self.store, self.group, self.model, self.optimizer).run(restarted)
+        restarted = any(self.group.all_gather(restarted))
+        result = Resume(self.config, self.store, self.group, self.model, self.optimizer, self.memory).run(restarted)
         self._last_save = time.monotonic()
+        if self.memory is not None:
+            self.memory.begin(int(result.state.get("step", result.step)) if result is not None else 0)
         if result is None:
             return None
-        self._last_step = self._base = int(result.state.get("step", result.step))
+        self._last_step = int(result.state.get("step", result.step))
+        self._base = result.stored
         if result.own_step is not None:
             self._known_good.add(result.own_step)
         return result.state
@@ -174,12 +185,19 @@ class Checkpointer:
         begin = time.perf_counter()
         self._last_step = step
         self.blocked_s = 0.0
+        if self.memory is not None and self.memory.is_due(step) and not (last or preempted):
+            reshard(self.model)
+            tensors = saved_tensors(self.model, self.optimizer)
+            self.memory.save(self._manifest(step, state), tensors, rng_tensors(self.group.rank))
+            self.blocked_s = time.perf_counter() - begin
+            self.blocked_total_s += self.blocked_s
         if self.config.enabled and self._is_due(step, last or preempted, due):
+            before = time.perf_counter()
             self._join()
             if step not in self._known_good:
                 self._start(step, state, wait=preempted or not self.config.asynchronous)
             self.blocked_s = time.perf_counter() - begin
-            self.blocked_total_s += self.blocked_s
+            self.blocked_total_s += time.perf_counter() - before
         elif preempted:
             self._join()
         self._first_call = False
@@ -191,11 +209,13 @@ class Checkpointer:
         return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
 
     def finish(self) -> None:
-        """Waits for a save that is still running. Collective. Raises `CheckpointError` if it was one failure
-        too many, or if the last save of the run failed."""
+        """Waits for a save that is still running, then removes the copies in memory: only for a run that ended well. Collective.
+        Raises `CheckpointError` if it was one failure too many, or if the last save of the run failed."""
         self._join()
         if self.failures:
             raise CheckpointError(f"the last checkpoint could not be written ({self.failures} failed in a row); see the log")
+        if self.memory is not None:
+            self.memory.finish()
 
     def _is_due(self, step: int, forced: bool, due: bool | None) -> bool:
         config = self.config
@@ -208,15 +228,7 @@ class Checkpointer:
     def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
         reshard(self.model)
         self._last_save = time.monotonic()
-        manifest = Manifest(
-            step=step,
-            state={**state, "step": step},
-            layout=self.layout,
-            mesh=self._mesh_sizes(),
-            world_size=self.group.size,
-            optimizer=describe_optimizer(self.model, self.optimizer) if self.optimizer is not None else {},
-            tied=tied_names(self.model),
-        )
+        manifest = self._manifest(step, state)
         tensors = saved_tensors(self.model, self.optimizer)
         snapshot = self._staging.take(manifest, tensors, rng_tensors(self.group.rank), self.mesh)
 
@@ -240,6 +252,17 @@ class Checkpointer:
             # A daemon: when the run dies of something else, it must not be kept alive by a save.
             self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
             self._thread.start()
+
+    def _manifest(self, step: int, state: dict[str, Any]) -> Manifest:
+        return Manifest(
+            step=step,
+            state={**state, "step": step},
+            layout=self.layout,
+            mesh=self._mesh_sizes(),
+            world_size=self.group.size,
+            optimizer=describe_optimizer(self.model, self.optimizer) if self.optimizer is not None else {},
+            tied=tied_names(self.model),
+        )
 
     def _mesh_sizes(self) -> dict[str, int]:
         sizes = {"replicate": 1, "shard": 1, "tensor": 1}

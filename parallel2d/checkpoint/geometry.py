@@ -91,15 +91,15 @@ def local_region(tensor: Tensor) -> Region:
     return region
 
 
-def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], int, int]:
-    """The mesh axes along which ranks hold the same rectangle, how many ranks that makes, and this rank's
-    number among them.
+def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
+    """The mesh axes along which ranks hold the same rectangle, and the ranks that hold this one, in the same order on each of
+    them.
 
     A mesh axis that the tensor's own mesh does not have (a layer outside the tensor-parallel plan) repeats it
     too.
     """
     if mesh is None:
-        return (), 1, 0
+        return (), [0]
     split = set()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -107,29 +107,32 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     assert mesh.mesh_dim_names is not None
-    axes, count, index = [], 1, 0
-    for axis, name in enumerate(mesh.mesh_dim_names):
-        if name not in split:
-            axes.append(name)
-            count, index = count * mesh.size(axis), index * mesh.size(axis) + coordinate[axis]
-    return tuple(axes), count, index
+    axes = tuple(name for name in mesh.mesh_dim_names if name not in split)
+    place = tuple(slice(None) if name in axes else coordinate[axis] for axis, name in enumerate(mesh.mesh_dim_names))
+    return axes, mesh.mesh[place].flatten().tolist()
 
 
-def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[tuple[str, Region, Tensor]]:
+def plan_writes(
+    tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None, nodes: Sequence[int] | None = None
+) -> Iterator[tuple[str, Region, Tensor]]:
     """Yields (name, region, local values) for what this rank writes.
 
-    Over all ranks every element is written exactly once. Rectangles that several ranks hold are dealt out by
-    size, large ones cut in equal parts, so that the bytes are even over ranks. ``tensors`` must come in the
-    same order on every rank.
+    Over all ranks every element is written exactly once; with ``nodes``, the node of each rank, exactly once by every node whose
+    ranks hold it. Rectangles that several ranks hold are dealt out by size, large ones cut in equal parts, so that the bytes are
+    even over ranks. ``tensors`` must come in the same order on every rank.
     """
     loads: dict[tuple[str, ...], list[int]] = {}
+    rank = mesh.get_rank() if mesh is not None else 0
     for name, tensor in tensors:
         region = local_region(tensor)
-        axes, count, index = _holders(tensor, mesh)
+        axes, holders = _holders(tensor, mesh)
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(region.lengths)
         # Sizes differ by a row between shards; the mean is the same on every rank, so all deal out alike.
-        splits = (mesh.size() if mesh is not None else 1) // count
+        splits = (mesh.size() if mesh is not None else 1) // len(holders)
         size = tensor.numel() * tensor.element_size() // splits
+        if nodes is not None:
+            holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
+        count, index = len(holders), holders.index(rank)
         if count > 1 and size >= SPLIT_BYTES:
             begin, length = _chunk(region.lengths[0], count, index)
             local = local.narrow(0, begin, length)

@@ -1,6 +1,6 @@
 """Where a run starts from: the checkpoint that is chosen, verified and loaded, on all ranks alike.
 
-The settings and the run's own store flow in; filled model, optimizer and generators, and the saved counters
+The settings, the run's own store and the copies in memory flow in; filled model, optimizer and generators, and the saved counters
 flow out. Rank 0 chooses and hands the manifest to the others; verification is spread over the ranks, each
 reading some of the files once.
 """
@@ -18,6 +18,7 @@ from torch import nn
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.folder import is_remote, open_folder
 from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest
+from parallel2d.checkpoint.memory import MemoryNet
 from parallel2d.checkpoint.rng import restore_rng
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.state import (
@@ -36,11 +37,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded. ``own_step``: the step of this run's own checkpoint, None when it was another's."""
+    """What was loaded. ``own_step``: the step of this run's own checkpoint in its store, None when it was another's or a copy in
+    memory. ``stored``: the newest step that is on disk, 0 for none."""
 
     step: int
     state: dict[str, Any]
     own_step: int | None
+    stored: int
 
 
 class Resume:
@@ -53,16 +56,19 @@ class Resume:
         group: Group,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        memory: MemoryNet | None = None,
     ) -> None:
         self.config, self.store, self.group = config, store, group
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.memory = model, optimizer, memory
 
     def run(self, restarted: bool = False) -> Restored | None:
         """See `Checkpointer.restore`."""
         resume = self.config.resume
         own = self._own_steps()
-        if restarted and own:
-            return self._newest(own, "all")
+        # Started anew by hand, copies in memory count only where the newest state of this run is asked for.
+        copies = self.memory.steps() if self.memory is not None and (restarted or resume == "auto") else []
+        if restarted and (own or copies) and (found := self._newest(own, copies, "all")) is not None:
+            return found
         if resume == "never":
             self._set_aside(own, "checkpoint.resume=never")
             return None
@@ -74,11 +80,13 @@ class Resume:
                 checkpoint = self._verified(self.store.path_of(step))
                 state = self._load(checkpoint, self.config.load)
                 self._set_aside([other for other in own if other > step], f"checkpoint.resume={resume}")
-                return Restored(checkpoint.manifest.step, state, step)
+                if self.config.load == "model_only":
+                    return None
+                return Restored(checkpoint.manifest.step, state, step, step)
             self._say(f"this run has checkpoints of its own and goes on there, not at checkpoint.resume={resume}")
-        if not own:
+        if restarted or not (own or copies):
             return None
-        return self._newest(own, self.config.load if resume == "auto" else "all")
+        return self._newest(own, copies, self.config.load if resume == "auto" else "all")
 
     def _own_steps(self) -> list[int]:
         own: list[int] | ConfigError = []
@@ -92,26 +100,54 @@ class Resume:
             raise own
         return own
 
-    def _newest(self, own: list[int], load: str) -> Restored:
+    def _newest(self, own: list[int], copies: list[int], load: str) -> Restored | None:
+        """The newest sound one in the store or in memory; in memory where both have the step. None when the weights alone were
+        asked for, and when there were copies in memory alone and none could be loaded."""
         damaged: dict[int, str] = {}
-        for step in reversed(own):
-            try:
-                checkpoint = self._verified(self.store.path_of(step), follow=False)
-                if checkpoint.manifest.step != step:
-                    raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
-            except DamagedCheckpointError as fault:
-                damaged[step] = f"{step_name(step)}: {fault}"
-                self._say(f"passing over {step_name(step)}: {fault}", logging.WARNING)
-                continue
-            state = self._load(checkpoint, load)
+        candidates = [(step, False) for step in own] + [(step, True) for step in copies]
+        for step, in_memory in sorted(candidates, reverse=True):
+            if in_memory:
+                copied = self._from_memory(step, load)
+                if copied is None:
+                    continue
+                stored = max((other for other in own if other not in damaged), default=0)
+                restored = Restored(step, copied, None, stored)
+            else:
+                try:
+                    checkpoint = self._verified(self.store.path_of(step), follow=False)
+                    if checkpoint.manifest.step != step:
+                        raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
+                except DamagedCheckpointError as fault:
+                    damaged[step] = f"{step_name(step)}: {fault}"
+                    self._say(f"passing over {step_name(step)}: {fault}", logging.WARNING)
+                    continue
+                restored = Restored(step, self._load(checkpoint, load), step, step)
             if self.config.enabled and damaged:
                 self._clear_damaged(list(damaged))
-            return Restored(checkpoint.manifest.step, state, step)
+            return None if load == "model_only" else restored
+        if not own:
+            return None
         listed = list_differences(list(damaged.values()))
         raise ConfigError(
             f"no checkpoint in {self.store.root} can be resumed from:\n{listed}\n"
             "checkpoint.resume=never moves them aside and starts again"
         )
+
+    def _from_memory(self, step: int, load: str) -> dict[str, Any] | None:
+        """The state of a copy in memory, loaded, or None and the reason in the log."""
+        assert self.memory is not None
+        loaded = None
+        try:
+            checkpoint = self.memory.open(step, self.model, self.optimizer)
+            try:
+                state = self._load(checkpoint, load)
+                loaded = step
+            finally:
+                self.memory.close(loaded=loaded)
+        except DamagedCheckpointError as fault:
+            self._say(f"passing over the copy of {step_name(step)} in memory: {fault}", logging.WARNING)
+            return None
+        return state
 
     def _from_elsewhere(self, path: str) -> Restored | None:
         """A path given by hand: a checkpoint, or a run directory or its ``checkpoints`` folder, whose newest
@@ -123,7 +159,7 @@ class Resume:
         state = self._load(checkpoint, self.config.load)
         if self.config.load == "model_only":
             return None
-        return Restored(checkpoint.manifest.step, state, None)
+        return Restored(checkpoint.manifest.step, state, None, checkpoint.manifest.step)
 
     def _own_step(self, path: str) -> int | None:
         """The step, when ``path`` names a checkpoint in this run's own folder."""

@@ -44,10 +44,11 @@ class _Part:
     weight: float
 
 
-def open_data(config: DataConfig, *, seq_len: int, seed: int) -> OpenData:
+def open_data(config: DataConfig, *, seq_len: int, seed: int, context: int = 0) -> OpenData:
     """Opens the data that ``config`` names, prepared into the cache if it must be.
 
-    Safe to call in any number of processes at once. ``seq_len`` is in tokens. Raises `ConfigError` that names
+    Safe to call in any number of processes at once. ``seq_len`` is in tokens; the targets of the first ``context`` positions of
+    every sequence are ignored. Raises `ConfigError` that names
     what is wrong: a missing path, empty or undecodable input, too few tokens for one sample, a cache that
     cannot be written.
     """
@@ -67,11 +68,11 @@ def open_data(config: DataConfig, *, seq_len: int, seed: int) -> OpenData:
                 f"{part.name} with {other['name']} (another one, or another end token)"
             )
 
-    train = _stream(config, parts, "train", seq_len, seed)
+    train = _stream(config, parts, "train", seq_len, seed, context)
     assert train is not None
-    validation = _stream(config, parts, "validation", seq_len, _VALIDATION_SEED)
+    validation = _stream(config, parts, "validation", seq_len, _VALIDATION_SEED, context)
     identity = [[part.store.content, part.weight] for part in parts]
-    options = [seq_len, seed, config.packing, config.intra_document_masking]
+    options = [seq_len, seed, config.packing, config.intra_document_masking, *([context] if context else [])]
     return OpenData(
         train,
         validation,
@@ -81,7 +82,7 @@ def open_data(config: DataConfig, *, seq_len: int, seed: int) -> OpenData:
     )
 
 
-def _stream(config: DataConfig, parts: list[_Part], split: str, seq_len: int, seed: int) -> SampleStream | None:
+def _stream(config: DataConfig, parts: list[_Part], split: str, seq_len: int, seed: int, context: int) -> SampleStream | None:
     components, weights = [], []
     for part in parts:
         samples = _samples(config, part, part.store.splits[split], seq_len)
@@ -99,6 +100,7 @@ def _stream(config: DataConfig, parts: list[_Part], split: str, seq_len: int, se
         seed=seed,
         name=split,
         intra_document_masking=config.intra_document_masking,
+        context=context,
         epochs=config.epochs if train else 1,
         end=config.end if train else "pad",
     )

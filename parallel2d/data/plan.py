@@ -40,7 +40,8 @@ class BatchPlan:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         share = -(-global_batch_size // data_ranks)
         if micro_batch_size == "auto":
-            micro = max(size for size in range(1, _AUTO_LIMIT + 1) if share % size == 0)
+            slots = share * 9 // 8 if allow_padding else share  # padding may cost an eighth, so that micro-batches stay large
+            micro = max(size for size in range(1, _AUTO_LIMIT + 1) if -(-share // size) * size <= slots)
         else:
             micro = int(micro_batch_size)
         if global_batch_size % (micro * data_ranks) and not allow_padding:

@@ -57,6 +57,7 @@ class SampleStream:
         schedule: which component stands at a position.
         seed, name: choose the order; streams of other names are independent of this one.
         intra_document_masking: batches carry document ids.
+        context: positions at the start of every sequence whose targets are not asked for; they count as ignored ones do.
         end: None reads epoch after epoch without end.
     """
 
@@ -68,6 +69,7 @@ class SampleStream:
         seed: int,
         name: str = "train",
         intra_document_masking: bool = False,
+        context: int = 0,
         epochs: int = 0,
         end: str = "wrap",
     ) -> None:
@@ -77,7 +79,7 @@ class SampleStream:
         self._orders = [Order(len(component), seed, f"{name}/{number}") for number, component in enumerate(components)]
         self.seq_len = components[0].seq_len
         self._hash = SampleHash(self.seq_len)
-        self._with_ids = intra_document_masking
+        self._with_ids, self._context = intra_document_masking, context
         self._length = schedule.positions_before_repeat([len(component) for component in components])
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
@@ -111,6 +113,7 @@ class SampleStream:
                 if array is not None:
                     array[sorted(set(range(len(positions))) - set(rows))] = value
         self._fill(rows, where, inputs, targets, ids)
+        targets[:, : self._context] = IGNORED
         whole = len(rows) == len(positions)
         hashes = self._hash(inputs if whole else inputs[rows], targets if whole else targets[rows], where)
         return Batch(

@@ -5,10 +5,9 @@ mesh axis is added to that axis. Out come numbers per step. Not installed, nothi
 
 [Note: what is counted] A collective belongs to an axis when it was given that axis's process group by name. The loop's own small
 agreements name no group and belong to no axis, also where an axis spans the world and shares its process group. Bytes are those a
-rank sends: the payload times the wire factor of `sent_bytes`. Seconds on CPU are those in which the calling thread was held up
-(issuing and waiting); on GPU the time between two events around the collective in the stream that issued it, hidden behind
-compute or not. An asynchronous collective is timed where it is waited for only if that is a functional one; otherwise only its
-issue is.
+rank sends: the payload times the wire factor of `sent_bytes`. Seconds on CPU are those in which the calling thread was held up,
+issuing and waiting; all of them are exposed. On GPU they are the time between two events around the collective in the stream that
+issued it, hidden behind compute or not, and the exposed ones are apart from them: [Note: exposed seconds] in `metrics/streams.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from parallel2d.mesh import AXES
 from parallel2d.metrics.profile import named
+from parallel2d.metrics.streams import StreamWaits, cuda_stream_waits, seconds_between
 
-QUANTITIES = ("bytes", "calls", "seconds")
+QUANTITIES = ("bytes", "calls", "seconds", "exposed_seconds")
 KEYS = tuple(f"comm/{axis}/{quantity}" for axis in AXES for quantity in QUANTITIES)
 
 
@@ -60,13 +60,34 @@ class _Tally:
         self.events.clear()
 
 
+class _Done:
+    """What an asynchronous collective returns that was counted but not run."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+_installed: list[CommunicationMeter] = []
+
+
+def remove_installed() -> None:
+    """Removes the meter that is installed, if any."""
+    while _installed:
+        _installed[-1].remove()
+
+
 class CommunicationMeter:
     """Counts what this rank sends over each axis of ``mesh``; see [Note: what is counted].
 
-    One meter can be installed at a time in a process.
+    ``dry``: collectives are counted and not run; only for tensors without storage. One meter can be installed at a
+    time in a process.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, dry: bool = False) -> None:
+        self._dry, self._device_type = dry, mesh.device_type
+        self._streams: StreamWaits | None = None
+        if mesh.device_type == "cuda" and not dry:
+            self._streams = cuda_stream_waits(torch.device("cuda", torch.cuda.current_device()))
         self._axes = {axis: _Tally(axis, mesh.size(index)) for index, axis in enumerate(mesh.mesh_dim_names or ())}
         self._by_group: dict[str, _Tally | None] = {
             mesh.get_group(index).group_name: self._axes[axis]
@@ -79,17 +100,23 @@ class CommunicationMeter:
             if mesh.size(index) > 1
         }
         self._awaited: dict[int, _Tally] = {}  # functional collectives in flight, by the address of their output
+        # Other asynchronous ones, by the id of their handle: handle, axis, device type
+        self._works: dict[int, tuple[Any, _Tally, str]] = {}
         self._last: tuple[str, str] | None = None  # collective and axis
         self._originals: list[tuple[Any, str, Any]] = []
 
     def install(self) -> CommunicationMeter:
         """Wraps torch's collective functions until `remove`."""
         assert not self._originals, "already installed"
+        _installed.append(self)
         for name, collective, whole in _PLAIN:
             self._wrap(dist, name, functools.partial(self._plain, collective, whole))
         for name, collective, place in _FUNCTIONAL:
             self._wrap(functional, name, functools.partial(self._functional, collective, place))
         self._wrap(functional, "wait_tensor", self._wait)
+        self._wrap(dist.Work, "wait", self._wait_work)
+        if self._streams:
+            self._streams.install()
         return self
 
     def remove(self) -> None:
@@ -97,12 +124,19 @@ class CommunicationMeter:
         while self._originals:
             module, name, original = self._originals.pop()
             setattr(module, name, original)
+        if self in _installed:
+            _installed.remove(self)
+        if self._streams:
+            self._streams.remove()
 
     def start(self) -> None:
         """Begins a step: what ran before (a validation, a checkpoint) is forgotten."""
         for tally in self._axes.values():
             tally.reset()
         self._awaited.clear()
+        self._works.clear()
+        if self._streams:
+            self._streams.start()
 
     def read(self) -> list[float]:
         """What ran since `start`, in the order of `KEYS`; zeros for an axis that the mesh lacks. On GPU the step must be done."""
@@ -110,13 +144,13 @@ class CommunicationMeter:
         for axis in AXES:
             tally = self._axes.get(axis)
             if tally is None:
-                values += [0.0, 0.0, 0.0]
+                values += [0.0] * len(QUANTITIES)
                 continue
-            seconds = tally.seconds
-            for begin, end in tally.events:
-                end.synchronize()
-                seconds += begin.elapsed_time(end) / 1e3
-            values += [tally.bytes, float(tally.calls), seconds]
+            seconds = exposed = tally.seconds
+            if self._streams:
+                seconds += sum(seconds_between(*pair) for pair in tally.events)
+                exposed += sum(seconds_between(*pair) for waited, *pair in self._streams.waits if waited == axis)
+            values += [tally.bytes, float(tally.calls), seconds, exposed]
         return values
 
     def position(self) -> tuple[int, str]:
@@ -154,7 +188,7 @@ class CommunicationMeter:
     def _functional(self, collective: str, place: int, original: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs["self"]
         tally = self._tally_of(_group_name(args[place] if len(args) > place else kwargs["group"]))
-        if tally is None or functional._are_we_tracing():
+        if tally is None or (functional._are_we_tracing() and not self._dry):
             return original(*args, **kwargs)
         whole = tensor.nbytes * (tally.size if collective == "all_gather" else 1)
         output = self._timed(tally, collective, tensor, whole, original, args, kwargs)
@@ -164,15 +198,26 @@ class CommunicationMeter:
 
     def _wait(self, original: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs["tensor"]
-        if not self._awaited or not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
+        if not self._awaited or not isinstance(tensor, Tensor) or tensor.device.type not in ("cpu", "cuda"):
             return original(*args, **kwargs)
+        tally = self._awaited.pop(tensor.data_ptr(), None)
+        return self._waiting(tally, tensor.device.type, lambda: original(*args, **kwargs))
+
+    def _wait_work(self, original: Any, args: Any, kwargs: Any) -> Any:
+        _, tally, device_type = self._works.pop(id(args[0]), (None, None, ""))
+        return self._waiting(tally, device_type, lambda: original(*args, **kwargs))
+
+    def _waiting(self, tally: _Tally | None, device_type: str, call: Callable[[], Any]) -> Any:
+        """Runs ``call``, which waits for a collective of ``tally``; on GPU that holds the current stream up, not the thread."""
+        if tally is None:
+            return call()
+        if self._streams and device_type == "cuda":
+            return self._streams.around(tally.axis, call)[0]
         begin = time.perf_counter()
         try:
-            return original(*args, **kwargs)
+            return call()
         finally:
-            tally = self._awaited.pop(tensor.data_ptr(), None)
-            if tally is not None:
-                tally.seconds += time.perf_counter() - begin
+            tally.seconds += time.perf_counter() - begin
 
     def _tally_of(self, group_name: str) -> _Tally | None:
         if group_name not in self._by_group:
@@ -185,23 +230,26 @@ class CommunicationMeter:
         return self._by_group[group_name]
 
     def _timed(self, tally: _Tally, collective: str, tensor: Tensor, whole: int, original: Any, args: Any, kwargs: Any) -> Any:
-        if tensor.device.type not in ("cpu", "cuda"):
+        device_type = self._device_type if self._dry else tensor.device.type
+        if device_type not in ("cpu", "cuda"):
             return original(*args, **kwargs)
         tally.calls += 1
         self._last = (collective, tally.axis)
-        tally.bytes += sent_bytes(collective, whole, tally.size, tensor.device.type)
-        if tensor.device.type == "cpu":
-            begin = time.perf_counter()
-            with named(f"{tally.axis}: {collective}"):
-                result = original(*args, **kwargs)
-            tally.seconds += time.perf_counter() - begin
-            return result
-        before, after = (torch.Event(tensor.device, enable_timing=True) for _ in range(2))
-        before.record()
+        tally.bytes += sent_bytes(collective, whole, tally.size, device_type)
+        if self._dry:
+            if original.__module__ == functional.__name__:
+                return original(*args, **kwargs)  # sends nothing for tensors without storage
+            return _Done() if kwargs.get("async_op") else None
         with named(f"{tally.axis}: {collective}"):
-            result = original(*args, **kwargs)
-        after.record()
-        tally.events.append((before, after))
+            if self._streams and device_type == "cuda":
+                result, events = self._streams.around(tally.axis, lambda: original(*args, **kwargs))
+                tally.events.append(events)
+            else:
+                begin = time.perf_counter()
+                result = original(*args, **kwargs)
+                tally.seconds += time.perf_counter() - begin
+        if isinstance(result, dist.Work):
+            self._works[id(result)] = (result, tally, device_type)
         return result
 
 

@@ -1,4 +1,4 @@
-"""What a person sees: a header, then a live line on a terminal or plain lines elsewhere. Rank 0 only."""
+"""What a person sees: a header, then a live display on a terminal or plain lines elsewhere, in 80 columns. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -6,55 +6,58 @@ import sys
 import time
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 80
 
 
 class ConsoleDisplay:
-    """``mode``: ``rich`` (a live line; off a terminal the same as plain), ``plain`` (lines, about one every few seconds),
+    """``mode``: ``rich`` (a bar and the newest row, live; off a terminal the same as plain), ``plain`` (a row every few seconds),
     ``silent``."""
 
     def __init__(self, mode: str, steps: int) -> None:
         self._steps = steps
         self._silent = mode == "silent"
         self._rich = mode == "rich" and sys.stderr.isatty()
-        self._live: Progress | None = None
-        self._task: Any = None
+        self._live: Live | None = None
         self._last_line = 0.0
 
     def begin(self, step: int) -> None:
-        """Starts the live line, after ``step`` finished steps."""
+        """Starts the live display, after ``step`` finished steps."""
         if step:
             self.say(f"resumed after step {step}")
         if self._rich:
-            self._live = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(compact=True),
-                console=Console(stderr=True),
-            )
-            self._task = self._live.add_task("", total=self._steps, completed=step, text="")
-            self._live.start()
+            self._live = Live(self._view(step, [], None), console=Console(stderr=True), auto_refresh=False)
+            self._live.start(refresh=True)
 
     def step(self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None) -> None:
-        """Shows one logged row, in 80 columns."""
+        """Shows one logged row. ``eta_s``: seconds that the rest will take; ``checkpoint_age_s``: since the last save."""
         if self._silent:
             return
         parts = describe(row, checkpoint_age_s)
-        if self._live is not None:
-            width = max(20, self._live.console.width - 44)  # beside step count, bar and remaining time
-            self._live.update(self._task, completed=row["step"], text=fit(parts, width))
-            return
+        eta = f"ETA {_duration(eta_s)}" if eta_s is not None and row["step"] < self._steps else None
         now = time.monotonic()
-        if row["step"] in (1, self._steps) or now - self._last_line > 5 or "validation/loss" in row:
+        if self._live is not None:
+            if row["step"] == self._steps or now - self._last_line > 0.1:
+                self._last_line = now
+                self._live.update(self._view(row["step"], parts, eta), refresh=True)
+        elif row["step"] in (1, self._steps) or now - self._last_line > 5 or "validation/loss" in row:
             self._last_line = now
-            if "validation/loss" in row:
-                parts.insert(1, f"validation {row['validation/loss']:.4f}")
-            if eta_s is not None and row["step"] < self._steps:
-                parts.insert(2, f"ETA {_duration(eta_s)}")
-            self.say(fit([f"step {row['step']}/{self._steps}", *parts], 80))
+            for line in wrap([f"step {row['step']}/{self._steps}", *parts, *([eta] if eta else [])]):
+                self.say(line)
+
+    def _view(self, step: int, parts: list[str], eta: str | None) -> Group:
+        """A line with the bar, and below it what the newest row says."""
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(f"step {step}/{self._steps}", ProgressBar(total=self._steps, completed=step), eta or "")
+        return Group(bar, *(Text(line, no_wrap=True) for line in wrap(parts)))
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -71,8 +74,10 @@ class ConsoleDisplay:
 
 
 def describe(row: dict[str, Any], checkpoint_age_s: float | None) -> list[str]:
-    """What a row says, the most wanted first: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
+    """What a row says: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
     parts = [f"loss {row['loss']:.4f}"]
+    if "validation/loss" in row:
+        parts.append(f"validation {row['validation/loss']:.4f}")
     if "throughput/tokens_per_s" in row:
         parts.append(f"{_count(row['throughput/tokens_per_s'])} tok/s")
     if "throughput/mfu" in row:
@@ -80,23 +85,24 @@ def describe(row: dict[str, Any], checkpoint_age_s: float | None) -> list[str]:
     elif "throughput/model_tflops_per_rank" in row:
         parts.append(f"{row['throughput/model_tflops_per_rank']:.3g} TFLOP/s")
     if row.get("comm/between_hosts/bytes"):
-        parts.append(f"net {_count(row['comm/between_hosts/bytes'])}B")
+        parts.append(f"net {_count(row['comm/between_hosts/bytes'])}B/step")
     memory = row.get("memory/peak_gib") or row.get("memory/peak_rss_gib")
     if memory:
-        parts.append(f"{memory:.3g}GiB")
+        parts.append(f"{memory:.3g} GiB")
     if checkpoint_age_s is not None:
-        parts.append(f"saved {_duration(checkpoint_age_s)}")
+        parts.append(f"saved {_duration(checkpoint_age_s)} ago")
     return parts
 
 
-def fit(parts: list[str], width: int) -> str:
-    """As many of ``parts`` as ``width`` columns hold, the first ones first."""
-    text = parts[0]
-    for part in parts[1:]:
-        if len(text) + 2 + len(part) > width:
-            break
-        text += "  " + part
-    return text
+def wrap(parts: list[str], width: int = WIDTH) -> list[str]:
+    """``parts`` in lines of at most ``width`` columns; those after the first are indented."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"    {part}" if lines else part)
+    return lines
 
 
 def _count(value: float) -> str:

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from parallel2d.parallelize.twin import on_fake_tensors
+
+log = logging.getLogger(__name__)
+
 # Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; by a part of the name that torch reports.
 _PEAK_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "V100": 125e12}
 
 
 def count_flops(model: nn.Module, seq_len: int, loss: Callable[[Any, Tensor], Tensor]) -> int | None:
-    """FLOPs of forward and backward over one sequence of ``seq_len`` tokens; None for a model that meta tensors cannot run.
+    """FLOPs of forward and backward over one sequence of ``seq_len`` tokens; None for a model that tensors without storage cannot run.
 
     ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not counted (model FLOPs).
     """
-    try:
-        twin = copy.deepcopy(model).to("meta")
-        tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
-        with FlopCounterMode(display=False) as counter:
-            loss(twin(tokens), tokens).backward()
-        return int(counter.get_total_flops())
-    except Exception:  # a model may look at values, which meta tensors do not have: then the count is unknown, and said so
-        return None
+    for fake in (False, True):
+        try:
+            twin = copy.deepcopy(model).to("meta")
+            with on_fake_tensors(twin, "meta") if fake else nullcontext(), FlopCounterMode(display=False) as counter:
+                tokens = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
+                loss(twin(tokens), tokens).backward()
+            return int(counter.get_total_flops())
+        except Exception:  # a model may look at values, which these tensors do not have
+            continue
+    log.info("the model's FLOPs are not known: it does not run on tensors without storage")
+    return None
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

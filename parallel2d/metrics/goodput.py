@@ -1,7 +1,8 @@
 """Goodput: which part of the wall time trained the model, and what took the rest, by name.
 
 Seconds of steps, checkpoints and validations flow in; totals since the run first began flow out, restarts included: a restarted run
-goes on from the totals of its last row, and what lies between that row and its first new step is lost to the restart.
+goes on from the totals of its last row, and what lies between that row and its first new step is lost to the restart. Steps that
+it does again were useful for nothing: their time moves from useful to ``repeated``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-LOSSES = ("first_step", "data", "checkpoint", "validation", "restart")
+LOSSES = ("first_step", "data", "checkpoint", "validation", "restart", "repeated")
 
 
 class Goodput:
@@ -21,13 +22,23 @@ class Goodput:
         self._wall_before = 0.0
         self._begun = time.time()
 
-    def resume(self, last_row: dict[str, Any] | None) -> None:
-        """Goes on from the last row that an earlier incarnation wrote, also one whose steps are done again now."""
+    def resume(self, step: int, last_row: dict[str, Any] | None, kept_row: dict[str, Any] | None) -> None:
+        """Goes on after ``step`` from what earlier incarnations wrote.
+
+        ``last_row``: the last one, also one whose steps are done again now; ``kept_row``: the last one up to ``step``. Where rows are
+        some steps apart, ``step`` may lie between these two, and the time between them is divided evenly.
+        """
         if not last_row or "goodput/wall_s" not in last_row:
             return
         for name in LOSSES:
             self._lost[name] = float(last_row.get(f"goodput/lost_{name}_s") or 0.0)
         self._useful = float(last_row.get("goodput/useful_s") or 0.0)
+        if last_row["step"] > step:
+            kept_step, kept_useful = (kept_row["step"], float(kept_row.get("goodput/useful_s") or 0.0)) if kept_row else (0, 0.0)
+            share = (last_row["step"] - step) / (last_row["step"] - kept_step)
+            again = share * max(0.0, self._useful - kept_useful)
+            self._useful -= again
+            self._lost["repeated"] += again
         pause = max(0.0, time.time() - float(last_row["goodput/unix_s"]))
         self._lost["restart"] += pause
         self._wall_before = float(last_row["goodput/wall_s"]) + pause

@@ -1,22 +1,29 @@
-"""What a formula says each mesh axis must move per step, to stand beside what is measured.
+"""What each mesh axis must move per step, known before the first one, to stand beside what is measured.
 
-A sharded model, its mesh and the accumulation flow in; bytes per axis flow out. `Deviation` compares both and speaks once per axis.
+A sharded model, its mesh and the accumulation flow in, for the tensor axis a twin of the model on meta; bytes per axis flow out.
+`Deviation` compares both and speaks once per axis.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from parallel2d.mesh import mesh_shape
-from parallel2d.metrics.communication import sent_bytes
+from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
+from parallel2d.parallelize.twin import on_fake_tensors
 
 log = logging.getLogger(__name__)
 
+_TENSOR_BYTES = KEYS.index("comm/tensor/bytes")
 TOLERANCE = 0.05  # of the prediction; beyond it the axis is named
 
 
@@ -29,7 +36,7 @@ def predict_communication(
     per micro-batch for forward, another one for backward where parameters are freed in between; a reduce-scatter of the
     gradients per micro-batch, or once with ``none``; an all-reduce of the sharded gradients once, or per micro-batch with
     ``full``. Parameters count as they travel: padded to the shard axis, in the dtype they are gathered or reduced in. The
-    ``tensor`` axis moves activations, which depend on the model's plan: it has no entry unless it does not exist.
+    ``tensor`` axis moves activations, which depend on the model's plan: `count_tensor_axis`.
     """
     shape = mesh_shape(mesh)
     device = mesh.device_type
@@ -59,6 +66,56 @@ def predict_communication(
     if shape.tensor == 1:
         predicted["comm/tensor/bytes"] = 0.0
     return predicted
+
+
+def count_tensor_axis(
+    twin: nn.Module,
+    mesh: DeviceMesh,
+    loss: Callable[[Any, Tensor], Tensor],
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    accumulation: int,
+    during_accumulation: str = "reduce_scatter_only",
+    reduce_dtype: torch.dtype | None = None,
+) -> dict[str, float]:
+    """Bytes that a rank sends per step over the ``tensor`` axis, as ``{"comm/tensor/bytes": bytes}``.
+
+    ``twin``: from `parallel2d.parallelize.twin.tensor_twin`. One micro-batch runs forward and backward on tensors without storage,
+    on every rank alike; its collectives are counted instead of run, by the same meter that measures. Then come those that sharding
+    adds before it reduces: the gradients of weights that stayed whole while their inputs were split are summed over the axis, in
+    every backward, or once with ``none``, then in ``reduce_dtype``. Empty, and the reason logged, for a model that such tensors
+    cannot run.
+    """
+    once = during_accumulation == "none" and accumulation > 1
+    devices = range(torch.cuda.device_count())
+    problem: Exception | None = None
+    # Meta tensors are twice as fast, and some models only run on tensors that say which device they would be on.
+    for device_type in ("meta", mesh.device_type):
+        meter = CommunicationMeter(mesh, dry=True).install()
+        try:
+            with nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type), torch.random.fork_rng(devices):
+                tokens = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64, device=device_type)
+                meter.start()
+                loss(twin(tokens), tokens).backward()
+                passes = meter.read()[_TENSOR_BYTES]
+                meter.start()
+                _make_gradients_whole(twin, reduce_dtype if once else None)
+                gradients = meter.read()[_TENSOR_BYTES]
+            return {KEYS[_TENSOR_BYTES]: accumulation * passes + (1 if once else accumulation) * gradients}
+        except Exception as error:  # a model may look at values, which neither has: then nothing is predicted, and said so
+            problem = error
+        finally:
+            meter.remove()
+    log.info("bytes over the tensor axis are not predicted: %s: %s", type(problem).__name__, str(problem).split("\n")[0])
+    return {}
+
+
+def _make_gradients_whole(model: nn.Module, dtype: torch.dtype | None) -> None:
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            gradient.to(dtype or gradient.dtype).redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
 class Deviation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from parallel2d.metrics.communication import KEYS, CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.goodput import Goodput
+from parallel2d.metrics.memory import resident_gib
 from parallel2d.metrics.prediction import Deviation
 from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.stragglers import Stragglers
@@ -31,21 +31,12 @@ _RANK = ("busy_s", "peak_rss", "rss", "peak", "allocated", "reserved", "retries"
 def measure_rank(device: torch.device, *, busy_s: float) -> list[float]:
     """The values of ``_RANK``: seconds the rank was busy, peak and present resident memory, and of the device peak, allocated and
     reserved memory (all GiB) and how often the allocator had to give everything back and try again. Zeros without a GPU."""
-    memory = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, _resident()]
+    memory = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, resident_gib()]
     if device.type != "cuda":
         return [busy_s, *memory, 0.0, 0.0, 0.0, 0.0]
     held = torch.cuda.memory_stats(device)
     names = ("allocated_bytes.all.peak", "allocated_bytes.all.current", "reserved_bytes.all.current")
     return [busy_s, *memory, *(held.get(name, 0) / _GIB for name in names), float(held.get("num_alloc_retries", 0))]
-
-
-def _resident() -> float:
-    """GiB of resident memory now; 0 where the kernel does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
-    except OSError:
-        return 0.0
 
 
 class Recorder:
@@ -99,7 +90,7 @@ class Recorder:
         if self.meter:
             self.meter.install()
         if self.writer:
-            self._goodput.resume(self.writer.begin(step))
+            self._goodput.resume(step, *self.writer.begin(step))
         if self.display:
             self.display.begin(step)
 
@@ -130,7 +121,8 @@ class Recorder:
         moved = self.meter.read()
         busy = busy_cpu_s
         if self.device.type == "cpu" and "step_s" in seconds:
-            busy = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - sum(moved[2::3]))
+            held_up_s = sum(value for key, value in zip(KEYS, moved, strict=True) if key.endswith("/seconds"))
+            busy = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
         return [*measure_rank(self.device, busy_s=busy), *moved]
 
     def record(

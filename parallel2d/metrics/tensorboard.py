@@ -21,6 +21,7 @@ LAYOUT = {
     "Communication by axis": {
         "bytes sent per rank and step": ["Multiline", ["comm/(replicate|shard|tensor)/bytes"]],
         "seconds per step": ["Multiline", ["comm/(replicate|shard|tensor)/seconds"]],
+        "seconds per step that nothing hides": ["Multiline", ["comm/(replicate|shard|tensor)/exposed_seconds"]],
         "calls per step": ["Multiline", ["comm/(replicate|shard|tensor)/calls"]],
     },
     "Memory": {"GiB, largest rank": ["Multiline", ["memory/.*_gib"]]},
@@ -34,6 +35,7 @@ LAYOUT = {
         "slowest rank over the mean": ["Multiline", ["rank/skew"]],
     },
 }
+COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")  # the columns that the table of runs shows first
 
 
 class Board:
@@ -52,6 +54,7 @@ class Board:
         if hparams:
             metrics = {"loss": None, "throughput/tokens_per_s": None, "goodput/fraction": None}
             for summary in hparams_summary(hparams, metrics):  # into the run's own folder, where its scalars are
+                _mark_compared(summary)
                 self._files.add_summary(summary)  # type: ignore[attr-defined]
 
     def write(self, row: dict[str, Any], busy_s: Sequence[float]) -> None:
@@ -75,3 +78,14 @@ class Board:
     def close(self) -> None:
         """Writes what is left."""
         self._writer.close()
+
+
+def _mark_compared(summary: Any) -> None:
+    """TensorBoard shows the first few columns of its table: those that are said to differ, then the alphabet."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    for value in summary.value:
+        content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in COMPARED
+        value.metadata.plugin_data.content = content.SerializeToString()

@@ -2,7 +2,7 @@
 
 Each rank's position (step, collectives begun, the last of them) flows into the rendezvous store once a second, from a thread, so
 that a step pays nothing. After a collective timed out, a sentence that names the late ranks flows out; before that, every rank that
-is stuck writes the stacks of its threads into ``stacks/`` of the run directory.
+is stuck writes the stacks of its threads, and torch's record of its last collectives, into ``stacks/`` of the run directory.
 
 [Note: late ranks] A rank whose beats stand still is stopped, or its machine is gone. Of those that beat, the ones with the smallest
 (step, collectives begun) are behind: the others wait for them.
@@ -17,11 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+import torch
 
 INTERVAL = 1.0  # seconds between beats
 
@@ -33,12 +31,6 @@ class Position:
     step: int
     collectives: int
     doing: str
-
-
-def limit_waiting(mesh: DeviceMesh, seconds: float) -> None:
-    """Lets collectives on the mesh's own groups time out like those of the world; torch gives new groups its own default."""
-    for axis in range(mesh.ndim):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), mesh.get_group(axis))
 
 
 class Watch:
@@ -66,6 +58,10 @@ class Watch:
     def __enter__(self) -> Watch:
         self._thread.start()
         return self
+
+    def limit(self, timeout_s: float) -> None:
+        """Collectives give up after another time from now on."""
+        self._patience = 0.8 * timeout_s
 
     def __exit__(self, *error: Any) -> None:
         self._end.set()
@@ -96,6 +92,7 @@ class Watch:
             elif not dumped and now.step and time.monotonic() - moved > self._patience:
                 dumped = True
                 self.dump_stacks()
+                self.dump_collectives()
             number += 1
             try:
                 self._store.set(self._key(self._rank), json.dumps([number, now.step, now.collectives, now.doing]))
@@ -112,6 +109,24 @@ class Watch:
             file.write(f"step {position.step}, collective {position.collectives}: {position.doing}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
+
+    def dump_collectives(self) -> list[str]:
+        """Writes torch's flight recorder, the last collectives of this rank on every process group, as JSON: for NCCL to
+        ``stacks/rank-N.nccl.json``, for other backends to ``stacks/rank-N.collectives.json``. Returns the paths.
+
+        torch keeps the last ``TORCH_FR_BUFFER_SIZE`` of them, 2000 unless set; with 0 nothing is written.
+        """
+        folder = os.path.join(self._run_dir, "stacks")
+        os.makedirs(folder, exist_ok=True)
+        written = []
+        for kind, name in (("collectives", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
+            dump = getattr(torch._C._distributed_c10d, name, None)  # NCCL's is only there in builds for CUDA
+            record = dump() if dump is not None else b""
+            if json.loads(record or "{}").get("entries"):
+                written.append(os.path.join(folder, f"rank-{self._rank}.{kind}.json"))
+                with open(written[-1], "wb") as file:
+                    file.write(record)
+        return written
 
 
 def describe_late(before: Sequence[Any], after: Sequence[Any], hosts: Sequence[str], me: int) -> str:

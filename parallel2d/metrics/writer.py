@@ -26,17 +26,17 @@ class MetricsWriter:
         self._file: TextIO | None = None
         self._board: Board | None = None
 
-    def begin(self, from_step: int) -> dict[str, Any] | None:
+    def begin(self, from_step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Opens both, to go on after ``from_step``. Rows after it belong to a history that a restart undid.
 
-        Returns the last row that an earlier incarnation wrote, undone or not; None for a fresh run.
+        Returns the last row that earlier incarnations wrote, undone or not, and the last one that stands; None where there is none.
         """
         path = os.path.join(self._run_dir, "metrics.jsonl")
-        last = _set_aside_after(path, from_step)
+        rows = _set_aside_after(path, from_step)
         self._file = open(path, "a")  # noqa: SIM115 (closed by close)
         if self._tensorboard:
             self._board = Board(os.path.join(self._run_dir, "tensorboard"), from_step, self._texts, self._hparams)
-        return last
+        return rows
 
     def write(self, row: dict[str, Any], busy_s: Sequence[float] = ()) -> None:
         """``row`` must hold ``step``; numbers become scalars, non-finite ones are written as null. ``busy_s``: of each rank."""
@@ -54,28 +54,30 @@ class MetricsWriter:
             self._board.close()
 
 
-def _set_aside_after(path: str, from_step: int) -> dict[str, Any] | None:
+def _set_aside_after(path: str, from_step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Keeps rows up to ``from_step`` in place. Later rows belong to a history that a restart undid: the old file is kept whole
-    beside the new one. Returns the last row that was there."""
+    beside the new one. Returns the last row that was there and the last one that stays."""
     if not os.path.exists(path) or os.path.getsize(path) == 0:
-        return None
+        return None, None
     with open(path) as file:
         lines = file.readlines()
-    kept, last = [], None
+    kept: list[str] = []
+    last = standing = None
     for line in lines:
         try:
             row = json.loads(line)
             if row["step"] <= from_step:
                 kept.append(line)
+                standing = row
             last = row
         except (ValueError, KeyError, TypeError):
             continue  # a line torn by a kill
     if len(kept) == len(lines):
-        return last
+        return last, standing
     number = 1
     while os.path.exists(aside := path.replace(".jsonl", f".before-restart-{number}.jsonl")):
         number += 1
     os.rename(path, aside)
     with open(path, "w") as file:
         file.writelines(kept)
-    return last
+    return last, standing

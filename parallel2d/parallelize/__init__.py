@@ -3,16 +3,17 @@
 A model (on meta or with weights), a mesh and a `ParallelConfig` flow in; the same model object flows out, its parameters
 DTensors, its parameter names unchanged. The transforms run in a fixed order, each in a file of its own:
 
-    tensor parallel -> activation checkpointing -> compile -> sharding and replicate sync -> weights
+    float8 -> tensor parallel -> activation checkpointing -> compile -> sharding and replicate sync -> prefetch -> weights
 
-Tensor parallelism comes first because it changes what a layer computes; checkpointing and compilation wrap what a block runs
+Float8 and tensor parallelism come first because they change what a layer computes; checkpointing and compilation wrap what a block runs
 and so must see the split layers; sharding comes last because its hooks must stay outside of what is recomputed or compiled.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,9 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import ConfigError, ParallelConfig
 from parallel2d.mesh import Topology, check_placement, mesh_shape
-from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
+from parallel2d.obsolete import refuse
+from parallel2d.parallelize.activation_checkpointing import checkpoint_activations, select_without_hooks
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.compilation import compile_blocks
+from parallel2d.parallelize.float8 import check_float8, convert_to_float8
+from parallel2d.parallelize.ignored import cast_ignored, ignored_names, ignored_parameters
 from parallel2d.parallelize.initialization import (
     Initializer,
     allocate,
@@ -38,7 +42,8 @@ from parallel2d.parallelize.misuse import (
     check_tensor_ranks_share_data,
     refuse_direct_forward,
 )
-from parallel2d.parallelize.sharding import cast_storage, fp32_modules, shard
+from parallel2d.parallelize.prefetch import prefetch_parameters
+from parallel2d.parallelize.sharding import DTYPES, cast_storage, check_offload, fp32_modules, shard
 from parallel2d.parallelize.structure import find_blocks
 from parallel2d.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallelize.weights import hand_over, scatter
@@ -57,6 +62,8 @@ def parallelize(
     broadcast_from: int | None = None,
     weights: Callable[[nn.Module], Container[str]] | None = None,
     topology: Topology | None = None,
+    ignored: Sequence[str | nn.Module | nn.Parameter] = (),
+    **unknown: object,
 ) -> nn.Module:
     """Shards ``model`` over ``mesh`` in place and returns it. Collective: every rank calls it with equal arguments.
 
@@ -64,7 +71,7 @@ def parallelize(
         model: any ``nn.Module``. Built under `build_on_meta` its weights are drawn here, from ``seed`` and the canonical
             names alone; built with real weights they are kept, after a check that all ranks hold the same.
         mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and optionally ``tensor``.
-        config: strategy, bucketing, precision, activation checkpointing, compilation; presets by name.
+        config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch, offloading; presets by name.
         seed: of the initial weights; required when parameters are on meta.
         init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each module's own initializer.
         tensor_plan: module pattern -> parallel style or word (`parallel2d.parallelize.tensor_parallel`); required when the mesh has
@@ -75,16 +82,22 @@ def parallelize(
             returns the canonical names; the rest is drawn from ``seed``.
         topology: which rank is on which host, if known; otherwise the ranks are asked.
 
+        ignored: modules, or patterns of names, whose frozen parameters stay whole and plain on every rank; see
+            `parallel2d.parallelize.ignored`.
+
     Build the optimizer after this call, on the returned model's parameters.
 
     Raises:
         ConfigError: a setting that cannot work on this model or mesh, with what can.
     """
+    refuse(unknown, "parallelize", _OPTIONS)
     settings = (config or ParallelConfig()).resolved()
     shape = mesh_shape(mesh)
     topology = topology or Topology.gather()
     check_placement(mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor), topology, settings.allow_cross_node)
 
+    check_offload(settings.cpu_offload, mesh.device_type)
+    check_float8(settings.precision, mesh.device_type)
     check_same_torch()
     check_no_optimizer(model)
     kept = hand_over(model, broadcast_from) if broadcast_from is not None else None
@@ -92,18 +105,25 @@ def parallelize(
     if weights is not None and (not on_meta or kept is not None):
         raise ConfigError("weights= is for a model on meta without broadcast_from: build it under parallel2d.build_on_meta")
     fp32 = fp32_modules(model, settings.precision)
+    left_out = ignored_names(model, ignored)
     cast_storage(model, settings.precision, fp32)
+    cast_ignored(model, left_out, DTYPES[settings.precision.param], fp32)
     if not on_meta:
         check_equal_on_all_ranks(model)
     blocks = find_blocks(model, settings.bucketing.blocks, settings.bucketing.policy)
     initial = plan_weights(model, blocks, init) if on_meta and kept is None else None
 
+    convert_to_float8(blocks, settings.precision, fp32)
     apply_tensor_parallel(model, mesh, tensor_plan)
     checkpoint_activations(model, blocks, settings.activation_checkpointing)
-    compile_blocks(model, blocks, settings.compile, shape.tensor)
-    shard(model, mesh, bucket_modules(model, blocks, settings.bucketing, fp32), settings, fp32)
+    budget = settings.activation_checkpointing
+    compile_blocks(model, blocks, settings.compile, shape.tensor, budget.memory_budget if budget.name == "budget" else None)
+    groups = bucket_modules(model, blocks, settings.bucketing, fp32)
+    shard(model, mesh, groups, settings, fp32, ignored_parameters(model, left_out, mesh.device_type))
+    select_without_hooks(model, settings.activation_checkpointing)
+    prefetch_parameters(model, mesh, settings.prefetch)
     if on_meta:
-        allocate(model, mesh.device_type)
+        allocate(model, mesh.device_type, offload=settings.cpu_offload)
     if kept is not None:
         scatter(model, kept, source=broadcast_from or 0)
     if initial is not None:
@@ -114,11 +134,17 @@ def parallelize(
     return model
 
 
+_OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")
+
+
 class _CallableModule(ModuleType):
     """``from parallel2d import parallelize`` may give this module, which has the name of its function: then it acts as one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         return parallelize(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Ray and others send functions to their workers with the globals they name
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _CallableModule

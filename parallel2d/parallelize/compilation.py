@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from parallel2d.config import CompileConfig, ConfigError
 
 
-def compile_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, tensor: int) -> nn.Module:
+def compile_blocks(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    config: CompileConfig,
+    tensor: int,
+    memory_budget: float | None = None,
+) -> nn.Module:
     """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside. ``tensor``: size of the tensor axis.
+    ``memory_budget``: share of the activations of a block that may be kept for backward; None: what costs no time to recompute
+    is not kept, all else is.
 
     Raises `ConfigError` without blocks and for what `check_compilation` refuses."""
     if config.name == "none":
@@ -21,9 +32,22 @@ def compile_blocks(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], co
             f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their classes in bucketing.blocks"
         )
     check_compilation(config, tensor)
+    backend: Any = config.backend if memory_budget is None else _within_budget(config.backend, memory_budget)
     for _, block in blocks:
-        block.forward = torch.compile(block.forward, backend=config.backend)
+        block.forward = torch.compile(block.forward, backend=backend)
     return model
+
+
+@functools.cache  # one function per budget: compiled code is shared between blocks and models with the same backend, and only then
+def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
+    """A backend that splits forward from backward within ``budget``, by torch's own solver (a knapsack over the graph)."""
+    compiler = torch._dynamo.lookup_backend(backend)
+
+    def compile_within_budget(graph: Any, inputs: Any, **options: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs, **options)
+
+    return compile_within_budget
 
 
 def check_compilation(config: CompileConfig, tensor: int) -> None:

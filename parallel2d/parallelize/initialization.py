@@ -19,11 +19,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from parallel2d.config import ConfigError
 from parallel2d.parallelize.structure import canonical_name, tied_parameters
 
 Initializer = Callable[[nn.Module, str], None]
+
+
+class _NothingToDraw(TorchFunctionMode):
+    """Leaves out initial values of tensors that have none. On meta, drawing would be decomposed in Python, for which torch loads its
+    whole compiler: a second per process."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        initializes = getattr(function, "__module__", None) == "torch.nn.init" or function in _DRAWS
+        tensor = args[0] if args else kwargs.get("tensor")
+        if initializes and isinstance(tensor, Tensor) and tensor.is_meta:
+            return tensor
+        return function(*args, **kwargs)
+
+
+_DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_, Tensor.log_normal_, Tensor.cauchy_}
 
 
 @contextmanager
@@ -41,7 +58,8 @@ def build_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with _NothingToDraw():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -205,11 +223,19 @@ def plan_weights(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init
     return InitialWeights(copy.deepcopy(model), ["", *(name for name, _ in blocks)], init)
 
 
-def allocate(model: nn.Module, device_type: str) -> None:
-    """Gives every parameter and buffer storage on this rank's device; tied parameters stay tied."""
-    device = torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else "cpu"
+def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:
+    """Gives every parameter and buffer storage on this rank's device, with ``offload`` sharded parameters in CPU memory; tied parameters
+    stay tied."""
+    device: torch.device | str = (
+        torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else "cpu"
+    )
     ties = tied_parameters(model)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+    def place(tensor: Tensor) -> Tensor:
+        home = "cpu" if offload and isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(home)
+
+    model._apply(place)
     for (first, first_name), *others in ties:
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]

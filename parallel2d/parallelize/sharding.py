@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from parallel2d.config import ConfigError, PrecisionConfig, ResolvedParallelConfig
 from parallel2d.mesh import mesh_shape
@@ -84,10 +85,12 @@ def shard(
     groups: Sequence[Sequence[nn.Module]],
     settings: ResolvedParallelConfig,
     fp32: Collection[int] = (),
+    ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Applies `fully_shard` to each group, innermost first, and to the root for all that is left.
 
     ``fp32``: ids of modules, each a group of its own, that compute in fp32 and hand over what ``precision.param`` says.
+    ``ignored``: parameters that stay as they are.
     """
     sharding = sharding_mesh(mesh)
     precision = settings.precision
@@ -95,14 +98,41 @@ def shard(
     in_fp32 = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=DTYPES[precision.param])
     root = dataclasses.replace(policy, output_dtype=DTYPES[precision.output]) if precision.output else policy
     reshard = settings.strategy.reshard_after_forward
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
+    common: dict[str, Any] = {
+        "mesh": sharding,
+        "reshard_after_forward": reshard,
+        "offload_policy": offload,
+        "ignored_params": ignored or None,
+    }
     for group in groups:
         modules = group[0] if len(group) == 1 else list(group)
         chosen = in_fp32 if len(group) == 1 and id(group[0]) in fp32 else policy
-        fully_shard(modules, mesh=sharding, mp_policy=chosen, reshard_after_forward=reshard)
-    fully_shard(model, mesh=sharding, mp_policy=root, reshard_after_forward=reshard)
+        fully_shard(modules, mp_policy=chosen, **common)
+    fully_shard(model, mp_policy=root, **common)
     if precision.keep_low_precision_gradients:
         _keep_gradients_in(model, DTYPES[precision.reduce])
     return model
+
+
+def check_offload(cpu_offload: bool, device_type: str) -> None:
+    """Raises `ConfigError` for ``cpu_offload`` where parameters are on CPU anyway, and where ranks cannot communicate from CPU:
+    the norm of offloaded gradients, whole parameters and checkpoints are collectives of CPU tensors."""
+    if not cpu_offload:
+        return
+    if device_type == "cpu":
+        raise ConfigError(
+            "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU: use cpu_offload=false"
+        )
+    if dist.is_initialized() and not _has_cpu_backend():
+        raise ConfigError(
+            f"cpu_offload=true needs a process group with a CPU backend, got {dist.get_backend_config()}: initialize it with "
+            f"backend='cpu:gloo,{device_type}:nccl'"
+        )
+
+
+def _has_cpu_backend() -> bool:
+    return torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
 
 
 def _keep_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -113,11 +143,11 @@ def _keep_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
         original()
         if group._reduce_dtype == dtype or (group._reduce_dtype is None and group._orig_dtype is not None):
             group._orig_dtype = dtype
+            for parameter in group.fsdp_params:  # as they are now: allocation replaced those that `shard` saw
+                if parameter.sharded_param.requires_grad:
+                    parameter.sharded_param.grad_dtype = dtype
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 group._init_mp_dtypes = functools.partial(look_up, group, group._init_mp_dtypes)  # type: ignore[method-assign]
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad_dtype = dtype

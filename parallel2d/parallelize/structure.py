@@ -58,9 +58,10 @@ def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def find_blocks(
-    model: nn.Module, class_names: Sequence[str] = (), policy: Policy | str | None = None
+    model: nn.Module, class_names: Sequence[str] = (), policy: Policy | str | None = None, section: str = "bucketing"
 ) -> list[tuple[str, nn.Module]]:
-    """The model's repeated blocks as (name, module), in definition order; none is inside another.
+    """The model's repeated blocks as (name, module), in definition order; none is inside another. ``section``: of the
+    configuration that asks, for messages.
 
     With ``class_names``: every outermost module of those classes. With ``policy``, a callable or ``package.module:function``: every
     outermost module with parameters for which ``policy(module, canonical name)`` is true. Without: repeated structure is detected,
@@ -70,12 +71,12 @@ def find_blocks(
     Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their sizes.
     """
     if policy is not None:
-        chosen: Policy = load_reference("bucketing.policy", policy) if isinstance(policy, str) else policy
+        chosen: Policy = load_reference(f"{section}.policy", policy) if isinstance(policy, str) else policy
         names = {id(module): canonical_name(name) for name, module in model.named_modules()}
         found = _outermost(model, lambda _parent, child: _owns(child) and bool(chosen(child, names[id(child)])))
         if not found:
             raise ConfigError(
-                f"bucketing.policy={getattr(policy, '__name__', policy)} chooses no module of {type(model).__name__}; "
+                f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of {type(model).__name__}; "
                 f"candidates: {candidate_classes(model)}"
             )
         return found
@@ -85,7 +86,7 @@ def find_blocks(
         nested = {type(module).__name__ for _, module in model.named_modules()}
         if missing - nested or not found:
             raise ConfigError(
-                f"bucketing.blocks={list(class_names)}: no module of class {', '.join(sorted(missing))} in "
+                f"{section}.blocks={list(class_names)}: no module of class {', '.join(sorted(missing))} in "
                 f"{type(model).__name__}; candidates: {candidate_classes(model)}"
             )
         return found

@@ -79,6 +79,14 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str,
             f"mesh.tensor={mesh['tensor'].size()}: {type(model).__name__} has no tensor-parallel plan; give one "
             "(model.tensor_plan={pattern: word} or package.module:function, or tensor_plan= in code) or set mesh.tensor=1"
         )
+    split_layers(model, mesh, plan)
+    for line in whole_parameters(model):
+        log.info(line)
+    return model
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object]) -> None:
+    """`apply_tensor_parallel` without its say; the mesh must have a ``tensor`` axis."""
     styles = resolve_plan(model, plan, mesh["tensor"].size())
     ties = tied_parameters(model)
     parallelize_module(model, mesh["tensor"], styles)
@@ -86,9 +94,6 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str,
     for (first, first_name), *others in ties:
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
-    for line in whole_parameters(model):
-        log.info(line)
-    return model
 
 
 def resolve_plan(model: nn.Module, plan: Mapping[str, object], tensor: int) -> dict[str, ParallelStyle]:

@@ -6,6 +6,7 @@ Other ranks never hold more than one piece beside their own part, whatever the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,7 @@ from parallel2d.config import ConfigError
 from parallel2d.parallelize.initialization import local_slices
 from parallel2d.parallelize.structure import canonical_name
 
-PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, rounded up to a whole row of dim 0
+PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, or are read at once from a file
 
 
 def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
@@ -72,28 +73,68 @@ def scatter(model: nn.Module, full: Mapping[str, Tensor] | None, source: int = 0
     dist.broadcast_object_list(box, src=source)
     if box[0] is not None:
         raise ConfigError(box[0])
+    scattering = _Scattering(source)
     for name, tensor in here.items():
-        scatter_tensor(tensor, full[name] if full is not None and dist.get_rank() == source else None, source)
+        scattering.send(tensor, full[name] if full is not None and dist.get_rank() == source else None)
 
 
 def scatter_tensor(tensor: Tensor, full: Tensor | None, source: int) -> None:
     """One tensor of `scatter`: ``full`` is needed on ``source`` alone. Collective."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    slices = local_slices(tensor)
-    if not tensor.ndim:
-        tensor, local, slices = tensor.reshape(1), local.view(1), (slice(0, 1),)
-        full = full.reshape(1) if full is not None else None
-    rows = tensor.shape[0]
-    size = max(1, PIECE_BYTES // max(1, tensor.numel() // max(rows, 1) * tensor.element_size()))
-    for begin in range(0, rows, size):
-        end = min(begin + size, rows)
-        shape = (end - begin, *tensor.shape[1:])
-        if full is None:
-            piece = torch.empty(shape, dtype=tensor.dtype, device=local.device)
-        else:
-            piece = full[begin:end].to(device=local.device, dtype=tensor.dtype).contiguous()
-        dist.broadcast(piece, src=source)
-        first, last = max(begin, slices[0].start), min(end, slices[0].stop)
-        if first < last and local.numel():
-            wanted = piece[(slice(first - begin, last - begin), *slices[1:])]
-            local[first - slices[0].start : last - slices[0].start].copy_(wanted)
+    _Scattering(source).send(tensor, full)
+
+
+class _Scattering:
+    """Tensors that leave rank ``source`` in pieces of at most `PIECE_BYTES`. All pieces arrive in one buffer: with one of its own
+    each, a process group that lets go of them late would hold many."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self._buffer: Tensor | None = None
+
+    def send(self, tensor: Tensor, full: Tensor | None) -> None:
+        """Fills this rank's part of ``tensor``; ``full`` is the whole one on ``source``, None elsewhere. Collective."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        shape, slices = tuple(tensor.shape), local_slices(tensor)
+        if not shape:
+            local, shape, slices = local.view(1), (1,), (slice(0, 1),)
+            full = full.reshape(1) if full is not None else None
+        if tensor.numel():
+            self._send_rows(local if local.numel() else None, full, shape, slices, tensor.dtype, local.device)
+
+    def _send_rows(
+        self,
+        local: Tensor | None,
+        full: Tensor | None,
+        shape: tuple[int, ...],
+        slices: tuple[slice, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Rows of dim 0 of a tensor of ``shape``, as many at once as a piece holds; a row that is larger goes row by row itself.
+
+        ``local``: the rectangle ``slices`` of it, None where this rank keeps nothing of it.
+        """
+        rows, row_bytes = shape[0], math.prod(shape[1:]) * dtype.itemsize
+        if row_bytes > PIECE_BYTES and len(shape) > 1:
+            for row in range(rows):
+                inside = local is not None and slices[0].start <= row < slices[0].stop
+                part = local[row - slices[0].start] if inside and local is not None else None
+                self._send_rows(part, full[row] if full is not None else None, shape[1:], slices[1:], dtype, device)
+            return
+        size = PIECE_BYTES // row_bytes
+        for begin in range(0, rows, size):
+            end = min(begin + size, rows)
+            if full is None:
+                piece = self._room((end - begin) * row_bytes, device).view(dtype).view(end - begin, *shape[1:])
+            else:
+                piece = full[begin:end].to(device=device, dtype=dtype).contiguous()
+            dist.broadcast(piece, src=self.source)
+            first, last = max(begin, slices[0].start), min(end, slices[0].stop)
+            if local is not None and first < last:
+                wanted = piece[(slice(first - begin, last - begin), *slices[1:])]
+                local[first - slices[0].start : last - slices[0].start].copy_(wanted)
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffer[:size]

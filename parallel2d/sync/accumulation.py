@@ -59,15 +59,20 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
 
 
 def discard_accumulated(model: nn.Module) -> None:
-    """Drops partial gradient sums that the sharding engine holds outside of ``.grad``, where ``zero_grad`` does not reach them:
-    left there, they would be added to the next global batch."""
+    """Drops what an interrupted forward or backward left behind: the sharding engine is ready for the next one, and partial
+    gradient sums that it holds outside of ``.grad``, where ``zero_grad`` does not reach them, are not added to the next global batch."""
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state = module._get_fsdp_state()
+        if state._is_root:  # known from the first forward on; before it there is nothing to drop
+            module.reset_iter_state()
+        for group in state._fsdp_param_groups:
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
 
 
 def _synchronize(model: nn.Module, mode: str, last: bool) -> None:

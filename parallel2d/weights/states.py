@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.config import ConfigError
+from parallel2d.parallelize.initialization import copy_slice
 from parallel2d.parallelize.structure import canonical_name
 from parallel2d.parallelize.weights import scatter
 
@@ -39,13 +40,22 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
     if wrong:
         raise ConfigError(f"the sharded state does not fit: {', '.join(wrong[:5])}{' ...' if wrong[5:] else ''}")
     for name, tensor in here.items():
-        other = given[name]
-        if isinstance(tensor, DTensor) and isinstance(other, DTensor):
-            if other.device_mesh != tensor.device_mesh or other.placements != tensor.placements:
-                other = other.redistribute(tensor.device_mesh, tensor.placements)
-            tensor.to_local().copy_(other.to_local())
-        else:
-            tensor.copy_(other)
+        copy_part(tensor, given[name])
     for name, buffer in model.named_buffers():
         if canonical_name(name) in given:
             buffer.copy_(given[canonical_name(name)])
+
+
+@torch.no_grad()
+def copy_part(tensor: Tensor, other: Tensor) -> None:
+    """Copies ``other``, of the same whole shape, into ``tensor``; a `DTensor` that is split differently is redistributed first, or, on
+    another mesh, made whole for a moment."""
+    if isinstance(tensor, DTensor) and isinstance(other, DTensor):
+        if other.device_mesh != tensor.device_mesh:
+            copy_slice(tensor, other.full_tensor())
+            return
+        if other.placements != tensor.placements:
+            other = other.redistribute(tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(other.to_local())
+    else:
+        tensor.copy_(other)

@@ -1,4 +1,4 @@
-"""Whole parameters for a moment: `summon_full_params`, to look at or change what is sharded.
+"""Whole parameters for a moment: `summon_full_params` and `apply_full`, to look at or change what is sharded.
 
 A parallelized model flows in; inside the context its parameters are plain whole tensors, afterwards they are sharded again, with the
 changes where they are wanted.
@@ -6,7 +6,7 @@ changes where they are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.config import ConfigError
 from parallel2d.parallelize.initialization import copy_slice
+from parallel2d.parallelize.structure import canonical_name
 from parallel2d.parallelize.weights import scatter_tensor
 
 
@@ -84,6 +85,29 @@ def summon_full_params(
                 _write(parameter, changed.detach() if changed is not None else None, rank0_only)
                 if with_grads and parameter.grad is not None:
                     _write(parameter.grad, changed.grad if changed is not None else None, rank0_only)
+
+
+def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
+    """``model.apply(function)`` with whole parameters: children first, one module's own parameters at a time. Collective.
+
+    ``function(module)`` sees the parameters that ``module`` owns itself as plain whole tensors, those below it sharded. It must do the
+    same on every rank, random numbers included; each rank keeps its part of its own result. Memory: the parameters of the module that
+    owns most. Returns ``model``.
+    """
+    for child in model.children():
+        apply_full(child, function)
+    with summon_full_params(model, recurse=False):
+        function(model)
+    return model
+
+
+def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(canonical name, module) of the modules with a hook that gathers parameters, ``model`` itself (name ``""``) included.
+
+    One per bucket, and one per module of a bucket of several. The order is that of ``named_modules``.
+    """
+    found: list[tuple[str, nn.Module]] = [(canonical_name(name), module) for name, module in model.named_modules()]
+    return [(name, module) for name, module in found if isinstance(module, FSDPModule)]
 
 
 _MARK = "_summoned_whole"

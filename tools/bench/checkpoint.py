@@ -1,11 +1,12 @@
 """What a checkpoint costs: seconds the loop is blocked by an asynchronous save over those of a synchronous
-one, and bytes.
+one, and by a copy into shared memory; and bytes.
 
     python tools/bench/checkpoint.py [--ranks 2] [--mib 64] [--rounds 5] [--folder PATH]
 
 Starts gloo ranks on this machine, shards a model of ``--mib`` MiB of fp32 parameters over them with AdamW (so
-3x that is state) and saves it alternately both ways, each asynchronous save left to finish before the next is
-measured. The first save of either kind allocates the staging buffers and is shown apart. Prints one table.
+3x that is state) and saves it in turn to disk, both ways, and to memory, each left to finish before the next is
+measured. The first of each kind allocates its buffers (in memory the first two, one of which is counted here) and is shown
+apart. Prints one table.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parallel2d import MeshSpec, build_mesh
 from parallel2d.checkpoint import Checkpointer
+from parallel2d.checkpoint.memory.place import VARIABLE, used
 from parallel2d.config import CheckpointConfig
 
 
@@ -57,6 +59,9 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
         )
         for name in ("synchronous", "asynchronous")
     }
+    savers["memory"] = Checkpointer(
+        CheckpointConfig(every=0, memory_every=1), os.path.join(folder, "memory"), mesh, model, optimizer
+    )
     blocked: dict[str, list[float]] = {name: [] for name in savers}
     published: dict[str, list[float]] = {name: [] for name in savers}
     for step in range(1, options.rounds + 2):
@@ -65,15 +70,29 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
             begin = time.perf_counter()
             saver.save_if_due(step, {"samples": step})
             blocked[name].append(saver.blocked_s)
-            saver.finish()
+            if saver.memory is not None:
+                saver.memory.wait()
+            else:
+                saver.finish()
             published[name].append(time.perf_counter() - begin)
     saver = savers["asynchronous"]
     dist.barrier()
     begin = time.perf_counter()
     saver.restore()
     restored = time.perf_counter() - begin
+    dist.barrier()
+    in_memory = used(os.environ[VARIABLE])
+    again = Checkpointer(CheckpointConfig(every=0, memory_every=1), os.path.join(folder, "memory"), mesh, model, optimizer)
+    dist.barrier()
+    begin = time.perf_counter()
+    found = again.restore(restarted=True)
+    restored_memory = time.perf_counter() - begin
+    assert found is not None
+    assert found["step"] == options.rounds + 1
+    again.finish()
     if rank == 0:
-        results.put((blocked, published, restored, saver.bytes_written / len(saver.published), state))
+        written = saver.bytes_written / len(saver.published)
+        results.put((blocked, published, restored, restored_memory, written, in_memory, state))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -84,21 +103,24 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64, help="MiB of parameters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=None, help="where to save; default: the temporary folder")
+    parser.add_argument("--memory", default="/dev/shm", help="where copies in memory go")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.folder)
+    os.environ[VARIABLE] = memory = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.memory)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [context.Process(target=measure, args=(rank, options, folder, results)) for rank in range(options.ranks)]
     try:
         for process in ranks:
             process.start()
-        blocked, published, restored, written, state = results.get(timeout=600)
+        blocked, published, restored, restored_memory, written, in_memory, state = results.get(timeout=600)
         for process in ranks:
             process.join()
     finally:
         for process in ranks:
             process.kill()
         shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(memory, ignore_errors=True)
     print(f"{options.ranks} ranks, {state / 2**20:.0f} MiB of state, {options.rounds} rounds after the first\n")
     print("| save | loop blocked: first | median | worst | until published: median |")
     print("|---|---|---|---|---|")
@@ -108,8 +130,11 @@ def main() -> None:
               f"| {statistics.median(published[name][1:]):.3f} s |")  # fmt: skip
     ratio = statistics.median(blocked["asynchronous"][1:]) / statistics.median(blocked["synchronous"][1:])
     print(f"\nblocked, asynchronous over synchronous: {ratio:.3f}")
+    ratio = statistics.median(blocked["memory"][1:]) / statistics.median(blocked["synchronous"][1:])
+    print(f"blocked, memory over synchronous: {ratio:.3f}")
     print(f"bytes written over bytes of state: {written / state:.4f}")
-    print(f"verify and restore: {restored:.2f} s")
+    print(f"bytes in memory over twice the bytes of state: {in_memory / (2 * state):.4f}")
+    print(f"verify and restore: {restored:.2f} s from disk, {restored_memory:.2f} s from memory")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """What parallel2d costs over a hand-written FSDP2 loop: CPU-seconds per step on the same model, data and mesh, run alternately.
 
-    python tools/bench/overhead.py [--rounds 12] [--steps 10]
+    python tools/bench/overhead.py [--rounds 12] [--steps 10] [--against unmeasured]
 
-Both loops live in the same four worker processes and take turns, so that whatever else the machine does falls on both. Prints, per
-round and over all rounds, the ratio of CPU-seconds (user + system of all ranks); the median over rounds is the figure.
+Each loop has four worker processes of its own, so that neither sees what the other wraps or allocates; they take turns, so that
+whatever else the machine does falls on both. ``--against unmeasured``: the other loop is this trainer too, with communication not
+measured, no TensorBoard and a row written only every thousand steps. Prints, per round and over all rounds, the ratio of CPU-seconds
+(user + system of all ranks); the median over rounds is the figure.
 """
 
 from __future__ import annotations
@@ -96,11 +98,12 @@ def compose_config(words: list[str]) -> Any:
         return to_config(compose("train", overrides=words))
 
 
-def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> Any:
+    """The loop of this process, in the process group of its kind."""
+    from parallel2d.assemble import open_training_data, plan_batches
     from parallel2d.launch import Place
+    from parallel2d.mesh import MeshShape
+    from parallel2d.model import build_model
 
     words = [
         "train.steps=1000000", "train.validate_every=0", "metrics.console=silent",
@@ -109,45 +112,87 @@ def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         f"train.seq_len={SEQ}",
         *arguments.overrides,
     ]  # fmt: skip
-    ours = Ours(folder, words, Place(rank, WORLD, rank, WORLD, 0, 1, "torchrun"))
-    trainer = ours.trainer
-    model = {k: v for k, v in vars(trainer.config.model).items() if k != "family"}
-    theirs = HandWritten(model, trainer.training, trainer.plan)
+    if kind == "unmeasured":
+        folder = os.path.join(folder, kind)
+        os.makedirs(folder, exist_ok=True)
+        words += ["metrics.communication=false", "metrics.tensorboard=false", "metrics.log_every=1000"]
+    if kind != "hand-written":
+        return Ours(folder, words, Place(rank, WORLD, rank, 0, 1, "torchrun"))
+    config = compose_config(words)
+    model = {k: v for k, v in vars(config.model).items() if k != "family"}
+    plan = plan_batches(config, MeshShape(replicate=2, shard=2, tensor=1), data_rank=rank, pad=False)
+    return HandWritten(model, open_training_data(config, build_model(config.model)).train, plan)
+
+
+def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pipe: Any) -> None:
+    """Runs ``arguments.steps`` steps whenever it is told to; answers with the CPU seconds they took."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, f"store-{kind}"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    loop = build(kind, rank, arguments, folder)
     for _ in range(3):
-        ours.step()
-        theirs.step()
-    ratios, pairs = [], []
-    for number in range(arguments.rounds):
-        used = {}
-        order = (("ours", ours), ("theirs", theirs))
-        for name, loop in order if number % 2 == 0 else order[::-1]:
-            dist.barrier()
-            begin = cpu_seconds()
-            for _ in range(arguments.steps):
-                loop.step()
-            seconds = torch.tensor(cpu_seconds() - begin, dtype=torch.float64)
-            dist.all_reduce(seconds)
-            used[name] = seconds.item() / arguments.steps
-        pairs.append(used)
-        ratios.append(used["ours"] / used["theirs"])
-        if rank == 0:
-            print(f"round {number + 1:2}: ours {used['ours']:.4f}  hand-written {used['theirs']:.4f}  ratio {ratios[-1]:.4f}")
-    if rank == 0:
-        total = sum(p["ours"] for p in pairs) / sum(p["theirs"] for p in pairs)
-        print(f"CPU-seconds per step, all ranks: median ratio {statistics.median(ratios):.4f}, ratio of sums {total:.4f}")
-    ours.close()
+        loop.step()
+    pipe.send(None)
+    while pipe.recv():
+        dist.barrier()
+        begin = cpu_seconds()
+        for _ in range(arguments.steps):
+            loop.step()
+        pipe.send(cpu_seconds() - begin)
+    loop.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def start(kind: str, arguments: argparse.Namespace, folder: str) -> list[tuple[Any, Any]]:
+    """Four workers, warmed up and waiting: process and pipe of each."""
+    context = torch.multiprocessing.get_context("spawn")
+    workers = []
+    for rank in range(WORLD):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=worker, args=(kind, rank, arguments, folder, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append((process, ours))
+    for _, pipe in workers:
+        pipe.recv()
+    return workers
+
+
+def turn(workers: list[tuple[Any, Any]], steps: int) -> float:
+    """CPU seconds per step of all ranks."""
+    for _, pipe in workers:
+        pipe.send(True)
+    return sum(pipe.recv() for _, pipe in workers) / steps
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--against", choices=("hand-written", "unmeasured"), default="hand-written")
     parser.add_argument("overrides", nargs="*", help="config overrides for the trainer, as for parallel2d.train")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (arguments, folder), nprocs=WORLD)
+        worlds = {kind: start(kind, arguments, folder) for kind in (arguments.against, "ours")}
+        pairs = []
+        for number in range(arguments.rounds):
+            order = list(worlds) if number % 2 else list(worlds)[::-1]
+            used = {kind: turn(worlds[kind], arguments.steps) for kind in order}
+            pairs.append(used)
+            ratio = used["ours"] / used[arguments.against]
+            print(
+                f"round {number + 1:2}: ours {used['ours']:.4f}  {arguments.against} {used[arguments.against]:.4f}  ratio {ratio:.4f}",
+                flush=True,
+            )
+        for workers in worlds.values():
+            for _, pipe in workers:
+                pipe.send(False)
+            for process, _ in workers:
+                process.join()
+        median = statistics.median(used["ours"] / used[arguments.against] for used in pairs)
+        total = sum(used["ours"] for used in pairs) / sum(used[arguments.against] for used in pairs)
+        print(f"CPU-seconds per step, all ranks: median ratio {median:.4f}, ratio of sums {total:.4f}")
     return 0
 
 

@@ -1,35 +1,12 @@
-"""The optimizer, its parameter groups, the learning-rate shape and the fp16 loss scaler. Sharded parameters flow in."""
+"""The learning rate as a function of the step, and the fp16 loss scale. Plain numbers flow in and out."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import nn
 
-from parallel2d.config import ConfigError, OptimizerConfig, SchedulerConfig
-
-
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters of a parallelized ``model``; weight decay on tensors of two or more dims only.
-
-    Fused: one kernel per dtype and device instead of several per parameter. Raises `ConfigError` without trainable parameters.
-    """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ConfigError("every parameter is frozen: there is nothing to train")
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(beta1, beta2),
-        eps=config.eps,
-        fused=True,
-    )
+from parallel2d.config import SchedulerConfig
 
 
 def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> float:
@@ -53,9 +30,9 @@ def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the rate of every parameter group."""
+    """Sets the rate of every parameter group: ``lr`` times the group's ``lr_scale``, where it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 class LossScaler:

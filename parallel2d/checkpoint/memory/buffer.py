@@ -1,0 +1,268 @@
+"""One rank's copy in shared memory: filled, sealed, found again, checked.
+
+Tensors flow in and land in a file that is mapped once and used again for every copy, so that a copy costs one pass over the state
+and no other memory. A small ``record.json`` says what the copy holds. It is removed before the first byte changes and renamed into
+place after the last one was summed up, so a copy with a record is whole, whatever was killed and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel2d.checkpoint.folder import LocalFolder
+from parallel2d.checkpoint.geometry import Region
+from parallel2d.checkpoint.manifest import MAX_BYTES, Manifest, StoredFile, chunk_key, content_digest
+from parallel2d.checkpoint.tensor_file import (
+    DTYPE_NAMES,
+    DamagedCheckpointError,
+    encode,
+    encode_header,
+    is_size,
+    parse_json,
+    read_header,
+    read_rows,
+)
+
+RECORD = "record.json"
+_BLOCK = 4 * 2**20  # bytes under one CRC-32
+_COMMON = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")  # of a manifest, the same on all ranks
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a tensor that this rank copies. ``base``: the rectangle that it and its node's other holders share."""
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region
+    base: Region
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sealed copy: where it is, and its record."""
+
+    folder: str
+    record: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.record["common"]["step"])
+
+    @property
+    def rank(self) -> int:
+        return int(self.record["rank"])
+
+
+class Buffer:
+    """A file of one rank in shared memory, mapped, and its record."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.name, self.rng_name = f"rank-{rank:05d}.safetensors", f"rng-{rank:05d}.safetensors"
+        self._head = b""
+        self._bytes: Tensor | None = None
+        self._pinned = False
+        self._views: list[Tensor] = []
+        self._parts: list[list[Any]] = []
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        """Copies ``parts`` from any device; what was in here is void from the first byte on. Raises OSError when shared memory is
+        full."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.folder, RECORD))
+        ordered = sorted((part for part in parts if part.values.numel()), key=lambda part: -part.values.element_size())
+        self._prepare(ordered)
+        on_device = False
+        for view, part in zip(self._views, ordered, strict=True):
+            view.copy_(part.values, non_blocking=self._pinned)
+            on_device = on_device or part.values.is_cuda
+        if on_device:
+            torch.cuda.synchronize()
+        self._parts = [_describe(part, self.name) for part in ordered]
+
+    def _prepare(self, parts: Sequence[Part]) -> None:
+        entries = [(chunk_key(p.name, p.shape, p.region), DTYPE_NAMES[p.values.dtype], p.values.shape) for p in parts]
+        head = encode_header(entries, {"format": "pt"})
+        if head == self._head and self._bytes is not None:
+            return
+        self.release()
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        size = len(head) + sum(part.values.numel() * part.values.element_size() for part in parts)
+        self._bytes = map_new_file(os.path.join(self.folder, self.name), size)
+        self._bytes[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        position = len(head)
+        for part in parts:
+            count = part.values.numel() * part.values.element_size()
+            view = self._bytes[position : position + count].view(part.values.dtype)
+            self._views.append(view.view(part.values.shape))
+            position += count
+        if any(part.values.is_cuda for part in parts):
+            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0)) == 0
+        self._head = head
+
+    def seal(self, incarnation: str, manifest: Manifest, tensors: Sequence[list[Any]], rng: Mapping[str, Tensor]) -> None:
+        """Sums up what `fill` copied and publishes the record. ``tensors``: [name, dtype, whole shape] of all of the job's tensors,
+        so that one of which nothing is left is missed. ``rng``: random generators, this rank's and those it keeps for another."""
+        assert self._bytes is not None, "fill() comes first"
+        data = memoryview(self._bytes.numpy().data)
+        files = {self.name: {"bytes": len(data), "digest": digest(data)}}
+        stored = {name: tensor for name, tensor in rng.items() if tensor.numel()}
+        if stored:
+            blob = b"".join(encode(list(stored.items()), {"format": "pt"}))
+            _write(os.path.join(self.folder, self.rng_name), blob)
+            files[self.rng_name] = {"bytes": len(blob), "digest": digest(memoryview(blob))}
+        whole = [(n, Part(n, tuple(t.shape), Region.whole(t.shape), Region.whole(t.shape), t)) for n, t in rng.items()]
+        common = json.loads(manifest.encode())
+        record: dict[str, Any] = {
+            "incarnation": incarnation,
+            "rank": self.rank,
+            "common": {key: common[key] for key in _COMMON},
+            "tensors": list(tensors),
+            "files": files,
+            "parts": [*self._parts, *(_describe(part, self.rng_name) for _, part in whole)],
+        }
+        record = json.loads(json.dumps(record))
+        record["sha256"] = content_digest(record)
+        draft = os.path.join(self.folder, f".{RECORD}")
+        _write(draft, json.dumps(record, separators=(",", ":")).encode())
+        os.rename(draft, os.path.join(self.folder, RECORD))
+
+    def release(self) -> None:
+        """Lets go of the mapping; the file stays where it is."""
+        if self._pinned and self._bytes is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._pinned, self._head, self._views, self._bytes = False, b"", [], None
+
+
+def _describe(part: Part, file: str) -> list[Any]:
+    region, base = part.region, part.base
+    dtype = DTYPE_NAMES[part.values.dtype]
+    return [part.name, dtype, part.shape, region.offsets, region.lengths, base.offsets, base.lengths, file]
+
+
+def map_new_file(path: str, size: int) -> Tensor:
+    """A new file of ``size`` bytes, in place of any that was there, as a tensor of bytes. Its memory is taken now: a full file system
+    is an OSError here, instead of a signal that ends the process at the first write."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        os.posix_fallocate(descriptor, 0, size)
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def digest(data: memoryview) -> str:
+    """SHA-256 in hex over the CRC-32s of ``data``'s blocks: as fast as memory, and good against accidents, the only thing that
+    memory of our own is checked for."""
+    sums = hashlib.sha256()
+    for begin in range(0, len(data), _BLOCK):
+        sums.update(zlib.crc32(data[begin : begin + _BLOCK]).to_bytes(4, "little"))
+    return sums.hexdigest()
+
+
+class _Bytes:
+    def __init__(self, data: bytearray) -> None:
+        self._data, self.size = data, len(data)
+
+    def buffer(self, begin: int, end: int) -> Any:
+        return self._data[begin:end]
+
+
+def pack(tensors: Mapping[str, Tensor]) -> bytes:
+    """Small CPU tensors with their names as bytes; `unpack` takes them, with anything behind them, back."""
+    blob = b"".join(encode(list(tensors.items())))
+    return len(blob).to_bytes(8, "little") + blob
+
+
+def unpack(data: bytes) -> dict[str, Tensor]:
+    """What `pack` was given; nothing from zeros. Raises `DamagedCheckpointError` for anything else."""
+    length = int.from_bytes(data[:8], "little")
+    if not length:
+        return {}
+    source = _Bytes(bytearray(data[8 : 8 + length]))
+    found = {
+        name: (entry, read_rows(source, entry, 0, (*entry.shape, 1)[0]))
+        for name, entry in read_header(source, "a message").items()
+    }
+    return {name: values.view(entry.shape) for name, (entry, values) in found.items()}
+
+
+def check_file(folder: str, name: str, expected: StoredFile) -> None:
+    """Raises `DamagedCheckpointError` unless the file has the size and the digest of its record."""
+    source = LocalFolder(folder).source(name)
+    if source.size != expected.bytes:
+        raise DamagedCheckpointError(f"{name}: {source.size} bytes, its record says {expected.bytes}")
+    if digest(memoryview(source.buffer(0, source.size))) != expected.sha256:
+        raise DamagedCheckpointError(f"{name}: its checksum is not that of its record: altered or damaged")
+
+
+def find_copies(root: str) -> tuple[list[Found], list[str]]:
+    """All sealed copies below ``root``, and a line for each that has no sound record. A missing record is no fault to report: that
+    copy was being written."""
+    found, faults = [], []
+    for incarnation in _folders(root):
+        for rank in _folders(incarnation):
+            for slot in _folders(rank):
+                if not os.path.lexists(os.path.join(slot, RECORD)):
+                    continue
+                try:
+                    found.append(Found(slot, _read_record(slot, os.path.basename(incarnation))))
+                except DamagedCheckpointError as fault:
+                    faults.append(f"{os.path.relpath(slot, root)}: {fault}")
+    return found, faults
+
+
+def _folders(path: str) -> Iterator[str]:
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield entry.path
+
+
+def _read_record(slot: str, incarnation: str) -> dict[str, Any]:
+    record = parse_json(LocalFolder(slot).read(RECORD, MAX_BYTES), RECORD)
+    try:
+        if record.pop("sha256") != content_digest(record):
+            raise DamagedCheckpointError(f"{RECORD}: its own checksum does not match")
+        numbers = (record["rank"], record["common"]["step"], record["common"]["world_size"])
+        if record["incarnation"] != incarnation or not all(map(is_size, numbers)):
+            raise DamagedCheckpointError(f"{RECORD}: it is that of another copy")
+        for name, file in record["files"].items():
+            if os.path.basename(name) != name or not is_size(file["bytes"]) or not isinstance(file["digest"], str):
+                raise DamagedCheckpointError(f"{RECORD}: its files are not described")
+        if not isinstance(record["parts"], list) or not isinstance(record["tensors"], list):
+            raise DamagedCheckpointError(f"{RECORD}: its parts are not listed")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{RECORD}: {type(error).__name__}: {error}") from None
+    return record
+
+
+def _write(path: str, data: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)

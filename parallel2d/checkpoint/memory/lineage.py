@@ -1,0 +1,62 @@
+"""Which copies in memory belong to the run as it stands: its incarnations, and the step from which each one went on.
+
+A run directory flows in and a `Lineage` flows out. Every start of a run gets a random name and writes it, with the step it starts
+from, into ``memory.json``. A copy counts only when its writer is named there and no later start went back behind its step. So the
+copies of another run, and those of steps that the run has left for an older checkpoint, are never loaded, whichever node brings
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from parallel2d.checkpoint.manifest import MAX_BYTES
+from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, is_size, parse_json
+
+NAME = "memory.json"
+_KEPT = 64  # starts that are remembered; copies of earlier ones were overwritten long ago
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """(incarnation, step it started from), in the order of time."""
+
+    starts: tuple[tuple[str, int], ...] = ()
+
+    def holds(self, incarnation: str, step: int) -> bool:
+        """Whether the copy of ``step`` that ``incarnation`` wrote is a state that this run passed through and did not leave."""
+        names = [name for name, _ in self.starts]
+        if incarnation not in names:
+            return False
+        return all(step <= base for _, base in self.starts[names.index(incarnation) + 1 :])
+
+    def followed_by(self, incarnation: str, base: int) -> Lineage:
+        """With one more start."""
+        return Lineage((*self.starts, (incarnation, base))[-_KEPT:])
+
+    @classmethod
+    def read(cls, run_dir: str) -> Lineage:
+        """Empty when there is none. Raises `DamagedCheckpointError` when it is damaged, OSError when it cannot be read."""
+        try:
+            with open(os.path.join(run_dir, NAME), "rb") as file:
+                starts = parse_json(file.read(MAX_BYTES), NAME).get("starts")
+        except FileNotFoundError:
+            return cls()
+        if not isinstance(starts, list):
+            raise DamagedCheckpointError(f"{NAME}: starts is missing or not a list")
+        for start in starts:
+            if not isinstance(start, list) or len(start) != 2 or not isinstance(start[0], str) or not is_size(start[1]):
+                raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
+        return cls(tuple((name, base) for name, base in starts))
+
+    def write(self, run_dir: str) -> None:
+        """Replaces the file in one rename."""
+        os.makedirs(run_dir, exist_ok=True)
+        draft = os.path.join(run_dir, f".{NAME}-{os.urandom(4).hex()}")
+        with open(draft, "x") as file:
+            json.dump({"starts": self.starts}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, os.path.join(run_dir, NAME))

@@ -1,0 +1,349 @@
+"""`MemoryNet`: when copies are made, how ranks agree on them, which one is found again. See [Note: memory net].
+
+Settings and mesh flow in at the start of a run, tensors after each step; sealed copies in the nodes' shared memory flow out, and
+after a restart a `Checkpoint` to load. All ranks call alike. A fault that all ranks heard of turns the net off, with one warning, and
+frees the memory; a rank that no longer answers leaves everything as it is, since that is what the copies are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.geometry import local_region, plan_writes
+from parallel2d.checkpoint.manifest import Manifest
+from parallel2d.checkpoint.memory.buffer import Buffer, Part, pack, unpack
+from parallel2d.checkpoint.memory.lineage import Lineage
+from parallel2d.checkpoint.memory.place import Place, open_place, remove, remove_place, room, used
+from parallel2d.checkpoint.memory.search import Nodes, Search
+from parallel2d.checkpoint.save import Group
+from parallel2d.checkpoint.store import describe_error
+from parallel2d.checkpoint.tensor_file import DTYPE_NAMES
+from parallel2d.config import CheckpointConfig
+
+log = logging.getLogger(__name__)
+
+AUTO_EVERY = 10  # steps, with checkpoint.memory_every=auto
+_RNG_BYTES = 64 * 2**10  # that one rank's random generators may have, to be kept by another too
+
+
+def wanted(config: CheckpointConfig, group: Group) -> int:
+    """Steps between copies, 0 for none; rank 0's answer on every rank, since environments may differ. Collective."""
+    every, why = _decide(config)
+    if group.rank == 0 and why:
+        log.info("memory net off: %s", why)
+    return int(group.broadcast(every))
+
+
+def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
+    if not config.enabled:
+        return 0, "checkpoint.enabled=false"
+    if config.memory_every != "auto":
+        return int(config.memory_every), None if int(config.memory_every) else "checkpoint.memory_every=0"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if not restarts.isdecimal() or not int(restarts):
+        return 0, "nothing restarts this job's workers (TORCHELASTIC_MAX_RESTARTS is 0); checkpoint.memory_every=N turns it on"
+    return AUTO_EVERY, None
+
+
+@dataclass
+class _Outcome:
+    """Of one copy. ``error``: what all ranks agreed went wrong. ``heard``: whether they answered at all."""
+
+    step: int
+    error: str | None = None
+    heard: bool = True
+
+
+class MemoryNet:
+    """Copies of one run's state in shared memory. Collective: every rank makes one and calls its methods at the same points.
+
+    Args:
+        every: steps between copies, see `wanted`. run_dir: the run's folder, the same on all ranks. answers: a group that only the
+        training loop's thread uses, and not while a method of this object runs in another.
+
+    Attributes:
+        on: whether copies are made. newest: the step of the newest copy known to be complete on all nodes. skipped: copies that fell
+        out because the one before was not finished. blocked_s: seconds the last `save` kept the loop waiting. node_bytes: of one
+        buffer of this node, once the first copy was made.
+    """
+
+    def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, answers: Group) -> None:
+        self.every, self.run_dir, self.mesh, self.answers = every, run_dir, mesh, answers
+        # The thread that finishes a copy talks while the loop and a save to disk do.
+        self._group = Group(dist.new_group(backend="gloo") if answers.group is not None else None)
+        self.on = True
+        self.newest: int | None = None
+        self.skipped = 0
+        self.blocked_s = 0.0
+        self.node_bytes = 0
+        self._lineage = Lineage()
+        self._search: Search | None = None
+        self._loaded: int | None = None
+        self._old: list[str] = []
+        self._incarnation: str | None = None
+        self._buffers: tuple[Buffer, Buffer] | None = None
+        self._next = 0
+        self._due_now = False
+        self._thread: threading.Thread | None = None
+        self._outcome: _Outcome | None = None
+        self.place: Place | None = None
+        error = None
+        try:
+            self.place = open_place()
+        except OSError as fault:
+            error = f"{socket.gethostname()}: {describe_error(fault)}"
+        found = answers.all_gather((self.place.token if self.place else "", error))
+        tokens = list(dict.fromkeys(token for token, _ in found))
+        self.nodes = Nodes(tuple(tokens.index(token) for token, _ in found), answers.rank)
+        name = hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]
+        self.folder = os.path.join(self.place.root if self.place else "", f"run-{answers.broadcast(name)}")
+        if errors := [error for _, error in found if error]:
+            self._turn_off(errors[0])
+
+    # What a start of the run finds
+
+    def steps(self) -> list[int]:
+        """Steps that can be asked of `open`, ascending: those of this run that some node still holds a part of."""
+        if not self.on:
+            return []
+        lineage, error = Lineage(), None
+        if self.answers.rank == 0:
+            try:
+                lineage = Lineage.read(self.run_dir)
+            except (OSError, ValueError) as fault:
+                error = describe_error(fault)
+                log.warning("copies in memory are passed over: %s", error)
+        self._lineage = self.answers.broadcast(lineage)
+        self._search = Search(self.folder, self.answers, self.nodes, self._lineage)
+        return self._search.steps()
+
+    def open(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Checkpoint:
+        """See `Search.open`."""
+        assert self._search is not None, "steps() comes first"
+        return self._search.open(step, model, optimizer)
+
+    def close(self, *, loaded: int | None = None) -> None:
+        """After `open`. ``loaded``: its step, when the run goes on from there."""
+        assert self._search is not None
+        self._search.close()
+        self._loaded = loaded
+
+    def begin(self, base: int) -> None:
+        """The run goes on from step ``base``: copies of any other state are dropped. What was loaded stays until there is a newer
+        one. Collective."""
+        if not self.on:
+            return
+        self._incarnation = self.answers.broadcast(os.urandom(8).hex())
+        error = None
+        if self.answers.rank == 0:
+            try:
+                self._lineage.followed_by(self._incarnation, base).write(self.run_dir)
+            except OSError as fault:
+                error = f"its record in the run directory cannot be written: {describe_error(fault)}"
+        error = self.answers.broadcast(error)
+        own = os.path.join(self.folder, self._incarnation)
+        if error is None:
+            try:
+                self._old = self._search.kept(self._loaded) if self._search is not None and self._loaded is not None else []
+                if self.nodes.is_first:
+                    self._drop_all_but(self._old)
+                    os.makedirs(own, mode=0o700)
+            except OSError as fault:
+                error = f"{socket.gethostname()}: {describe_error(fault)}"
+        # Nobody writes before every node has been cleared.
+        if errors := [answer for answer in self.answers.all_gather(error) if answer]:
+            self._turn_off(errors[0])
+            return
+        rank = self.answers.rank
+        slots = [os.path.join(own, f"rank-{rank:05d}", f"slot-{number}") for number in (0, 1)]
+        self._buffers = Buffer(slots[0], rank), Buffer(slots[1], rank)
+        self._due_now = self._loaded is not None  # nodes that are new hold nothing yet
+        self._search = None
+        if rank == 0:
+            assert self.place is not None
+            log.info("memory net on: a copy every %d steps in %s, %d nodes", self.every, self.place.root, max(self.nodes.of) + 1)
+
+    def _drop_all_but(self, kept: list[str]) -> None:
+        assert self.place is not None
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        if self.place.own:  # no other run can be using it
+            for entry in os.scandir(self.place.root):
+                if entry.is_dir(follow_symlinks=False) and entry.path != self.folder:
+                    remove(entry.path)
+        for entry in list(os.scandir(self.folder)):
+            for rank in list(os.scandir(entry.path)) if entry.is_dir(follow_symlinks=False) else []:
+                for slot in list(os.scandir(rank.path)) if rank.is_dir(follow_symlinks=False) else []:
+                    if slot.path not in kept:
+                        remove(slot.path)
+            if not any(path.startswith(entry.path + os.sep) for path in kept):
+                remove(entry.path)
+
+    # What the loop does
+
+    def is_due(self, step: int) -> bool:
+        """Whether `save` is called after ``step``."""
+        return self.on and (step % self.every == 0 or self._due_now)
+
+    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]) -> None:
+        """Copies the state; the loop waits for the copy alone. Never raises for a fault of the memory. Collective.
+
+        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them, ``rng`` this rank's.
+        """
+        begin = time.perf_counter()
+        self.blocked_s = 0.0
+        if self._incarnation is None:
+            self.begin(manifest.step - 1)
+        # Rank 0's copy is finished only when all ranks are about to be.
+        if self.answers.broadcast(self._thread is not None and self._thread.is_alive()):
+            self.skipped += 1
+            if self.answers.rank == 0:
+                level = logging.WARNING if self.skipped == 1 else logging.DEBUG
+                log.log(level, "no copy of step %d in memory: the one before is not finished yet. A higher "
+                        "checkpoint.memory_every than %d would fit", manifest.step, self.every)  # fmt: skip
+            return
+        self._join()
+        if self.on and self._start(manifest, tensors, rng):
+            self._due_now = False
+        self.blocked_s = time.perf_counter() - begin
+
+    def _start(self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]) -> bool:
+        assert self._buffers is not None
+        nodes = self.nodes.of if self.mesh is not None else None
+        parts = [
+            Part(name, tuple(tensors[name].shape), region, local_region(tensors[name]), values)
+            for name, region, values in plan_writes(tensors.items(), self.mesh, nodes)
+        ]
+        if not self.node_bytes and not self._has_room(parts):
+            return False
+        buffer, error = self._buffers[self._next], None
+        try:
+            buffer.fill(parts)
+        except Exception as fault:  # whatever it is, the others are told and training goes on
+            error = f"{socket.gethostname()}: {describe_error(fault)}"
+        described = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+        incarnation = self._incarnation
+        assert incarnation is not None
+
+        def finish() -> None:
+            outcome = _Outcome(manifest.step)
+            try:
+                failed = error
+                others = self._rng_of_another(rng)
+                if failed is None:
+                    try:
+                        buffer.seal(incarnation, manifest, described, {**rng, **others})
+                    except Exception as fault:  # the others wait for an answer, whatever happened
+                        failed = f"{socket.gethostname()}: {describe_error(fault)}"
+                outcome.error = next((answer for answer in self._group.all_gather(failed) if answer), None)
+                if outcome.error is None and self.nodes.is_first:
+                    while self._old:
+                        remove(self._old.pop())
+            except Exception:  # a rank is gone: the loop will hear of it, and the copies must stay
+                outcome.heard = False
+            self._outcome = outcome
+
+        self._thread = threading.Thread(target=finish, name=f"memory copy {manifest.step}", daemon=True)
+        self._thread.start()
+        return True
+
+    def _has_room(self, parts: list[Part]) -> bool:
+        """Whether two buffers fit on every node, before the first one is taken. Collective."""
+        assert self.place is not None
+        size = sum(part.values.numel() * part.values.element_size() for part in parts)
+        free = room(self.place.root) + used(self.folder) if self.nodes.is_first else 0
+        answers = self.answers.all_gather((size, free, socket.gethostname()))
+        for node in range(max(self.nodes.of) + 1):
+            ranks = self.nodes.ranks(node)
+            need, (_, free, host) = 2 * sum(answers[rank][0] for rank in ranks), answers[ranks[0]]
+            if node == self.nodes.own:
+                self.node_bytes = max(need // 2, 1)
+            if need > free:
+                self._turn_off(
+                    f"{host} has {free / 2**20:.1f} MiB of shared memory to give and two copies need {need / 2**20:.1f} MiB; "
+                    "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
+                )
+                return False
+        if self.answers.rank == 0:
+            log.info("memory net: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20)
+        return True
+
+    def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The random generators of the same rank of the replica before this one, which gets this rank's: every other part of the
+        state is in each replica already."""
+        names = (self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
+        if self.mesh is None or "replicate" not in names:
+            return {}
+        axis, place = names.index("replicate"), self.mesh.get_coordinate()
+        assert place is not None
+        line = self.mesh.mesh[tuple(slice(None) if a == axis else place[a] for a in range(len(place)))].tolist()
+        if len(line) == 1:
+            return {}
+        following, before = line[(place[axis] + 1) % len(line)], line[place[axis] - 1]
+        return exchange_tensors(rng, following, before, self._group)
+
+    def _join(self) -> None:
+        """Waits for the copy that is being finished; all ranks hear of its outcome here."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        if not outcome.heard:
+            self.on = False
+        elif outcome.error is not None:
+            self._turn_off(outcome.error)
+        else:
+            self.newest = outcome.step
+            self._next = 1 - self._next
+
+    def wait(self) -> None:
+        """Returns when the last copy is complete on all nodes, or has failed. Collective."""
+        self._join()
+
+    def finish(self) -> None:
+        """The run has ended well: its copies are removed. Never for a run that ends with an error. Collective."""
+        self._join()
+        if self.on:
+            self._remove()
+
+    def _turn_off(self, why: str) -> None:
+        """On all ranks alike."""
+        self.on = False
+        if self.answers.rank == 0:
+            log.warning("memory net off: %s. Training goes on; a lost worker costs the steps since the last checkpoint", why)
+        self._remove()
+
+    def _remove(self) -> None:
+        for buffer in self._buffers or ():
+            buffer.release()
+        self.answers.all_gather(None)  # nobody is still writing
+        if self.place is not None and self.nodes.is_first:
+            remove(self.folder)
+            remove_place(self.place)
+
+
+def exchange_tensors(tensors: Mapping[str, Tensor], to: int, source: int, group: Group) -> dict[str, Tensor]:
+    """Gives small CPU tensors to rank ``to`` and returns those of rank ``source``, at most 64 KiB with their names; nothing when
+    there are more. Collective over a ring of ranks."""
+    sent, received = torch.zeros(_RNG_BYTES, dtype=torch.uint8), torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+    if len(data := pack(tensors)) <= _RNG_BYTES:
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    work = dist.isend(sent, to, group=group.group)
+    dist.recv(received, source, group=group.group)
+    assert work is not None
+    work.wait()
+    return unpack(received.numpy().tobytes())

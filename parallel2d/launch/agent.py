@@ -1,0 +1,262 @@
+"""One node's launcher: starts its ranks, watches them, and starts them again with what is left of the job.
+
+A command and a `Meeting` flow in; the workers' end flows out, as a return or as one exception with one story. The work is torch's
+elastic agent; what is decided here is whether, when and how a worker group starts again.
+
+[Note: three reasons to start again] A worker failed: the others of this node are ended at once, since they wait for it in vain; see
+[Note: a storm of restarts]. The nodes changed, because one wants to join: workers are asked to end, so they save and nothing is
+repeated. A worker ended because a rank somewhere was told to (a node is being taken away): it has saved too, and the rest go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from parallel2d import folders
+from parallel2d.checkpoint.memory.place import SHARED_MEMORY, VARIABLE
+from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.launch.agreement import read_story
+from parallel2d.launch.endings import StoreLost, WorkersFailed
+from parallel2d.launch.place import AGENT
+from parallel2d.launch.rendezvous import Meeting
+from parallel2d.launch.restarts import Restarts
+
+_SECONDS_FOR_LAST_WORDS = 5  # that workers have between SIGTERM and SIGKILL once one of their group has failed
+_STORY = "parallel2d/story"
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks of this node."""
+
+    command: tuple[str, ...]  # of each, after the interpreter
+    size: int
+    settings: LaunchConfig
+    restarts: Restarts
+    folder: str  # lives as long as this launcher
+    logs: str | None = None  # where ranks beside the first write what they print; None: to the console
+    say: Callable[[str], None] = field(default=lambda text: print(f"parallel2d: {text}", file=sys.stderr, flush=True))
+
+
+def last_step(folder: str) -> int:
+    """The last step that workers of this launcher have begun; -1 before the first."""
+    try:
+        with open(os.path.join(folder, "step")) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return -1
+
+
+@contextlib.contextmanager
+def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
+    """This launcher's folders, one for records and one in shared memory for copies of the state, announced to its workers along with
+    ``environment``. All are gone afterwards. Yields the first."""
+    places = {AGENT: tempfile.gettempdir()}
+    if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
+        places[VARIABLE] = SHARED_MEMORY
+    paths = {}
+    for variable, place in places.items():
+        folders.remove_stale(place)
+        paths[variable] = folders.folder_of(os.getpid(), place)
+        os.makedirs(paths[variable], mode=0o700, exist_ok=True)
+    before = dict(os.environ)
+    # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses of dead peers
+    os.environ.update(environment, **paths, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    try:
+        yield paths[AGENT]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for path in paths.values():
+            folders.remove(path)
+
+
+def run_team(team: Team, meeting: Meeting) -> None:
+    """Runs this node's ranks until the job ends. See [Note: three reasons to start again].
+
+    Raises `ConfigError` or `WorkersFailed` with the story of the rank that failed first, `StoreLost`, and torch's SignalException when
+    this process was told to end and has ended its workers.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    handler = meeting.handler(team.settings)
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=team.size,
+        entrypoint=sys.executable,
+        args=team.command,
+        rdzv_handler=handler,
+        max_restarts=team.restarts.limit,
+        monitor_interval=0.1,
+        local_addr=meeting.interface.address,
+    )
+    redirects = dict.fromkeys(range(1, team.size), Std.ALL) if team.logs else Std.NONE
+    agent = _Agent(team, spec, DefaultLogsSpecs(log_dir=team.logs or os.path.join(team.folder, "logs"), redirects=redirects))
+    over = True
+    try:
+        result = agent.run()
+        if result is not None and result.is_failed():
+            raise _told(agent, meeting, result.failures, team)
+    except SignalException:
+        over = False  # closing would keep a node that is only being replaced from coming back
+        raise
+    except RendezvousError as error:
+        over = False
+        raise _explained(error, agent, meeting, team) from None
+    finally:
+        if over:
+            with contextlib.suppress(Exception):  # the store may have gone with another node
+                meeting.close()
+                handler.shutdown()
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent with our reasons to start again; it calls the methods below from its loop."""
+
+    def __init__(self, team: Team, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=team.settings.grace_s)
+        self._team, self._pause = team, 0.0
+
+    def _start_workers(self, group: Any) -> Any:
+        started = super()._start_workers(group)
+        context: Any = self._pcontext
+        # Called without a timeout once a worker has failed. What is stopped or stuck then does not hear SIGTERM.
+        context.close = functools.partial(_close_soon, context.close)
+        return started
+
+    def _monitor_workers(self, group: Any) -> Any:
+        result = super()._monitor_workers(group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._remaining_restarts = 1 if self._may_start_again(result.failures) else 0
+        return result
+
+    def _may_start_again(self, failures: dict[int, Any]) -> bool:
+        team = self._team
+        if any(failure.exitcode == team.settings.requeue_exit_code for failure in failures.values()):
+            self._pause = 0.0
+            team.say("a rank was told to end, and all have saved; going on with the nodes that are left")
+            return team.restarts.limit > 0
+        rank, failure, story = first_failure(failures)
+        if story and story["config_error"]:
+            return False
+        pause = team.restarts.after_failure()
+        if pause is None:
+            return False
+        self._pause = pause
+        what = one_line(failure, story)
+        wait = f" in {pause:.0f} s" if pause else ""
+        left = team.restarts.limit - team.restarts.in_a_row
+        team.say(f"rank {rank}: {what}; starting again{wait} ({left} more without progress)")
+        return True
+
+    def _stop_workers(self, group: Any) -> None:
+        asked_to_save = group.state == WorkerState.HEALTHY
+        if asked_to_save:
+            self._team.say("the nodes of this job have changed; saving, and starting again with all that are there")
+        self._shutdown(timeout=self._team.settings.grace_s if asked_to_save else _SECONDS_FOR_LAST_WORDS)
+
+    def _restart_workers(self, group: Any) -> None:
+        failed = group.state != WorkerState.HEALTHY
+        self._stop_workers(group)
+        if failed and self._pause:
+            time.sleep(self._pause)
+        group.state = WorkerState.STOPPED
+        self._initialize_workers(group)
+
+    def joined(self) -> list[str]:
+        """Addresses of the nodes that are in the rendezvous, as far as this one knows."""
+        holder: Any = getattr(self._worker_group.spec.rdzv_handler, "_state_holder")  # noqa: B009 (not part of the interface)
+        return sorted({node.addr for node in (*holder.state.participants, *holder.state.wait_list)})
+
+
+def _close_soon(
+    close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: int = _SECONDS_FOR_LAST_WORDS
+) -> None:
+    close(death_sig, timeout)
+
+
+def first_failure(failures: dict[int, Any]) -> tuple[int, Any, dict[str, Any] | None]:
+    """The rank that failed first, torch's record of it and its own story, if it left one."""
+    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    stories = [(rank, failure, read_story(failure.error_file)) for rank, failure in ordered]
+    told = sorted(((r, f, s) for r, f, s in stories if s), key=lambda item: item[2]["time"])
+    killed = [(r, f, s) for r, f, s in stories if s is None and f.exitcode < 0]
+    if killed and all(lost_a_peer(s) for _, _, s in told):
+        return killed[0]
+    return told[0] if told else stories[0]
+
+
+def lost_a_peer(story: dict[str, Any]) -> bool:
+    """Whether a rank failed only because another was gone: its connection broke."""
+    words = ("Connection closed by peer", "Connection reset", "Broken pipe", "Connection refused", "connection was closed")
+    return any(word in story["text"] for word in words)
+
+
+def one_line(failure: Any, story: dict[str, Any] | None) -> str:
+    """What happened to a rank, in one line."""
+    if story:
+        return "lost the connection to another rank" if lost_a_peer(story) else story["text"].strip().splitlines()[-1]
+    if failure.exitcode < 0:
+        return f"ended by {signal.Signals(-failure.exitcode).name}"
+    return f"exited with code {failure.exitcode}"
+
+
+def _told(agent: _Agent, meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
+    """The story of the rank that failed first, told by one node: the others name it."""
+    rank, failure, story = first_failure(failures)
+    config_error = bool(story and story["config_error"])
+    bystander = bool(story and lost_a_peer(story))
+    alone = team.settings.node_range == (1, 1)
+    first = alone or _is_first_to_tell(meeting, bystander)
+    if not first:
+        return WorkersFailed(f"the ranks of {socket.gethostname()} ended, because one on another node did; it tells why")
+    if config_error and story:
+        return ConfigError(story["text"])
+    cause = story["text"] if story else one_line(failure, story)
+    tried = (
+        f"\n{team.restarts.limit} restarts brought no step further" if team.restarts.in_a_row > team.restarts.limit > 0 else ""
+    )
+    others = f"\nlogs of the other ranks: {team.logs}" if team.logs else ""
+    return WorkersFailed(f"rank {rank} failed first:\n{cause}{tried}{others}")
+
+
+def _is_first_to_tell(meeting: Meeting, bystander: bool) -> bool:
+    """Whether this node's story is the one to tell. One whose ranks only lost a peer gives the others a moment."""
+    try:
+        if bystander:
+            time.sleep(1.5)
+        return meeting.store.add(f"{_STORY}/{meeting.name}", 1) == 1
+    except Exception:  # the store went with its node
+        return True
+
+
+def _explained(error: Exception, agent: _Agent, meeting: Meeting, team: Team) -> Exception:
+    kind = type(error).__name__
+    if kind == "RendezvousClosedError":
+        return WorkersFailed("the job was ended by another node, which tells why")
+    if kind == "RendezvousTimeoutError":
+        there = agent.joined()
+        return WorkersFailed(
+            f"after {team.settings.rendezvous_timeout:.0f} s {len(there)} of launch.nnodes={team.settings.nnodes} nodes were at "
+            f"{meeting.endpoint} ({', '.join(there)}); python -m parallel2d.preflight tells which cannot reach it"
+        )
+    return StoreLost(str(error).splitlines()[0])
+
+
+def words_of(command: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a worker, after the interpreter."""
+    return ("-u", "-m", "parallel2d.train", *command)

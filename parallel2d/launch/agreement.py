@@ -1,0 +1,185 @@
+"""One job and one story for all ranks: what they agree on before they train, and who tells it when they fail.
+
+A `Place` and the rendezvous store flow in; out come the same `Job` on every rank, or one message.
+
+[Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which publishes configuration and
+directory through the rendezvous store. Workers that replace others go on with what the first incarnation agreed on: each node's first
+rank leaves a record of it that lives as long as the launcher which starts its workers, and rank 0 asks all nodes for theirs. One
+record is enough, so a node that is new to the job learns of it too. That a record was found is also how every rank knows alike that the
+workers were restarted: the restart counters of elastic agents differ between nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from parallel2d import compose, folders
+from parallel2d.config import ConfigError
+from parallel2d.launch.place import AGENT, CONFIG, RUN_DIR, Place
+
+_Position = TypeVar("_Position")
+
+
+def agree_on_job(place: Place, store: Any, arguments: Sequence[str]) -> compose.Job | None:
+    """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0 and published in ``store``.
+
+    None when rank 0 had nothing to run (``--help``, ``--cfg``). See [Note: one run directory].
+    """
+    if place.local_rank == 0:
+        store.set(f"parallel2d/recorded/{place.node}", json.dumps(_recorded_job(launcher_folder())))
+    if place.rank == 0:
+        records = [json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(place.nodes)]
+        earlier = next((record for record in records if record), None)
+        try:
+            message = {**earlier, "restarted": True} if earlier else _composed(place, arguments)
+        except ConfigError as error:
+            store.set("parallel2d/job", json.dumps({"error": str(error)}))
+            raise
+        except SystemExit:
+            store.set("parallel2d/job", json.dumps(None))
+            raise
+        store.set("parallel2d/job", json.dumps(message))
+    received = json.loads(store.get("parallel2d/job"))
+    if received is None:
+        return None
+    if "error" in received:
+        raise ConfigError(received["error"])
+    if place.local_rank == 0:
+        _record_job(received)
+    config = compose.from_yaml(received["config"])
+    own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
+    if own:  # the one key that differs between nodes
+        config.launch.host_id = own[-1]
+    return compose.Job(config, received["run_dir"], (), restarted=received["restarted"])
+
+
+def _composed(place: Place, arguments: Sequence[str]) -> dict[str, Any] | None:
+    if place.launcher == "self":
+        return {"config": os.environ[CONFIG], "run_dir": os.environ[RUN_DIR], "restarted": False}
+    jobs: list[compose.Job] = []
+    compose.run(arguments, jobs.append, refuse_multirun="torchrun, srun and launch.nnodes start one job")
+    if not jobs:
+        return None
+    return {"config": compose.to_yaml(jobs[0].config), "run_dir": jobs[0].run_dir, "restarted": False}
+
+
+def launcher_folder() -> str:
+    """The folder that belongs to the process which starts this node's workers. It may not exist yet.
+
+    Our own launchers announce theirs; that of another (torchrun) is named after it.
+    """
+    return os.environ.get(AGENT) or folders.folder_of(os.getppid(), tempfile.gettempdir())
+
+
+def recorded_run_dir(folder: str) -> str | None:
+    """The run directory that workers of the launcher with this folder trained in, or None."""
+    record = _recorded_job(folder)
+    return record["run_dir"] if record else None
+
+
+def _recorded_job(folder: str) -> dict[str, str] | None:
+    try:
+        with open(os.path.join(folder, "job.json")) as file:
+            record = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and set(record) == {"run_dir", "config"} else None
+
+
+def _record_job(job: Mapping[str, Any]) -> None:
+    folder = launcher_folder()
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    path = os.path.join(folder, "job.json")
+    with open(path + ".new", "w") as file:
+        json.dump({"run_dir": job["run_dir"], "config": job["config"]}, file)
+    os.replace(path + ".new", path)
+
+
+def forget_run(place: Place) -> None:
+    """A run that ended well leaves no record behind. Our own launchers remove theirs themselves."""
+    if place.local_rank == 0 and AGENT not in os.environ:
+        folders.remove(launcher_folder())
+
+
+def telling_progress(place: Place, position: Callable[[], _Position]) -> Callable[[], _Position]:
+    """``position``, which knows the step a rank is at, with the effect that the launcher hears of each new step; see `Restarts`."""
+    if place.local_rank != 0 or AGENT not in os.environ:
+        return position
+    path, told = os.path.join(launcher_folder(), "step"), -1
+
+    def tell() -> _Position:
+        nonlocal told
+        now = position()
+        step = getattr(now, "step", 0)
+        if step != told:
+            told = step
+            with contextlib.suppress(OSError):
+                with open(path + ".new", "w") as file:
+                    file.write(str(step))
+                os.replace(path + ".new", path)
+        return now
+
+    return tell
+
+
+@contextlib.contextmanager
+def failures_told_once(place: Place, store: Any) -> Iterator[None]:
+    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
+
+    Workers of our own launchers leave it for them; otherwise the rank that is first to claim the word in ``store`` prints it.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        now = time.time()  # to the microsecond: peers fail within the same second, because this one did
+        config_error = isinstance(error, ConfigError)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        text = str(error) if config_error else "interrupted" if interrupted else traceback.format_exc().rstrip()
+        if place.launcher in ("self", "nodes"):  # torchrun would print what it finds there beside what is printed here
+            leave_story(text, now, config_error=config_error)
+            if place.rank and place.launcher == "self":  # its stderr is its log
+                print(text, file=sys.stderr, flush=True)
+        elif _first_to_claim(store):
+            prefix = "" if config_error else f"rank {place.rank} failed first:\n"
+            print(f"{prefix}{text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # peers may be inside a collective: no destructor may wait for them
+
+
+def _first_to_claim(store: Any) -> bool:
+    try:
+        return store is None or store.add("parallel2d/failure", 1) == 1
+    except Exception:  # the store went with rank 0, which has told its story
+        return False
+
+
+def leave_story(text: str, when: float, *, config_error: bool) -> None:
+    """Leaves a worker's last words where torch's elastic agent looks for them."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        info = {"py_callstack": text, "timestamp": str(int(when)), "time": when, "config_error": config_error}
+        with open(path, "w") as file:
+            json.dump({"message": {"message": text.splitlines()[-1] if text else "", "extraInfo": info}}, file)
+
+
+def read_story(path: str) -> dict[str, Any] | None:
+    """``text``, ``time`` and ``config_error`` of what `leave_story` left, or None."""
+    try:
+        with open(path) as file:
+            extra = json.load(file)["message"]["extraInfo"]
+        return {
+            "text": extra["py_callstack"],
+            "config_error": extra.get("config_error", False),
+            "time": extra.get("time", math.inf),
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,125 @@
+"""How ranks come to be: on this machine alone, or as one node of several.
+
+A composed job (one node) or the words it will be composed from (several) flow in; the call returns when the job has ended. Whether
+it saved on the way out, failed, or never could have worked is told by the exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parallel2d import compose
+from parallel2d.config import LaunchConfig
+from parallel2d.interface import GLOO, NCCL
+from parallel2d.launch.agreement import recorded_run_dir
+from parallel2d.launch.endings import Preempted, StoreLost, WorkersFailed
+from parallel2d.launch.place import CONFIG, RUN_DIR
+from parallel2d.launch.rendezvous import meet, meet_alone
+from parallel2d.launch.restarts import Restarts
+
+
+def start_workers(job: compose.Job, nproc: int) -> None:
+    """Runs ``job`` on ``nproc`` fresh workers of this machine, which talk over loopback alone, and waits for them.
+
+    Raises `ConfigError` or `WorkersFailed` with the first failing rank's story, `Preempted` when told to end and saved, and
+    KeyboardInterrupt after Ctrl-C; all workers are gone then.
+    """
+    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team, words_of
+
+    settings = job.config.launch
+    logs = os.path.join(job.run_dir, "logs")
+    inherited = {CONFIG: compose.to_yaml(job.config), RUN_DIR: job.run_dir}
+    with launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
+        restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
+        team = Team(words_of(()), nproc, settings, restarts, folder, logs)
+        _told_to_end(
+            lambda: run_team(team, meet_alone()), settings, lambda: _checkpoints(job.config.checkpoint.folder, job.run_dir)
+        )
+
+
+def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
+    """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its end.
+
+    ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank 0. When the rendezvous store goes
+    away, the ranks end and it is waited for, ``launch.rendezvous_timeout`` seconds, then the job goes on from its newest checkpoint.
+    Raises as `start_workers` does.
+    """
+    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team, words_of
+
+    settings: LaunchConfig = config.launch
+    meeting = meet(settings)
+    with launcher_environment(_defaults(nproc, meeting.interface.name)) as folder:
+        restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
+        team = Team(words_of(words), nproc, settings, restarts, folder)
+        where = "opened here" if meeting.hosted else "found"
+        team.say(
+            f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), over {meeting.interface.name}"
+        )
+        if settings.elastic:
+            meeting.wait_for_all(settings)
+
+        def run() -> None:
+            nonlocal meeting
+            while True:
+                try:
+                    return run_team(team, meeting)
+                except StoreLost as lost:
+                    if meeting.hosted or (pause := restarts.after_failure()) is None:
+                        raise WorkersFailed(f"the rendezvous store at {meeting.endpoint} does not answer: {lost}") from None
+                    team.say(
+                        f"the rendezvous store at {meeting.endpoint} does not answer ({lost}); the ranks have ended, waiting for it"
+                    )
+                    time.sleep(pause + 1.0)
+                    meeting = meet(settings)
+
+        _told_to_end(run, settings, lambda: _checkpoints(config.checkpoint.folder, recorded_run_dir(folder)))
+
+
+def restart_limit(settings: LaunchConfig) -> int:
+    """``launch.max_restarts`` as a number: ``auto`` is 0 on one node, where a person is near, and 5 on several."""
+    if settings.max_restarts == "auto":
+        return 0 if settings.node_range == (1, 1) else 5
+    return int(settings.max_restarts)
+
+
+def _told_to_end(run: Callable[[], None], settings: LaunchConfig, newest: Callable[[], str | None]) -> None:
+    """Runs it, and says what came of it when this process was told to end in the meantime."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own, so the parent's would not do
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = newest()
+    try:
+        run()
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        saved = newest()
+        if saved != before:
+            raise Preempted(f"told to end; saved {saved}", settings.requeue_exit_code) from None
+        raise WorkersFailed(f"stopped by {signal.Signals(error.sigval).name}") from None
+
+
+def _checkpoints(folder: str | None, run_dir: str | None) -> str | None:
+    """The newest checkpoint of a run, by name."""
+    if folder is None and run_dir is None:
+        return None
+    try:
+        names = os.listdir(folder or os.path.join(str(run_dir), "checkpoints"))
+    except OSError:
+        return None
+    return max((name for name in names if name.startswith("step-")), default=None)
+
+
+def _defaults(nproc: int, interface: str) -> dict[str, str]:
+    """Variables that workers get unless they are set: threads, the interface that gloo and NCCL use, and no C++ stack of every connection
+    that breaks, since a sentence tells of it."""
+    threads = str(max(1, (os.cpu_count() or 1) // nproc))
+    wanted = {"OMP_NUM_THREADS": threads, GLOO: interface, NCCL: interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {name: value for name, value in wanted.items() if not os.environ.get(name)}

@@ -1,0 +1,75 @@
+"""The optimizer: which parameters it trains with which settings, how sharded matrices are updated, the learning rate.
+
+The trainable parameters of a parallelized model and an `OptimizerConfig` flow in, a ``torch.optim.Optimizer`` flows out whose
+update is that of a single process on any layout. AdamW, Adam and SGD work on each element for itself and so are torch's own;
+Adafactor and Muon look at whole matrices and are in rooms of their own (`adafactor.py`, `muon.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel2d.config import OptimizerConfig
+from parallel2d.optimizer.adafactor import Adafactor
+from parallel2d.optimizer.groups import describe_group, plan_groups
+from parallel2d.optimizer.muon import Muon
+from parallel2d.optimizer.schedule import LossScaler, learning_rate, set_learning_rate
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "Adafactor",
+    "LossScaler",
+    "Muon",
+    "build_optimizer",
+    "learning_rate",
+    "plan_groups",
+    "set_learning_rate",
+    "update_bytes",
+]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or plain on one process.
+
+    Raises `ConfigError` without trainable parameters, for a pattern of ``config.groups`` that matches nothing, and where Muon
+    cannot tell hidden matrices from others.
+    """
+    groups: list[dict[str, Any]] = plan_groups(model, config)
+    for group in groups:
+        log.info("%s", describe_group(group))
+    beta1, beta2 = config.betas
+    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[config.implementation]
+    adam: dict[str, Any] = {"lr": config.lr, "betas": (beta1, beta2), "eps": config.eps, "amsgrad": config.amsgrad, **how}
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **adam)
+    if config.name == "adam":
+        return torch.optim.Adam(groups, **adam)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how)
+    if config.name == "adafactor":
+        return Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip_threshold)
+    return Muon(
+        groups,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.newton_schulz_steps,
+        adjust_lr_fn=config.adjust_lr,
+        betas=(beta1, beta2),
+        adamw_eps=config.eps,
+        **how,
+    )
+
+
+def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Bytes that a rank sends per update over each mesh axis, ``{"shard": bytes, "tensor": bytes}``; empty when updates are local.
+
+    What `parallel2d.metrics.communication` measures while ``optimizer.step()`` runs; counted from shapes, nothing is sent.
+    """
+    count = getattr(optimizer, "update_bytes", None)
+    return count() if count is not None else {}

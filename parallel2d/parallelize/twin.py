@@ -1,0 +1,96 @@
+"""A copy of the model on meta, split over the tensor axis as the model itself will be, but not sharded: what it computes costs
+nothing, and what it would send over the tensor axis can be counted.
+
+The model as built (on meta) and the settings of `parallelize` flow in, a module without storage flows out.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from parallel2d.config import ParallelConfig, PrecisionConfig
+from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
+from parallel2d.parallelize.bucketing import bucket_modules
+from parallel2d.parallelize.sharding import DTYPES, cast_storage, fp32_modules
+from parallel2d.parallelize.structure import find_blocks
+from parallel2d.parallelize.tensor_parallel import split_layers
+
+
+def tensor_twin(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, plan: Mapping[str, object]) -> nn.Module:
+    """``model``: before `parallelize`, on meta. The copy computes in the dtypes that sharding would cast to: those of
+    ``precision.param`` but for ``precision.fp32_modules``; its blocks are recomputed as ``activation_checkpointing`` says.
+
+    Raises `ConfigError` for what `parallelize` would refuse.
+    """
+    settings = config.resolved()
+    precision = settings.precision
+    twin = copy.deepcopy(model).to("meta")
+    in_fp32 = fp32_modules(twin, precision)
+    buffers = precision.buffers or ("fp64" if precision.storage == "fp64" else None)
+    cast_storage(twin, dataclasses.replace(precision, storage=precision.param, buffers=buffers), in_fp32)
+    blocks = find_blocks(twin, settings.bucketing.blocks, settings.bucketing.policy)
+    groups = bucket_modules(twin, blocks, settings.bucketing, in_fp32)
+    split_layers(twin, mesh, plan)
+    checkpoint_activations(twin, blocks, settings.activation_checkpointing)
+    if precision.param != precision.storage:
+        for module in (member for group in (*groups, [twin]) for member in group):
+            _cast_at_its_border(module, precision, alone=id(module) in in_fp32)
+    return twin
+
+
+@contextmanager
+def on_fake_tensors(twin: nn.Module, device_type: str) -> Iterator[None]:
+    """Inside, parameters, buffers and whatever is made have no storage but say that they are on ``device_type``: some models refuse
+    to run on plain meta tensors, which are twice as fast. ``twin``, all of it on meta, is used up: it is of no use outside."""
+    with FakeTensorMode():
+        _pretend_all(twin, device_type)
+        yield
+
+
+def _pretend_all(twin: nn.Module, device_type: str) -> None:
+    """Tied parameters stay tied."""
+    made: dict[int, Any] = {}
+    for module in twin.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, value in owned.items():
+                if value is None:
+                    continue
+                if id(value) not in made:
+                    fake = _pretend(value, device_type)
+                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+                owned[name] = made[id(value)]
+
+
+def _pretend(value: Tensor, device_type: str) -> Tensor:
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    fake = torch.empty(local.shape, dtype=local.dtype, device=device_type)
+    if not isinstance(value, DTensor):
+        return fake
+    mesh, placements = value.device_mesh, value.placements
+    return DTensor.from_local(fake, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
+def _cast_at_its_border(module: nn.Module, precision: PrecisionConfig, *, alone: bool) -> None:
+    """As sharding does for a group; ``alone``: it computes in fp32 and hands over what ``precision.param`` says."""
+    param = DTYPES[precision.param]
+    if alone or precision.cast_forward_inputs:
+        inside = torch.float32 if alone else param
+        enter = lambda _module, given, named: (_cast(given, inside), _cast(named, inside))  # noqa: E731
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    if alone:
+        module.register_forward_hook(lambda _module, _given, output: _cast(output, param))
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)

@@ -1,0 +1,110 @@
+"""``python -m parallel2d.preflight``: started once on every node, by hand or by a launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from parallel2d.config import ConfigError
+from parallel2d.preflight.slurm import defaults_of_launcher
+
+
+def parser() -> argparse.ArgumentParser:
+    words = argparse.ArgumentParser(
+        prog="python -m parallel2d.preflight",
+        description="Is this cluster fit to train on? Start it once on every node. Exit code: 0 fit, 1 not fit, 2 wrong arguments.",
+        epilog="Under srun (--ntasks-per-node=1) and torchrun (--nproc-per-node=1) the first three are taken from the launcher.",
+    )
+    words.add_argument("--nnodes", type=int, metavar="N", help="number of nodes (default 1: this machine alone)")
+    words.add_argument(
+        "--endpoint", metavar="HOST:PORT", help="where the nodes meet; the node that owns the address listens there"
+    )
+    words.add_argument("--node-rank", type=int, metavar="K", help="this node's number from 0 (default: in the order of arrival)")
+    words.add_argument("--nproc", type=int, metavar="N", help="ranks per node (default: one per GPU, 4 without)")
+    words.add_argument("--run-dir", default=".", metavar="PATH", help="where runs will be written (default: the current folder)")
+    words.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for other nodes (default 60)")
+    words.add_argument(
+        "--seconds", type=float, default=0.3, metavar="S", help="measuring time per link and direction (default 0.3)"
+    )
+    words.add_argument("--name", metavar="WORD", help="tells apart several checks on one outside store")
+    words.add_argument("--write", metavar="FILE", help="write what was measured as a cluster file (YAML); node 0 does")
+    words.add_argument("--json", action="store_true", help="print everything as JSON instead; node 0 does")
+    words.add_argument("--strict", action="store_true", help="warnings count as not fit")
+    return words
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 fit, 1 not fit, 2 wrong arguments."""
+    given = parser().parse_args(arguments)
+    try:
+        known = defaults_of_launcher(os.environ)
+        typed = {"nodes": given.nnodes, "endpoint": given.endpoint, "node": given.node_rank, "name": given.name}
+        known |= {key: value for key, value in typed.items() if value is not None}
+        _refuse(given, known)
+    except ConfigError as error:
+        print(f"preflight: {error}", file=sys.stderr)
+        return 2
+
+    from parallel2d.preflight.check import NotFit, Request, check
+    from parallel2d.preflight.meeting import NodeMissing
+    from parallel2d.preflight.report import show, to_json, verdict_of_other_node, write_cluster_file
+
+    here = socket.gethostname()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    run_dir = os.path.abspath(given.run_dir)
+    request = Request(ranks_per_node=given.nproc, run_dir=run_dir, timeout_s=given.timeout, seconds=given.seconds, **known)
+    try:
+        outcome = check(request)
+    except ConfigError as error:
+        print(f"preflight: {error}", file=sys.stderr)
+        return 2
+    except (NotFit, NodeMissing) as error:
+        print(f"preflight on {here}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if outcome.node == 0:
+        if given.json:
+            print(json.dumps(to_json(outcome)))
+        else:
+            show(outcome)
+        if given.write:
+            from parallel2d.launch.place import CPU_WORKERS
+
+            try:
+                write_cluster_file(given.write, outcome, given.nproc or len(outcome.reports[0].facts.gpus) or CPU_WORKERS)
+            except OSError as error:
+                print(f"preflight: cannot write {given.write}: {error.strerror}", file=sys.stderr)
+                return 2
+    else:
+        print(verdict_of_other_node(outcome, here), file=sys.stderr)
+    return 0 if outcome.flawless or (outcome.fit and not given.strict) else 1
+
+
+def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
+    nodes, node = known.get("nodes", 1), known.get("node")
+    assert isinstance(nodes, int)
+    if nodes < 1:
+        raise ConfigError(f"--nnodes={nodes} must be at least 1")
+    if nodes > 1 and not known.get("endpoint"):
+        raise ConfigError(f"--nnodes={nodes} needs --endpoint HOST:PORT, where HOST is an address of one of the nodes")
+    if isinstance(node, int) and not 0 <= node < nodes:
+        raise ConfigError(f"--node-rank={node} must be from 0 to {nodes - 1} (--nnodes={nodes})")
+    if given.nproc is not None and given.nproc < 1:
+        raise ConfigError(f"--nproc={given.nproc} must be at least 1")
+    for name in ("timeout", "seconds"):
+        if not getattr(given, name) > 0:
+            raise ConfigError(f"--{name}={getattr(given, name):g} must be above 0")
+    if known.get("endpoint"):
+        from parallel2d.store import split_endpoint
+
+        split_endpoint(str(known["endpoint"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""The check, from one node's side: meet, look at oneself, reach the others, measure, hand in; node 0 judges and tells everyone.
+
+Arguments flow in (`Request`); the same `Outcome` flows out on every node. All nodes take the same steps in the same order, so a
+node that stops is noticed, by name, at the next meeting point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel2d.config import ConfigError
+from parallel2d.interface import choice_reason, choose_interface, is_loopback
+from parallel2d.preflight.facts import Facts, gpu_copy_bandwidth, probe_run_dir
+from parallel2d.preflight.judge import Finding, Link, NodeReport, judge, slow_links
+from parallel2d.preflight.meeting import Meeting, NodeMissing
+from parallel2d.preflight.probes import TOKEN_BYTES, Peer, ProbeServer, bandwidth, reach, round_trips
+from parallel2d.preflight.schedule import Round, disjoint_rounds, rounds_of
+from parallel2d.store import PortTaken, bound_store, connected_store, connection_failure, owns_address, resolve, split_endpoint
+
+_REACH_S, _REACHING_AT_ONCE = 5.0, 128
+_FILE_APPEARS_WITHIN_S = 3.0  # NFS clients remember for a while that a file was not there
+_ROUND_S = 20.0  # what one measurement may take at most
+
+
+class NotFit(Exception):  # noqa: N818 (it says what happened)
+    """The check could not be carried out on this node, and neither could a training run; the message says why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``endpoint``: HOST:PORT where the nodes meet; None for one node. ``node``: this node's number, None to be given one.
+    ``ranks_per_node``: None takes one per GPU. ``name`` tells apart the checks that share an outside store. ``expected``: host
+    names by number, as far as known beforehand. ``seconds``: how long a link is measured in each direction."""
+
+    nodes: int = 1
+    endpoint: str | None = None
+    node: int | None = None
+    ranks_per_node: int | None = None
+    run_dir: str = "."
+    timeout_s: float = 60.0
+    seconds: float = 0.3
+    name: str = "0"
+    expected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all nodes know in the end. ``reports`` and ``links`` only on node 0."""
+
+    node: int
+    findings: list[Finding]
+    reports: list[NodeReport]
+    links: list[Link]
+
+    @property
+    def fit(self) -> bool:
+        return all(finding.level != "red" for finding in self.findings)
+
+    @property
+    def flawless(self) -> bool:
+        return all(finding.level == "green" for finding in self.findings)
+
+
+def check(request: Request) -> Outcome:
+    """Raises `NotFit` when this node cannot take part, `NodeMissing` when others do not, both with what to look at; `ConfigError`
+    for arguments that contradict those of other nodes."""
+    from torch.distributed import DistNetworkError
+
+    host, port = split_endpoint(request.endpoint) if request.endpoint else ("127.0.0.1", 0)
+    try:
+        interface = choose_interface(host)
+        store, hosts_store = _meet_at(host, port, request)
+    except ConfigError as error:
+        raise NotFit(str(error)) from None
+    facts = Facts.collect(interface, choice_reason(host))
+    try:
+        meeting = Meeting(store, request.nodes, facts.host, request.node, request.name, request.timeout_s, request.expected)
+        try:
+            meeting.wait_for_all()
+            return _take_part(meeting, facts, request)
+        except NodeMissing as missing:
+            raise NodeMissing(f"{missing}{_loopback_trap(host)}") from None
+        finally:
+            meeting.leave(hosts_store)
+    except DistNetworkError:
+        raise NotFit(f"the store at {host}:{port} is gone: look at the node that holds this address") from None
+
+
+def _meet_at(host: str, port: int, request: Request) -> tuple[Any, bool]:
+    """The store, and whether this process holds it: the node that owns the endpoint's address does, unless one listens there
+    already."""
+    if owns_address(host):
+        with contextlib.suppress(PortTaken):
+            return bound_store(host, port, timeout_s=request.timeout_s), True
+    return connected_store(host, port, timeout_s=request.timeout_s), False
+
+
+def _loopback_trap(host: str) -> str:
+    addresses = [address for _, address, _ in resolve(host)]
+    if not all(is_loopback(address) for address in addresses):
+        return ""
+    return (
+        f"; on {socket.gethostname()} the endpoint's host {host} is the loopback address {addresses[0]}, which no other machine can "
+        "reach: give an address of the network, or correct /etc/hosts"
+    )
+
+
+def _take_part(meeting: Meeting, facts: Facts, request: Request) -> Outcome:
+    token = bytes.fromhex(meeting.tell(secrets.token_hex(TOKEN_BYTES) if meeting.node == 0 else None))
+    facts.run_dir = probe_run_dir(request.run_dir)
+    server = ProbeServer(facts.address, token, meeting.node)
+    try:
+        with _token_file(request.run_dir, meeting) as token_name:
+            everyone = meeting.gather("facts", {"facts": asdict(facts), "port": server.port}, wait_s=60.0)
+            book = [[each["facts"]["address"], each["port"]] for each in everyone] if everyone else None
+            book, token_name = meeting.tell([book, token_name], wait_s=60.0)
+            peers = {
+                node: Peer(address, port, token, source=facts.address)
+                for node, (address, port) in enumerate(book)
+                if node != meeting.node
+            }
+            mine = _look_around(peers, request, token_name, server.address)
+            wait_s = 30.0 + _REACH_S * (len(peers) // _REACHING_AT_ONCE + 1)
+            looks = meeting.gather("reachability", mine, wait_s)
+            meeting.together(wait_s)  # the token file stays until everyone has looked
+        reports = []
+        if everyone and looks:
+            reports = [
+                NodeReport(
+                    Facts(**each["facts"]), {int(node): reason for node, reason in look.pop("unreachable").items()}, **look
+                )
+                for each, look in zip(everyone, looks, strict=True)
+            ]
+        links = _measure_links(meeting, peers, reports, request.seconds)
+    finally:
+        server.close()
+    findings = judge(reports, links, request.ranks_per_node) if reports else []
+    told = meeting.tell([asdict(finding) for finding in findings])
+    return Outcome(meeting.node, [Finding(**finding) for finding in told], reports, links)
+
+
+@contextlib.contextmanager
+def _token_file(run_dir: str, meeting: Meeting) -> Iterator[str]:
+    """A file that node 0 makes and every node must see, if the run directory is shared."""
+    path = Path(run_dir) / f".preflight-{uuid.uuid4().hex}"
+    try:
+        if meeting.node == 0:
+            with contextlib.suppress(OSError):  # not writable: that has been found out already
+                path.touch()
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _look_around(peers: dict[int, Peer], request: Request, token_name: str, address: str) -> dict[str, Any]:
+    with ThreadPoolExecutor(_REACHING_AT_ONCE) as pool:
+        answers = dict(zip(peers, pool.map(lambda item: reach(item[1], item[0], _REACH_S), peers.items()), strict=True))
+    offset = error = None
+    if 0 in peers and answers[0] is None:
+        with contextlib.suppress(OSError):
+            trips = round_trips(peers[0])
+            offset, error = trips.clock_offset_s, trips.latency_s
+    rate, latency = _inside_node(address, request.seconds)
+    return {
+        "unreachable": {node: reason for node, reason in answers.items() if reason is not None},
+        "clock_offset_s": offset,
+        "clock_error_s": error,
+        "sees_token": _appears(request.run_dir, token_name),
+        "intra_bandwidth": rate,
+        "intra_latency": latency,
+        "gpu_copy_bandwidth": gpu_copy_bandwidth(),
+    }
+
+
+def _appears(folder: str, name: str) -> bool:
+    deadline = time.monotonic() + _FILE_APPEARS_WITHIN_S
+    while True:
+        with contextlib.suppress(OSError):
+            if name in os.listdir(folder):  # a listing asks the server; a look at one name may be answered from memory
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+def _inside_node(address: str, seconds: float) -> tuple[float | None, float | None]:
+    """Bytes per second and latency from this process to another one on the node."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    code = f"from parallel2d.preflight.probes import serve_until_input_ends as serve; serve({address!r}, {token.hex()!r}, 0)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        port = other.stdout.readline().strip()
+        try:
+            if not port:
+                return None, None
+            peer = Peer(address, int(port), token)
+            latency = round_trips(peer).latency_s
+            return bandwidth(peer, seconds), latency
+        except OSError:
+            return None, None
+        finally:
+            other.stdin.close()
+
+
+def _measure_links(meeting: Meeting, peers: dict[int, Peer], reports: list[NodeReport], seconds: float) -> list[Link]:
+    """Every scheduled pair in both directions; what looks slow once more, so that a neighbour's burst accuses nobody. Links on
+    node 0, an empty list elsewhere."""
+    blocked = {
+        pair for node, report in enumerate(reports) for other in report.unreachable for pair in ((node, other), (other, node))
+    }
+    rounds = [[pair for pair in each if pair not in blocked] for each in rounds_of(len(reports))]
+    rounds = meeting.tell(rounds, wait_s=_ROUND_S)
+    links = _measure_rounds(meeting, peers, rounds, seconds)
+    suspects = {(min(link.source, link.target), max(link.source, link.target)) for link in slow_links(links)}
+    again = meeting.tell(disjoint_rounds(sorted(suspects)), wait_s=_ROUND_S)
+    second = {(link.source, link.target): link for link in _measure_rounds(meeting, peers, again, seconds)}
+    return [link.better_of(second.get((link.source, link.target))) for link in links]
+
+
+def _measure_rounds(meeting: Meeting, peers: dict[int, Peer], rounds: Sequence[Round], seconds: float) -> list[Link]:
+    mine: list[Link] = []
+    for pairs in rounds:
+        for direction in (0, 1):
+            meeting.together(wait_s=_ROUND_S)
+            for pair in pairs:
+                if pair[direction] == meeting.node:
+                    mine.append(_measure(peers[pair[1 - direction]], meeting.node, pair[1 - direction], seconds))
+    everyone = meeting.gather("links", [asdict(link) for link in mine], wait_s=_ROUND_S) or []
+    return [Link(**link) for links in everyone for link in links]
+
+
+def _measure(peer: Peer, source: int, target: int, seconds: float) -> Link:
+    try:
+        latency = round_trips(peer).latency_s
+        return Link(source, target, bandwidth(peer, seconds), latency)
+    except OSError as error:
+        return Link(source, target, None, None, connection_failure(error))

@@ -1,0 +1,111 @@
+"""A headless Chromium, driven over its own debugging pipe: pages are opened, asked with JavaScript, and photographed.
+
+The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is JSON that ends with a zero byte.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def find_chromium() -> str | None:
+    """The browser of this machine, if it has one."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page. ``said`` collects what the page wrote to the console as an error, and exceptions that nobody caught."""
+
+    def __init__(self, program: str, profile: Path, width: int = 1600, height: int = 1400) -> None:
+        to_browser, self._write = os.pipe()
+        self._read, from_browser = os.pipe()
+        words = [
+            program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-renderer-backgrounding",
+            "--disable-background-timer-throttling", "--disable-backgrounding-occluded-windows", "--remote-debugging-pipe",
+            f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank",
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", *words],
+            pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_browser)
+        os.close(from_browser)
+        self._buffer, self._number, self._session = b"", 0, None
+        self.said: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.call("Page.bringToFront")  # a page in the background draws nothing
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """The result of one command of the protocol."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next(30.0)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]
+            self._note(answer)
+
+    def open(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+
+    def ask(self, script: str) -> Any:
+        """The JSON value of a JavaScript expression."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait_for(self, script: str, enough: Callable[[Any], bool], seconds: float = 30.0) -> Any:
+        """The first value of ``script`` that is ``enough``."""
+        end = time.monotonic() + seconds
+        while not enough(value := self.ask(script)):
+            assert time.monotonic() < end, f"after {seconds} s the page still says {value!r}; its console: {self.said}"
+            time.sleep(0.1)
+        return value
+
+    def photograph(self, path: str | Path) -> None:
+        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._write)
+        os.close(self._read)
+
+    def _next(self, seconds: float) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], seconds)
+            assert ready, f"the browser said nothing for {seconds} s"
+            part = os.read(self._read, 1 << 20)
+            assert part, "the browser ended"
+            self._buffer += part
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        parameters = event.get("params", {})
+        if event.get("method") == "Runtime.exceptionThrown":
+            details = parameters["exceptionDetails"]
+            self.said.append(f"{details['text']} {details.get('exception', {}).get('description', '')}")
+        elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            self.said.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+        elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] == "error":
+            self.said.append(" ".join(str(a.get("value", a.get("description"))) for a in parameters["args"]))

@@ -1,0 +1,126 @@
+"""Lives of a run on the ranks of a pool: each goes on from what the one before left on its nodes, and ends without farewell."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+from unittest import mock
+
+import torch
+from checkpoint_runs import Heard, build, train_step
+
+from parallel2d.checkpoint import Checkpointer
+from parallel2d.checkpoint.memory import buffer as buffers
+from parallel2d.checkpoint.memory.place import VARIABLE
+from parallel2d.config import CheckpointConfig
+
+FP64 = {"strategy": "hybrid", "precision": "fp64"}
+
+
+def life(
+    run_dir: str,
+    nodes: list[str],
+    mesh_sizes: dict[str, Any],
+    *,
+    until: int,
+    every: int = 2,
+    disk_every: int = 0,
+    restarted: bool = True,
+    parallel: dict[str, Any] | None = None,
+    llama: dict[str, Any] | None = None,
+    end: str = "killed",
+    fault: Any = None,
+    **checkpoint: Any,
+) -> dict[str, Any]:
+    """Trains from where the run stands to step ``until``. ``nodes``: the memory folder of each rank. ``end``: ``killed`` leaves all
+    as it is after the last copy, ``finished`` and ``preempted`` end as a trainer does. ``fault(net)`` runs on each rank before the
+    first step."""
+    rank = torch.distributed.get_rank()
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = nodes[rank]
+    try:
+        torch.manual_seed(rank)
+        mesh, model, optimizer = build(mesh_sizes, parallel or FP64, **(llama or {}))
+        settings = CheckpointConfig(every=disk_every, memory_every=every, **checkpoint)
+        with Heard() as heard:
+            saver = Checkpointer(settings, run_dir, mesh, model, optimizer)
+            restored = saver.restore(restarted=restarted)
+            start = restored["step"] if restored else 0
+            if fault is not None:
+                fault(saver.memory)
+            losses, draws = {}, {}
+            for step in range(start + 1, until + 1):
+                losses[step] = train_step(model, optimizer, mesh, step)
+                draws[step] = torch.rand(()).item()
+                last = step == until and end == "finished"
+                saver.save_if_due(step, {"samples": 8 * step}, last=last, preempted=step == until and end == "preempted")
+                if saver.memory is not None:
+                    saver.memory.wait()
+            saver._join()
+            if end != "killed":
+                saver.finish()
+        net = saver.memory
+        return {
+            "start": start,
+            "losses": losses,
+            "draws": draws,
+            "log": heard,
+            "on": net is not None and net.on,
+            "newest": net.newest if net is not None else None,
+            "age": saver.age_steps,
+        }
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
+        mock.patch.stopall()
+
+
+def die_in_the_third_copy(net: Any) -> None:
+    """Rank 1 is killed when half of its third copy has been made, over its first."""
+    if torch.distributed.get_rank() != 1:
+        return
+    fill, calls = buffers.Buffer.fill, []
+
+    def killed(self: Any, parts: Any) -> None:
+        calls.append(1)
+        fill(self, parts)
+        if len(calls) == 3:
+            self._bytes[self._bytes.numel() // 2 :] = 255  # as if the second half had not come
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    mock.patch.object(buffers.Buffer, "fill", killed).start()
+
+
+def die_before_the_third_record(net: Any) -> None:
+    """Rank 1 is killed when it has copied and rank 0 has published its part of the third copy."""
+    if torch.distributed.get_rank() != 1:
+        return
+    seal, calls = buffers.Buffer.seal, []
+
+    def killed(self: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            run = os.path.dirname(os.path.dirname(os.path.dirname(self.folder)))
+            while not any((copy.step, copy.rank) == (6, 0) for copy in buffers.find_copies(run)[0]):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        seal(self, *args)
+
+    mock.patch.object(buffers.Buffer, "seal", killed).start()
+
+
+def full_on_the_second_copy(net: Any) -> None:
+    """Rank 1's node has no memory left when its second buffer is made."""
+    if torch.distributed.get_rank() != 1:
+        return
+    allocate, calls = os.posix_fallocate, []
+
+    def full(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        allocate(*args)
+
+    mock.patch.object(os, "posix_fallocate", full).start()

@@ -1,0 +1,223 @@
+"""Activation checkpointing: what is kept, what is computed again, and that losses and gradients stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import training
+from test_parity import compare, reference
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel2d.config import (
+    ActivationCheckpointingConfig,
+    BucketingConfig,
+    CompileConfig,
+    ConfigError,
+    ParallelConfig,
+    PrecisionConfig,
+    PrefetchConfig,
+)
+from parallel2d.parallelize.activation_checkpointing import checkpoint_activations, kept_operators
+from parallel2d.parallelize.compilation import compile_blocks
+from parallel2d.parallelize.structure import find_blocks
+
+AOT = CompileConfig("block", "aot_eager")
+
+
+def few_heads(module, name):
+    return name.endswith("attention")
+
+
+def checkpointed(config, compilation=None, layers=2):
+    torch.manual_seed(0)
+    model = training.build_llama(n_layers=layers)
+    for name, module in model.named_modules():
+        model.init_weights(module, name)
+    blocks = find_blocks(model)
+    checkpoint_activations(model, blocks, config)
+    if compilation is not None:
+        compile_blocks(model, blocks, compilation, 1, config.memory_budget if config.name == "budget" else None)
+    return model
+
+
+def kept_bytes(model):
+    """Bytes that autograd keeps for backward after one forward, parameters not counted; each storage once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {b.untyped_storage().data_ptr() for b in model.buffers()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens, _ = training.global_batch(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(tokens)
+    del output
+    return sum(kept.values())
+
+
+class OperatorCounter(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().partition(".")[0]
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+def recomputed(config):
+    """Operators that backward ran again, by comparison with none."""
+    counts = []
+    for each in (config, ActivationCheckpointingConfig()):
+        model = checkpointed(each)
+        output = model(training.global_batch(0)[0]).square().mean()
+        with OperatorCounter() as counter:
+            output.backward()
+        counts.append(counter.counts)
+    return {name: count - counts[1].get(name, 0) for name, count in counts[0].items() if count != counts[1].get(name, 0)}
+
+
+def test_full_recomputes_every_product_and_selective_none():
+    assert recomputed(ActivationCheckpointingConfig("full"))["aten::mm"] > 0
+    again = recomputed(ActivationCheckpointingConfig("selective"))
+    assert again
+    assert not {name for name in again if "mm" in name or "scaled_dot_product" in name}
+
+
+def test_keep_names_the_operators_that_are_not_recomputed():
+    again = recomputed(ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*", "silu"]))
+    assert again["aten::mm"] == recomputed(ActivationCheckpointingConfig("full"))["aten::mm"]
+    assert "aten::silu" not in again
+    assert not {name for name in again if "scaled_dot_product" in name}
+    assert "aten::silu" in recomputed(ActivationCheckpointingConfig("selective"))
+
+
+@pytest.mark.parametrize(("keep", "message"), [
+    (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
+    (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
+    (["matmul"], "matmul is computed as other operators.*mm, bmm and addmm"),
+])  # fmt: skip
+def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
+    with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):
+        checkpointed(ActivationCheckpointingConfig("selective", keep=keep))
+
+
+def test_operators_are_found_by_pattern_and_by_full_name():
+    assert kept_operators(["mm", "aten::bmm"]) == {"aten::mm", "aten::bmm"}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kept_operators(["scaled_dot_product_*"])
+    assert kept_operators(["all_reduce"]) == {"_c10d_functional::all_reduce"}
+
+
+def test_blocks_and_policies_choose_what_is_checkpointed():
+    none, full = (
+        kept_bytes(checkpointed(ActivationCheckpointingConfig())),
+        kept_bytes(checkpointed(ActivationCheckpointingConfig("full"))),
+    )
+    classes = kept_bytes(checkpointed(ActivationCheckpointingConfig("full", blocks=["FeedForward"])))
+    policy = kept_bytes(checkpointed(ActivationCheckpointingConfig("full", policy="test_activation_checkpointing:few_heads")))
+    second = kept_bytes(checkpointed(ActivationCheckpointingConfig("full", every=2)))
+    assert full < classes < none
+    assert full < policy < none
+    assert second == pytest.approx((full + none) / 2, rel=0.05)
+    assert classes != policy
+    with pytest.raises(ConfigError, match=r"activation_checkpointing.blocks=\['Feed'\]: no module of class Feed.*candidates"):
+        checkpointed(ActivationCheckpointingConfig("full", blocks=["Feed"]))
+
+
+def test_modes_are_ordered_by_what_they_keep():
+    none, selective, full = (
+        kept_bytes(checkpointed(ActivationCheckpointingConfig(name))) for name in ("none", "selective", "full")
+    )
+    less = kept_bytes(checkpointed(ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*"])))
+    # what selective caches is held by its own storage, beside autograd's: only what autograd keeps is seen here
+    assert full <= less <= selective < none
+
+
+def test_a_budget_keeps_less_the_smaller_it_is():
+    sizes = [
+        kept_bytes(checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT)) for budget in (1.0, 0.4, 0.0)
+    ]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ({"activation_checkpointing": "budget"}, "budget needs compile=block with compile.backend=inductor or .*got compile=none"),
+    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "got compile.backend=eager"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("full", keep=["mm"])}, "keep needs activation_checkpointing=selective"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("none", every=2)}, "every needs .*=full or selective, got none"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("budget", every=2), "compile": AOT}, "every needs"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("full", memory_budget=0.2)}, "memory_budget needs .*=budget"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["A"], policy=few_heads)}, "give one of them"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("budget", memory_budget=2.0), "compile": AOT}, "memory_budget=2.0 must"),
+])  # fmt: skip
+def test_contradictions_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**config).resolved()
+
+
+def _run(cases, tensor, steps, accumulation):
+    return [
+        training.train({"tensor": tensor}, {**case, "precision": "fp64"}, steps=steps, accumulation=accumulation)
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "bucketing"), [
+    ("ddp", "block"), ("zero2", "layer"), ("zero3", "layer"), ("hybrid_zero2", "block"), ("hybrid", "block"),
+])  # fmt: skip
+def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, bucketing):
+    """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
+    layout = {"strategy": strategy, "bucketing": bucketing}
+    cases = [
+        {**layout, "activation_checkpointing": ActivationCheckpointingConfig("selective", keep=["bmm", "silu"])},
+        {**layout, "activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["FeedForward"])},
+    ]
+    if bucketing == "block":
+        cases.append(
+            {**layout, "activation_checkpointing": ActivationCheckpointingConfig("budget", memory_budget=0.3), "compile": AOT}
+        )
+        cases.append({**layout, "activation_checkpointing": "full", "compile": AOT})
+        cases.append({**layout, "activation_checkpointing": "selective", "compile": AOT})
+    for case, run in zip(cases, ranks.run(4, _run, cases, 1, 4, 2)[0], strict=True):
+        compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
+        assert case["strategy"] == strategy
+
+
+@pytest.mark.parametrize("bucketing", ["layer", "size"])
+def test_selection_does_not_see_the_hooks_of_groups_inside_of_blocks(ranks, bucketing):
+    """Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed."""
+    bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
+    selective = ActivationCheckpointingConfig("selective")
+    cases = [
+        {"strategy": "hybrid", "bucketing": bucketing, "activation_checkpointing": selective, "prefetch": PrefetchConfig(1, 2)}
+    ]
+    for run in ranks.run(4, _run, cases, 1, 4, 2)[0]:
+        compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
+
+
+def _low_precision(checkpointing):
+    config = {
+        "strategy": "zero3",
+        "precision": PrecisionConfig(param="bf16", fp32_modules=["RMSNorm"]),
+        "activation_checkpointing": checkpointing,
+    }
+    return training.train({}, config, steps=3)["losses"]
+
+
+def test_selection_works_with_modules_that_compute_in_fp32(ranks):
+    assert ranks.run(2, _low_precision, "selective")[0] == ranks.run(2, _low_precision, "none")[0]
+
+
+def test_chosen_operators_and_blocks_work_under_a_tensor_axis(ranks):
+    cases = [
+        {"activation_checkpointing": ActivationCheckpointingConfig("selective", keep=["mm", "all_reduce"])},
+        {"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["Attention"])},
+    ]
+    for run in ranks.run(4, _run, cases, 2, 4, 1)[0]:
+        compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)

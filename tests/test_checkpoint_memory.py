@@ -1,0 +1,402 @@
+"""Copies of the state in the nodes' memory: what is found again after which loss, and what is never used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import memory_runs
+import pytest
+from memory_runs import life
+from workers import WorkerError
+
+from parallel2d import folders
+from parallel2d.checkpoint.manifest import content_digest
+from parallel2d.checkpoint.memory import place
+from parallel2d.checkpoint.memory.buffer import RECORD, find_copies
+from parallel2d.checkpoint.memory.lineage import Lineage
+from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+
+HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
+
+
+class Cluster:
+    """A run directory, and nodes by letter: ``run(ranks, "AABB", ...)`` is a life with two ranks on A and two on B."""
+
+    def __init__(self, folder: Path, ranks):
+        self.folder, self.ranks = folder, ranks
+        self.run_dir = folder / "run"
+
+    def node(self, letter: str) -> Path:
+        return self.folder / f"node-{letter}"
+
+    def run(self, nodes: str, mesh=HYBRID, **options):
+        homes = [str(self.node(letter)) for letter in nodes]
+        return self.ranks.run(len(nodes), life, str(self.run_dir), homes, mesh, **options)
+
+    def lose(self, letters: str) -> None:
+        for letter in letters:
+            shutil.rmtree(self.node(letter))
+
+    def copies(self, letter: str) -> list[tuple[int, int]]:
+        """(step, rank) of what a node holds."""
+        found = [copy for run in self.node(letter).glob("run-*") for copy in find_copies(str(run))[0]]
+        return sorted((copy.step, copy.rank) for copy in found)
+
+    def damage(self, letter: str, step: int) -> None:
+        """Changes one byte of every file of a copy."""
+        for run in self.node(letter).glob("run-*"):
+            for copy in find_copies(str(run))[0]:
+                for name in copy.record["files"] if copy.step == step else ():
+                    with open(os.path.join(copy.folder, name), "r+b") as file:
+                        file.seek(-1, os.SEEK_END)
+                        byte = file.read(1)[0]
+                        file.seek(-1, os.SEEK_END)
+                        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def cluster(tmp_path, ranks):
+    return Cluster(tmp_path, ranks)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, ranks):
+    """The run that nothing happens to, eight steps on 2 x 2."""
+    return Cluster(tmp_path_factory.mktemp("undisturbed"), ranks).run("AABB", until=8, every=0)
+
+
+def said(lives, text: str) -> bool:
+    return any(text in line for life in lives for line in life["log"])
+
+
+def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undisturbed):
+    cluster.run("AABB", until=5)
+    assert cluster.copies("A") == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    assert cluster.copies("B") == [(2, 2), (2, 3), (4, 2), (4, 3)]
+    cluster.lose("B")
+    lives = cluster.run("AACC", until=8)
+    for now, then in zip(lives, undisturbed, strict=True):
+        assert now["start"] == 4
+        assert now["losses"] == {step: then["losses"][step] for step in range(5, 9)}
+        assert now["draws"] == {step: then["draws"][step] for step in range(5, 9)}, "random generators came back too"
+    assert not list((cluster.run_dir / "checkpoints").glob("step-*"))
+    assert said(lives, "sent to nodes without them")
+    assert said(lives, "loaded step-00000004 from memory")
+    assert cluster.copies("A") == [(6, 0), (6, 1), (8, 0), (8, 1)], "two copies are kept, those from before are gone"
+    assert cluster.copies("C") == [(6, 2), (6, 3), (8, 2), (8, 3)]
+
+
+def test_a_new_node_gets_a_copy_of_its_own_after_the_first_step(cluster):
+    cluster.run("AABB", until=4)
+    cluster.lose("B")
+    cluster.run("AACC", until=5)
+    assert cluster.copies("C") == [(5, 2), (5, 3)]
+
+
+def test_two_nodes_of_four_are_lost_and_each_shard_is_still_somewhere(cluster, undisturbed):
+    cluster.run("ABCD", until=5)
+    cluster.lose("AD")
+    lives = cluster.run("EBCF", until=8)
+    assert [life["start"] for life in lives] == [4] * 4
+    assert lives[0]["losses"] == {step: undisturbed[0]["losses"][step] for step in range(5, 9)}
+
+
+def test_a_shard_that_no_node_holds_falls_back_to_the_disk_and_says_which(cluster):
+    cluster.run("ABCD", until=5, disk_every=3)
+    cluster.lose("AC")
+    lives = cluster.run("EBFD", until=6, disk_every=3)
+    assert [life["start"] for life in lives] == [3] * 4
+    assert said(lives, "step-00000004 in memory is incomplete")
+    assert said(lives, "no copy is left of ranks [0, 2]")
+
+
+def test_the_number_of_ranks_may_change_both_ways(cluster, undisturbed):
+    cluster.run("AABB", until=3)
+    cluster.lose("B")
+    less = cluster.run("AA", SHARDED, until=6)
+    assert [life["start"] for life in less] == [2, 2]
+    assert said(less, "was written by 4 ranks, here are 2")
+    more = cluster.run("AACC", until=8)
+    assert [life["start"] for life in more] == [6] * 4
+    losses = {**less[0]["losses"], **more[0]["losses"]}
+    assert list(losses.values()) == pytest.approx([undisturbed[0]["losses"][step] for step in range(3, 9)], rel=1e-10, abs=0)
+
+
+def test_one_replica_survives_the_loss_of_its_workers(cluster):
+    whole = cluster.run("AA", SHARDED, until=6, every=0)
+    shutil.rmtree(cluster.run_dir)
+    cluster.run("AA", SHARDED, until=4, every=3)
+    lives = cluster.run("AA", SHARDED, until=6, every=3)
+    assert lives[0]["start"] == 3
+    assert lives[0]["losses"] == {step: whole[0]["losses"][step] for step in (4, 5, 6)}
+
+
+@pytest.mark.parametrize("fault", ["die_in_the_third_copy", "die_before_the_third_record"])
+def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster, fault):
+    with pytest.raises(WorkerError):
+        cluster.run("AA", SHARDED, until=6, fault=getattr(memory_runs, fault))
+    assert [step for step, rank in cluster.copies("A") if rank == 1] == [4]
+    lives = cluster.run("AA", SHARDED, until=5)
+    assert [life["start"] for life in lives] == [4, 4]
+
+
+def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_used(cluster):
+    cluster.run("AABB", until=4, disk_every=1, keep_last=0)
+    disk = cluster.run_dir / "checkpoints"
+    for step in (2, 3, 4):
+        shutil.rmtree(disk / f"step-{step:08d}")
+    cluster.damage("A", 4)
+    lives = cluster.run("AABB", until=4)
+    assert lives[0]["start"] == 4
+    assert said(lives, "node 0: rank-00000.safetensors: its checksum is not that of its record")
+
+    cluster.run("AABB", until=7)  # goes on from step 4, which is in memory still; copies 6 and one of step 5
+    cluster.damage("A", 6)
+    cluster.damage("B", 6)
+    lives = cluster.run("AABB", until=5)
+    assert lives[0]["start"] == 5
+    assert said(lives, "passing over the copy of step-00000006 in memory")
+
+    cluster.damage("A", 5)
+    cluster.damage("B", 5)
+    lives = cluster.run("AABB", until=3)
+    assert lives[0]["start"] == 1, "nothing but the disk is left"
+
+
+def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(cluster):
+    cluster.run("AABB", until=5, every=2, disk_every=5)
+    lives = cluster.run("AABB", until=8, every=2, disk_every=8)
+    assert lives[0]["start"] == 5
+    assert not said(lives, "from memory")
+    lives = cluster.run("AABB", until=9, every=2)
+    assert lives[0]["start"] == 8
+    assert said(lives, "loaded step-00000008 from memory")
+    assert said(lives, " 0.0 MiB sent to nodes without them"), "each node has its own"
+    assert lives[0]["age"] == 1, "the newest checkpoint on disk is of step 8"
+
+
+def test_copies_of_another_run_are_not_used(cluster):
+    cluster.run("AABB", until=4)
+    cluster.run_dir = cluster.folder / "other"
+    assert cluster.run("AABB", until=2)[0]["start"] == 0
+    cluster.run_dir = cluster.folder / "run"
+    assert cluster.run("AABB", until=4)[0]["start"] == 4, "and the other run left them alone"
+
+
+def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluster):
+    cluster.run("AABB", until=6, disk_every=3)
+    shutil.copytree(cluster.node("B"), cluster.node("Z"))  # a node that is cut off with copies of steps 4 and 6
+    cluster.lose("AB")
+    shutil.rmtree(cluster.run_dir / "checkpoints" / "step-00000006")
+    lives = cluster.run("CCDD", until=4, disk_every=3)
+    assert lives[0]["start"] == 3
+    cluster.lose("CD")
+    lives = cluster.run("ZZYY", until=5, disk_every=3)  # the node is back
+    assert lives[0]["start"] == 3
+    assert said(lives, "copies in memory of step 4, 6 are not of this run as it stands")
+    assert cluster.copies("Z") == [(4, 0), (4, 1)], "and they are gone"
+
+
+@pytest.mark.parametrize("resume", ["never", "path"])
+def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster, resume):
+    cluster.run("AABB", until=5, disk_every=3)
+    where = str(cluster.run_dir / "checkpoints" / "step-00000003") if resume == "path" else resume
+    lives = cluster.run("AABB", until=4, restarted=False, resume=where)
+    assert lives[0]["start"] == (3 if resume == "path" else 0)
+    lives = cluster.run("AABB", until=4, resume=where)
+    assert lives[0]["start"] == 4, "its own workers, restarted, go on from its own copy"
+
+
+def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster, undisturbed):
+    lives = cluster.run("AABB", until=8, fault=memory_runs.full_on_the_second_copy)
+    assert [life["on"] for life in lives] == [False] * 4
+    assert lives[0]["losses"] == undisturbed[0]["losses"]
+    warnings = [line for life in lives for line in life["log"] if "memory net off" in line]
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]
+    assert cluster.copies("A") == cluster.copies("B") == []
+
+
+@pytest.fixture
+def small_tmpfs(cluster):
+    """Node B's memory: a file system of its own with 1 MiB."""
+    cluster.node("B").mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(cluster.node("B"))]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield cluster.node("B")
+    subprocess.run(["umount", str(cluster.node("B"))], check=True)
+
+
+def test_one_node_without_room_for_two_copies_turns_the_net_off_before_it_is_full(cluster, small_tmpfs):
+    lives = cluster.run("AABB", until=4, llama={"dim": 128})
+    assert [life["on"] for life in lives] == [False] * 4
+    assert said(lives, "MiB of shared memory to give and two copies need")
+    assert cluster.copies("A") == []
+    assert not list(small_tmpfs.iterdir())
+
+
+def test_a_node_whose_memory_somebody_else_has_filled_is_restored_from_it_all_the_same(cluster, small_tmpfs):
+    cluster.run("AABB", until=2)
+    assert cluster.copies("B") == [(2, 2), (2, 3)]
+    with open(small_tmpfs / "somebody", "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    lives = cluster.run("AABB", until=6)
+    assert lives[0]["start"] == 2, lives[0]["log"]
+    assert [life["on"] for life in lives] == [False] * 4
+    assert said(lives, "memory net off")
+
+
+def test_a_run_that_ends_leaves_nothing(cluster):
+    for end in ("finished", "preempted"):
+        cluster.run("AABB", until=4, end=end, disk_every=100)
+        assert [list(cluster.node(letter).iterdir()) for letter in "AB"] == [[], []]
+        shutil.rmtree(cluster.run_dir)
+
+
+@pytest.mark.parametrize("nodes", ["AAAA", "AABB"])
+def test_a_node_holds_its_part_of_the_state_twice_and_no_more(cluster, nodes):
+    llama = {"dim": 256, "hidden_dim": 512, "n_layers": 2}
+    lives = cluster.run(nodes, until=4, llama=llama)
+    assert lives[0]["newest"] == 4
+    (run,) = cluster.node("A").glob("run-*")
+    (record,) = [copy.record for copy in find_copies(str(run))[0] if (copy.step, copy.rank) == (4, 0)]
+    elements = [tensor for tensor in record["tensors"] if tensor[1] == "F64"]
+    state = sum(8 * _product(shape) for _, _, shape in elements)
+    assert state > 2**23
+    for letter in set(nodes):
+        assert place.used(str(cluster.node(letter))) == pytest.approx(2 * state, rel=0.01)
+
+
+def _product(shape):
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
+    cluster.run("AA", SHARDED, until=2)
+    modes = {path.is_dir(): stat.S_IMODE(path.lstat().st_mode) for path in cluster.node("A").rglob("*")}
+    assert modes == {True: 0o700, False: 0o600}
+    assert stat.S_IMODE(cluster.node("A").stat().st_mode) == 0o700
+    (tmp_path / "elsewhere").mkdir()
+    cluster.node("L").symlink_to(tmp_path / "elsewhere")
+    lives = cluster.run("LL", SHARDED, until=4)
+    assert [life["on"] for life in lives] == [False, False]
+    assert said(lives, "a link is not followed")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_record_that_was_made_up_is_passed_over(cluster):
+    cluster.run("AA", SHARDED, until=4, disk_every=3)
+    for record in cluster.node("A").rglob(RECORD):
+        content = json.loads(record.read_text())
+        for part in content["parts"]:
+            part[7] = "../../../secret.safetensors"
+        content.pop("sha256")
+        record.write_text(json.dumps({**content, "sha256": content_digest(content)}))
+    lives = cluster.run("AA", SHARDED, until=4)
+    assert lives[0]["start"] == 3
+    assert said(lives, "passing over the copy of step-00000004 in memory")
+
+
+def test_auto_is_on_where_workers_are_restarted(cluster):
+    assert said(cluster.run("AABB", until=1, every="auto"), "TORCHELASTIC_MAX_RESTARTS is 0")
+    answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
+    assert [life["on"] for life in answers] == [True] * 4
+    assert said(answers, "memory net on: a copy every 10 steps")
+    answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), {"replicate": 1, "shard": 4})
+    assert [life["on"] for life in answers] == [True] * 4, "lost workers, though not a lost node"
+
+
+def _auto(run_dir, node, mesh):
+    # Rank 0's environment decides: that of the others may say anything.
+    import torch.distributed as dist
+
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3" if dist.get_rank() == 0 else "0"
+    try:
+        return life(run_dir, [node] * dist.get_world_size(), mesh, until=1, every="auto", restarted=False)
+    finally:
+        del os.environ["TORCHELASTIC_MAX_RESTARTS"]
+
+
+def test_a_copy_that_is_not_finished_is_not_waited_for(cluster):
+    answers = cluster.ranks.run(2, _busy, str(cluster.run_dir), str(cluster.node("A")))
+    assert answers == [(1, 1, 3)] * 2
+
+
+def _busy(run_dir, node):
+    """(skipped, newest before, newest after): the first copy ends when the second one has been asked for."""
+    import threading
+    from unittest import mock
+
+    import torch.distributed as dist
+    from checkpoint_runs import build, train_step
+
+    from parallel2d.checkpoint import Checkpointer
+    from parallel2d.checkpoint.memory.buffer import Buffer
+    from parallel2d.config import CheckpointConfig
+
+    asked, seal = threading.Event(), Buffer.seal
+
+    def slow(self, *args):
+        asked.wait()
+        seal(self, *args)
+
+    with mock.patch.dict(os.environ, {place.VARIABLE: node}), mock.patch.object(Buffer, "seal", slow):
+        mesh, model, optimizer = build(SHARDED, memory_runs.FP64)
+        saver = Checkpointer(CheckpointConfig(every=0, memory_every=1), run_dir, mesh, model, optimizer)
+        saver.restore()
+        for step in (1, 2):
+            train_step(model, optimizer, mesh, step)
+            saver.save_if_due(step, {"samples": step})
+        dist.barrier()
+        asked.set()
+        saver.memory.wait()
+        before = saver.memory.newest
+        saver.save_if_due(3, {"samples": 3})
+        saver.memory.wait()
+        return saver.memory.skipped, before, saver.memory.newest
+
+
+def test_folders_of_launchers_that_are_gone_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.delenv(place.VARIABLE, raising=False)
+    mine = place.open_place()
+    around = Path(mine.root).parent
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (around / f"launcher-{gone.pid}-1").mkdir()
+    (around / f"launcher-{os.getpid()}-1").mkdir()  # this process, but with another start time
+    alive = Path(folders.folder_of(os.getpid(), str(tmp_path)))
+    alive.mkdir()
+    again = place.open_place()
+    assert again == mine
+    assert sorted(path.name for path in around.iterdir()) == sorted([alive.name, Path(mine.root).name])
+    alive.rmdir()
+    place.remove_place(mine)
+    assert not around.exists()
+
+
+def test_lineage():
+    lineage = Lineage().followed_by("a", 0).followed_by("b", 30).followed_by("c", 20)
+    assert lineage.holds("a", 20)
+    assert not lineage.holds("a", 25)
+    assert not lineage.holds("b", 31)
+    assert lineage.holds("c", 1000)
+    assert not lineage.holds("d", 1)
+
+
+def test_a_damaged_lineage_file_is_an_error_that_says_so(tmp_path):
+    Lineage().followed_by("a", 3).write(str(tmp_path))
+    assert Lineage.read(str(tmp_path)).starts == (("a", 3),)
+    (tmp_path / "memory.json").write_text('{"starts": [["a", -1]]}')
+    with pytest.raises(DamagedCheckpointError, match="not a name and a step"):
+        Lineage.read(str(tmp_path))

@@ -1,0 +1,509 @@
+"""The cluster tool: names, links, counters, each fault, and that nothing is left; then real training on its nodes.
+
+The first part runs small programs on the nodes. Training on them is at the end: two nodes here, more under soak.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jobs
+import pytest
+
+from tools.cluster import Cluster, ClusterError, difference, leftovers, parse_fault, traffic, why_not
+from tools.cluster.__main__ import main
+from tools.cluster.network import namespaces, parse_rate
+from tools.cluster.node import processes_of_machine
+from tools.cluster.traffic import theory
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_nodes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+# Programs for the nodes. The listener tells what it hears, one line each: LISTENING, then the number of bytes and seconds.
+LISTEN = """
+import socket, sys, time
+server = socket.create_server(("", 7000))
+print("LISTENING", flush=True)
+connection, _ = server.accept()
+received, begun = 0, None
+while data := connection.recv(1 << 20):
+    begun = begun or time.monotonic()
+    received += len(data)
+    if "each" in sys.argv:
+        print("HEARD", received, flush=True)
+print("TOTAL", received, time.monotonic() - begun, flush=True)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+"""
+TALK = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 7000))
+try:
+    while True:
+        connection.sendall(b"x")
+        print("SENT", flush=True)
+        time.sleep(0.02)
+except OSError as error:
+    print("ERROR", type(error).__name__, flush=True)
+"""
+WORKERS = "LOCAL_RANK=0 sleep 1000 & LOCAL_RANK=1 sleep 1001 & wait $!"  # a launcher that ends with its last worker
+
+
+def python(source: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", source, *map(str, arguments)]
+
+
+def await_text(cluster: Cluster, node: int, text: str, after: int = 0, timeout: float = 20.0) -> int:
+    """Until the node's log has ``text`` beyond ``after`` characters. Returns how long the log is then."""
+    deadline = time.monotonic() + timeout
+    while True:
+        log = cluster.log_path(node).read_text()
+        if text in log[after:]:
+            return len(log)
+        assert time.monotonic() < deadline, f"no {text!r} in\n{log[-2000:]}"
+        time.sleep(0.01)
+
+
+def transfer(cluster: Cluster, sender: int, receiver: int, size: int) -> float:
+    """Sends ``size`` bytes and returns bytes per second as the receiver saw them."""
+    begun = len(cluster.log_path(receiver).read_text())
+    listener = cluster.start(receiver, python(LISTEN))
+    await_text(cluster, receiver, "LISTENING", begun)
+    cluster.execute(sender, python(SEND, f"node{receiver}", size))
+    assert listener.wait(20) == 0
+    _, received, seconds = (
+        cluster.log_path(receiver).read_text()[begun:].split("TOTAL")[1].split("\n")[0].rpartition("TOTAL")[2].split(" ")
+    )
+    assert int(received) == size
+    return size / float(seconds)
+
+
+def conversation(cluster: Cluster) -> None:
+    """Node 1 keeps sending a byte at a time to node 0, which tells each that it hears."""
+    cluster.start(0, python(LISTEN, "each"))
+    await_text(cluster, 0, "LISTENING")
+    cluster.start(1, python(TALK, "node0"))
+    await_text(cluster, 0, "HEARD")
+
+
+def root_links() -> str:
+    return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def left_of(tag: str) -> list[str]:
+    """Namespaces, folders and processes that name this cluster."""
+    left = [name for name in namespaces() if tag in name] + [str(path) for path in leftovers.ROOT.glob(f"*{tag}*")]
+    for pid in processes_of_machine():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        except OSError:
+            continue
+        if f"p2d-cluster-{tag}" in words:
+            left.append(str(pid))
+    return left
+
+
+@needs_nodes
+def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
+    before = root_links()
+    with Cluster(3) as cluster:
+        assert root_links() == before
+        assert [cluster.execute(node, ["hostname"]).strip() for node in range(3)] == ["node0", "node1", "node2"]
+        cluster.execute(0, ["touch", "/dev/shm/mine"])
+        assert cluster.execute(0, ["ls", "/dev/shm"]).split() == ["mine"]
+        assert cluster.execute(1, ["ls", "/dev/shm"]).split() == []
+        folders = {cluster.execute(node, ["sh", "-c", "echo $TMPDIR"]) for node in range(3)}
+        assert len(folders) == 3
+        transfer(cluster, 2, 0, 1000)
+        transfer(cluster, 1, 2, 1000)
+        with pytest.raises(ClusterError, match="node1: false ended with 1"):
+            cluster.execute(1, ["false"])
+        tag = cluster.tag
+    assert left_of(tag) == []
+    assert root_links() == before
+
+
+@needs_nodes
+def test_a_link_is_as_fast_as_asked_in_both_directions():
+    with Cluster(2, rate="80mbit") as cluster:
+        if cluster.limitations:
+            pytest.skip("; ".join(cluster.limitations))
+        for sender, receiver in ((0, 1), (1, 0)):
+            assert 2e6 < transfer(cluster, sender, receiver, 4_000_000) < 1.1 * 10e6
+        cluster.set_rate(1, "16mbit")
+        for sender, receiver in ((0, 1), (1, 0)):
+            assert 4e5 < transfer(cluster, sender, receiver, 1_000_000) < 1.3 * 2e6
+        cluster.set_rate(1, None)
+        cluster.set_rate(0, None)
+        assert transfer(cluster, 0, 1, 20_000_000) > 1.5 * 10e6
+
+
+@needs_nodes
+def test_counters_equal_what_was_sent(tmp_path):
+    with Cluster(2, output=tmp_path) as cluster:
+        series = cluster.record_counters(0.05)
+        before = cluster.counters()
+        transfer(cluster, 0, 1, 5_000_000)
+        after_link = cluster.counters()
+        transfer(cluster, 0, 0, 3_000_000)
+        link, inside = difference(after_link, before), difference(cluster.counters(), after_link)
+    assert link["node0"]["eth0"]["tx_bytes"] == pytest.approx(5e6, rel=0.01)
+    assert link["node1"]["eth0"]["rx_bytes"] == pytest.approx(5e6, rel=0.01)
+    assert link["node0"]["eth0"]["rx_bytes"] < 1e5
+    assert link["node1"]["eth0"]["tx_bytes"] < 1e5
+    assert link["node0"]["lo"]["tx_bytes"] == 0
+    assert inside["node0"]["lo"]["tx_bytes"] == pytest.approx(3e6, rel=0.01)
+    assert inside["node0"]["eth0"]["tx_bytes"] < 1000
+    rows = [json.loads(line) for line in series.read_text().splitlines()]
+    sent = [row["nodes"]["node0"]["eth0"]["tx_bytes"] for row in rows]
+    assert sent == sorted(sent)
+    assert sent[0] < 1e5 < 5e6 <= sent[-1]
+
+
+@needs_nodes
+def test_workers_are_killed_stopped_and_continued():
+    with Cluster(2, ranks=2) as cluster:
+        job = cluster.run(["sh", "-c", WORKERS], launcher="none")
+        deadline = time.monotonic() + 10
+        while len(cluster.nodes[0].processes()) < 3 or len(cluster.nodes[1].processes()) < 3:
+            assert time.monotonic() < deadline
+        workers = {(node, rank): cluster.nodes[node].worker(rank) for node in (0, 1) for rank in (0, 1)}
+        assert len(set(workers.values())) == 4
+        cluster.stop_worker(0, 1)
+        assert state_of(workers[0, 1]) == "T"
+        cluster.continue_worker(0, 1)
+        assert state_of(workers[0, 1]) == "S"
+        cluster.kill_worker(1, 1)
+        while job.poll()[1] is None:
+            assert time.monotonic() < deadline
+        assert job.poll() == {0: None, 1: 137}
+        assert [state_of(workers[key]) for key in ((0, 0), (0, 1), (1, 0))] == ["S", "S", "S"]
+        with pytest.raises(ClusterError, match=r"node1 has no worker with local rank 1, only \['0'\]"):
+            cluster.kill_worker(1, 1)
+        with pytest.raises(ClusterError, match="node=2: there are nodes 0 to 1"):
+            cluster.kill_worker(2, 0)
+
+
+@needs_nodes
+def test_a_killed_node_loses_its_memory_and_its_peers_notice():
+    with Cluster(2) as cluster:
+        conversation(cluster)
+        cluster.execute(0, ["touch", "/dev/shm/mine"])
+        cluster.kill_node(0)
+        assert cluster.nodes[0].processes() == []
+        await_text(cluster, 1, "ERROR")  # at once, by a reset; a silent peer would be noticed after minutes
+        with pytest.raises(ClusterError, match="node0 is down"):
+            cluster.execute(0, ["true"])
+        cluster.restore_node(0)
+        assert cluster.execute(0, ["ls", "/dev/shm"]) == ""
+        transfer(cluster, 1, 0, 1000)
+
+
+@needs_nodes
+def test_power_loss_is_silent_until_the_node_is_back():
+    with Cluster(2) as cluster:
+        conversation(cluster)
+        before = cluster.counters()["node0"]
+        cluster.kill_node(0, power_loss=True)
+        sent = await_text(cluster, 1, "SENT", len(cluster.log_path(1).read_text()))
+        silent = cluster.counters()["node1"]["eth0"]["rx_packets"]
+        for _ in range(20):  # what the peer writes piles up in its kernel: no error
+            sent = await_text(cluster, 1, "SENT", sent)
+        assert "ERROR" not in cluster.log_path(1).read_text()
+        assert cluster.counters()["node1"]["eth0"]["rx_packets"] == silent
+        with pytest.raises(ClusterError, match="node0 has no power"):
+            cluster.heal(0)
+        cluster.restore_node(0)
+        await_text(cluster, 1, "ERROR ConnectionResetError")  # the new kernel does not know the connection
+        assert cluster.counters()["node0"]["eth0"]["rx_bytes"] >= before["eth0"]["rx_bytes"]
+        begun = len(cluster.log_path(0).read_text())
+        transfer(cluster, 1, 0, 1000)
+        assert "TOTAL 1000" in cluster.log_path(0).read_text()[begun:]
+
+
+@needs_nodes
+def test_a_restored_node_runs_its_launcher_again():
+    with Cluster(2, ranks=2) as cluster:
+        job = cluster.run(["sh", "-c", "echo BEGUN; exec sleep 1000"], launcher="none")
+        end = await_text(cluster, 1, "BEGUN")
+        cluster.kill_node(1)
+        assert job.processes[1].wait(10) == -signal.SIGKILL
+        assert job.poll()[0] is None
+        cluster.restore_node(1)
+        await_text(cluster, 1, "BEGUN", end)
+        assert job.poll() == {0: None, 1: None}
+
+
+@needs_nodes
+def test_a_partition_lets_nothing_through_and_heals():
+    with Cluster(3) as cluster:
+        conversation(cluster)
+        cluster.partition(1)
+        heard = len(cluster.log_path(0).read_text())
+        sent = len(cluster.log_path(1).read_text())
+        for _ in range(20):
+            sent = await_text(cluster, 1, "SENT", sent)
+        assert "HEARD" not in cluster.log_path(0).read_text()[heard + 20 :]  # one line may have been on its way
+        transfer(cluster, 0, 2, 1000)  # the others go on
+        cluster.heal(1)
+        await_text(cluster, 0, "HEARD", len(cluster.log_path(0).read_text()))
+        assert "ERROR" not in cluster.log_path(1).read_text()
+
+
+@needs_nodes
+def test_loss_loses_the_share_that_was_asked_for():
+    listen = """
+import socket, sys
+inbox = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+inbox.setsockopt(socket.SOL_SOCKET, 33, 1 << 22)  # SO_RCVBUFFORCE: whatever is not lost waits there
+inbox.bind(("", 7001))
+print("LISTENING", flush=True)
+count = 0
+while inbox.recv(100) == b"x":
+    count += 1
+print("COUNTED", count, flush=True)
+"""
+    send = """
+import socket, time
+outbox = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+outbox.connect(("node0", 7001))
+for _ in range(40):
+    for _ in range(50):
+        outbox.send(b"x")
+    time.sleep(0.001)
+try:
+    for _ in range(50):
+        outbox.send(b"end")
+except ConnectionRefusedError:  # the first was enough
+    pass
+"""
+    with Cluster(2) as cluster:
+        for share in (0.0, 0.3):
+            for lossy in (0, 1):  # the receiver's link and the sender's
+                try:
+                    cluster.set_loss(lossy, share)
+                except ClusterError as error:
+                    pytest.skip(str(error))
+                begun = len(cluster.log_path(0).read_text())
+                listener = cluster.start(0, python(listen))
+                await_text(cluster, 0, "LISTENING", begun)
+                cluster.execute(1, python(send))
+                assert listener.wait(10) == 0
+                arrived = int(cluster.log_path(0).read_text()[begun:].split()[-1])
+                assert arrived == pytest.approx(2000 * (1 - share), abs=0 if share == 0 else 120)  # 6 standard deviations
+                cluster.set_loss(lossy, 0.0)
+        with pytest.raises(ClusterError, match="loss=2 must lie between 0 and 1"):
+            cluster.set_loss(0, 2)
+
+
+@needs_nodes
+def test_delay_delays_or_says_that_it_cannot():
+    with Cluster(2, rate="80mbit") as cluster:
+        ping = "import socket, time\nt = time.monotonic()\ns = socket.create_connection(('node1', 7000))\nprint(time.monotonic() - t)"
+        has_netem = True
+        try:
+            cluster.set_delay(0, 100)
+        except ClusterError as error:
+            has_netem = "no netem" not in str(error)
+        if has_netem:
+            cluster.start(1, python(LISTEN))
+            await_text(cluster, 1, "LISTENING")
+            assert float(cluster.execute(0, python(ping))) > 0.19  # there and back
+        else:
+            assert transfer(cluster, 0, 1, 2_000_000) < 1.1 * 10e6  # the link is shaped as before
+
+
+@needs_nodes
+def test_two_clusters_at_once_do_not_meet():
+    with Cluster(2) as one, Cluster(2) as other:
+        assert set(one.addresses).isdisjoint(other.addresses)
+        transfer(one, 0, 1, 10_000)
+        assert other.counters()["node0"]["eth0"]["tx_bytes"] < 1000
+        transfer(other, 1, 0, 20_000)
+        first, second = one.tag, other.tag
+        assert first != second
+        assert leftovers.clean() == [] or first in leftovers.states()  # a living cluster is no leftover
+        assert one.execute(0, ["hostname"]) == "node0\n"
+    assert left_of(first) == left_of(second) == []
+
+
+def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
+    """The tool with nodes whose job never ends, and its tag once the job runs."""
+    words = [
+        sys.executable,
+        "-m",
+        "tools.cluster",
+        "run",
+        "--output",
+        str(tmp_path / "out"),
+        *options,
+        "--launcher",
+        "none",
+        "--",
+    ]
+    tool = subprocess.Popen(
+        [*words, "sh", "-c", "echo FOLDER $TMPDIR; sleep 1000 & sleep 1001"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    for line in tool.stdout:
+        if "FOLDER" in line:
+            return tool, line.split("p2d-cluster-")[1].split("/")[0]
+    raise AssertionError(f"the tool ended with {tool.wait()}")
+
+
+@needs_nodes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_a_signal(tmp_path, number):
+    tool, tag = start_tool(tmp_path)
+    assert len(left_of(tag)) > 4
+    tool.send_signal(number)
+    assert tool.wait(20) == 128 + number
+    assert left_of(tag) == []
+    assert json.loads((tmp_path / "out/counters.json").read_text())["exit_codes"] == {"node0": None, "node1": None}
+
+
+@needs_nodes
+def test_clean_removes_what_a_killed_tool_left(tmp_path):
+    tool, tag = start_tool(tmp_path, "--nodes", "3")
+    tool.kill()
+    tool.wait()
+    folder = leftovers.ROOT / f"p2d-cluster-{tag}"
+    assert folder.exists()
+    assert (
+        subprocess.run([sys.executable, "-m", "tools.cluster", "clean"], cwd=ROOT, capture_output=True, text=True).returncode == 0
+    )
+    assert left_of(tag) == []
+
+
+@needs_nodes
+def test_processes_of_a_killed_tool_end_by_themselves(tmp_path):
+    tool, tag = start_tool(tmp_path)
+    tool.kill()
+    tool.wait()
+    deadline = time.monotonic() + 10
+    while any(name.isdigit() for name in left_of(tag)):
+        assert time.monotonic() < deadline
+    leftovers.clean()
+    assert left_of(tag) == []
+
+
+@needs_nodes
+def test_faults_from_the_command_line(tmp_path, capsys):
+    words = ["run", "--nodes", "2", "--ranks", "2", "--launcher", "none", "--output", str(tmp_path), "--timeout", "60"]
+    faults = ["--fault", "at=2s kill-worker node=0 rank=1", "--fault", "at=0.3s kill-node node=1 for=0.2s"]
+    faults += ["--fault", "at=2.5s kill-node node=1", "--fault", "at=50s heal node=0"]
+    code = main([*words, *faults, "--", "sh", "-c", WORKERS])
+    said = capsys.readouterr().out
+    assert code == 137, said  # node 0's launcher ended with its worker's code; node 1 was ended by us
+    report = json.loads((tmp_path / "counters.json").read_text())
+    assert sorted(event["fault"] for event in report["events"]) == ["kill-node", "kill-node", "kill-worker", "restore-node"]
+    assert report["exit_codes"] == {"node0": 137, "node1": -9}
+    assert "the job ended before its time came: heal" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("at=3s kill-wroker node=1 rank=0", "kill-wroker is not a fault; did you mean kill-worker?"),
+        ("at=3s kill-worker node=1", "kill-worker needs rank="),
+        ("at=3s partition node=1 rank=0", "partition has no rank=, only node, for"),
+        ("at=3s rate node=1 rate=20parsec", "rate=20parsec must be a rate such as 200mbit"),
+        ("partition node=1", "say when, at=30s or at=step:20"),
+        ("at=soon partition node=1", "at=soon must be seconds (30s) or a step (step:20)"),
+        ("at=1s partition heal node=1", "partition and heal are two faults"),
+        ("at=1s loss node=1 share=150%", "share=150% must be a share"),
+    ],
+)
+def test_a_mistyped_fault_is_explained(text, message):
+    with pytest.raises(ClusterError) as caught:
+        parse_fault(text)
+    assert message in str(caught.value)
+
+
+def test_words_of_faults_and_rates():
+    fault = parse_fault("at=step:20 loss node=1 share=2% for=5s")
+    assert (fault.kind, fault.step, fault.seconds, fault.values) == ("loss", 20, None, {"node": 1, "share": 0.02, "for": 5.0})
+    assert (parse_rate("200mbit"), parse_rate("1.5gbit"), parse_rate(None)) == (200_000_000, 1_500_000_000, None)
+    with pytest.raises(ClusterError, match="rate=fast must be a number and a unit"):
+        parse_rate("fast")
+
+
+@pytest.mark.parametrize("missing", ["root", "programs"])
+def test_without_root_or_programs_one_line_says_so(monkeypatch, capsys, tmp_path, missing):
+    if missing == "root":
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setattr("shutil.which", lambda program: program)
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["run", "--", "-m", "parallel2d.train"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert ("root" if missing == "root" else "ip, tc, unshare, nsenter") in said
+
+
+# Training. The sizes: 3.1 million parameters, so that gradients are 99 % of what crosses the link in a handful of steps.
+SIZES = ("model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision=fp32", "train.seq_len=16", "train.steps=8",
+         "train.global_batch_size=4", "train.micro_batch_size=1", "checkpoint.enabled=false")  # fmt: skip
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(4000)))
+    return tmp_path
+
+
+@needs_nodes
+def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, corpus):
+    ranks.run(4, jobs.run, str(corpus), str(corpus / "one"), SIZES, 8)
+    with Cluster(2, ranks=2) as cluster:
+        words = [*(word for word in jobs.SMALL if not word.startswith("hydra.")), *SIZES, f"hydra.run.dir={corpus / 'two'}"]
+        job = cluster.run(["-m", "parallel2d.train", "strategy=hybrid", *words], cwd=corpus)
+        job.check(timeout=150)
+        counted = cluster.counters()
+    one, two = jobs.rows(corpus / "one"), jobs.rows(corpus / "two")
+    assert [row["step"] for row in two] == list(range(1, 9))
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    layout = json.loads((corpus / "two/layout.json").read_text())
+    assert layout["parameters"] > 3e6
+    expected = theory("hybrid", 2, 2) * 4 * layout["parameters"] * 8
+    for node in ("node0", "node1"):
+        assert expected < counted[node]["eth0"]["tx_bytes"] < 1.01 * expected
+
+
+@needs_nodes
+@pytest.mark.soak
+def test_a_mesh_that_shards_across_nodes_by_accident_is_refused(corpus):
+    with Cluster(2, ranks=[3, 1]) as cluster:
+        words = [*(word for word in jobs.SMALL if not word.startswith("hydra.")), f"hydra.run.dir={corpus / 'run'}"]
+        job = cluster.run(["-m", "parallel2d.train", "strategy=hybrid", "mesh.shard=2", *words], cwd=corpus)
+        codes = job.wait(timeout=150)
+        said = job.output(0) + job.output(1)
+    assert all(codes.values())
+    assert said.count("although its 2 ranks fit inside one host of 3") == 1
+    assert "mesh.allow_cross_node=true" in said
+    assert not (corpus / "run/metrics.jsonl").exists() or not jobs.rows(corpus / "run")
+
+
+@needs_nodes
+@pytest.mark.soak
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_every_strategy_sends_what_the_theory_says(tmp_path, nodes):
+    losses = traffic.reference_losses(traffic.FEW + 6, tmp_path)
+    for strategy in traffic.STRATEGIES:
+        found = traffic.measure(strategy, nodes, 2, "200mbit", 6, tmp_path)
+        assert found.losses == pytest.approx(losses, rel=1e-5), strategy
+        assert found.units == pytest.approx([found.expected] * nodes, rel=0.01), strategy

@@ -1,0 +1,140 @@
+"""The examples run, on several ranks, and do what they claim. `own_loop.py` is run in `test_command_line.py`, `ray_train.py` in
+`test_ray.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+import torch.nn.functional as F
+
+with contextlib.suppress(ImportError):
+    importlib.import_module("transformers.modeling_utils")  # so that the ranks are started with it
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@functools.cache
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def small_llama(tmp_path_factory):
+    pytest.importorskip("transformers", reason="fine-tuning needs parallel2d[hf]")
+    path = str(tmp_path_factory.mktemp("llama"))
+    example("finetune").build_small_llama(path)
+    return path
+
+
+def finetune(path: str, save: str | None, **options: Any) -> list[dict[str, float]]:
+    return example("finetune").finetune(path, save, lr=3e-3, **options)
+
+
+def load(path: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    """The loss of the example's global batch ``step``, in plain PyTorch."""
+    start = torch.randint(0, 64, (16, 1), generator=torch.Generator().manual_seed(step))
+    tokens = (start + 3 * torch.arange(33)) % 64
+    return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "zero2"])
+def test_a_saved_model_is_fine_tuned_as_in_one_process_and_saved_again(ranks, small_llama, tmp_path, strategy):
+    rows = ranks.run(4, finetune, small_llama, str(tmp_path / "new"), strategy=strategy, lora=0, steps=4)[0]
+    expected = load(small_llama).train()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=3e-3, weight_decay=0.0)
+    for row in rows:
+        loss = loss_of(expected, row["step"])
+        loss.backward()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = load(str(tmp_path / "new"))
+    assert type(saved).__name__ == "LlamaForCausalLM"
+    for (name, ours), theirs in zip(saved.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
+    rows = ranks.run(4, finetune, small_llama, None, strategy="hybrid", lora=4, steps=4)[0]
+    ranks.run(4, finetune, small_llama, str(tmp_path / "new"), strategy="hybrid", lora=4, steps=3)
+    before, after = load(small_llama), load(str(tmp_path / "new"))
+    assert rows[0]["loss"] == pytest.approx(loss_of(before, 1).item(), rel=1e-5)  # `up` is zero
+    changed = [
+        name for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True) if not torch.equal(old, new)
+    ]
+    assert changed == [f"model.layers.{layer}.self_attn.{matrix}_proj.weight" for layer in (0, 1) for matrix in "qv"]
+    assert rows[3]["loss"] == pytest.approx(loss_of(after, 4).item(), rel=1e-4)
+    assert abs(loss_of(before, 4).item() - rows[3]["loss"]) > 1e-3
+
+
+def test_a_pattern_of_fresh_parameters_that_matches_nothing_is_refused(small_llama):
+    from parallel2d import ConfigError, load_pretrained
+
+    with pytest.raises(ConfigError, match=r"fresh: pattern \*\.lora\.\* matches no parameter of LlamaForCausalLM"):
+        load_pretrained(load(small_llama), small_llama, fresh=("*.lora.*",))
+
+
+def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tmp_path):
+    """Its vocabulary is enlarged for the bytes; the checkpoint becomes a folder that the library reads."""
+    from parallel2d.checkpoint.__main__ import main
+
+    model = load(small_llama)
+    model.resize_token_embeddings(320, mean_resizing=False)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "corpus.txt").write_text("\n".join(f"{(7 * i) % 97}" for i in range(40000)))
+    words = ["model=hf", f"model.path={tmp_path / 'model'}", "strategy=hybrid"]
+    ranks.run(4, jobs.run, str(tmp_path), "run", words, 4)
+    rows = jobs.rows(tmp_path / "run")
+    assert rows[3]["loss"] < rows[0]["loss"]
+
+    (tmp_path / "new").mkdir()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "new")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "new" / "model.safetensors"), "--dtype", "fp32"]) == 0
+    new, information = type(model).from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not information["missing_keys"]
+    assert not information["unexpected_keys"]
+    for (name, ours), theirs in zip(new.named_parameters(), model.parameters(), strict=True):
+        assert ours.shape == theirs.shape
+        assert 0 < (ours - theirs).abs().max() < 0.02, name  # four steps of 1e-3
+
+
+def fabric(*words: str) -> list[dict[str, float]]:
+    command = [sys.executable, str(EXAMPLES / "fabric.py"), "--devices", "4", "--accelerator", "cpu", "--steps", "4", *words]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_fabric_trains_alike_on_two_layouts(tmp_path):
+    pytest.importorskip("lightning.fabric", reason="examples/fabric.py needs parallel2d[lightning]")
+    flat, split = fabric("--save", str(tmp_path / "saved")), fabric("--tensor", "2", "--strategy", "zero3")
+    assert [row["step"] for row in flat] == [1, 2, 3, 4]
+    for ours, theirs in zip(flat, split, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    assert flat[-1]["loss"] < flat[0]["loss"]
+    assert sorted(path.suffix for path in (tmp_path / "saved").iterdir()) == ["", *4 * [".distcp"], ".pt"]

@@ -1,0 +1,192 @@
+"""Two nodes of two ranks, and what happens to them: killed workers, lost nodes, partitions, stopped ranks, at random moments.
+
+One job goes on through a sequence of faults, in the end it is told to end, and its history is compared with that of a single process to
+which nothing happened: every global batch once and in order, every loss equal. The suite runs one fault of each quick kind; ``-m soak``
+runs PARALLEL2D_FAULTS (20) of each and prints how long it took until the next step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jobs
+import pytest
+
+from tools.cluster import Cluster, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+LIBRARY = Path(os.__file__).parent
+TIMEOUT = 15  # seconds that a collective waits, and so the longest that a silent rank goes unnoticed
+WORDS = (
+    "data=text", f"data.path={LIBRARY}/email/*.py", "train.seq_len=16", "train.global_batch_size=16", "train.steps=1000000",
+    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "metrics.console=silent",
+    "metrics.tensorboard=false", "precision=fp64", "scheduler=constant", "checkpoint.every=50",
+)  # fmt: skip
+SLACK = 3.0  # times as long as on a machine that does nothing else
+
+
+class Disturbed:
+    """The job on its cluster. Every fault returns the seconds until the next step was done."""
+
+    def __init__(self, cluster: Cluster, folder: Path, seed: int) -> None:
+        self.cluster, self.folder, self.random = cluster, folder, random.Random(seed)
+        words = ["-m", "parallel2d.train", *WORDS, f"data.cache_dir={folder}/cache", f"hydra.run.dir={folder}/run"]
+        words += [f"launch.timeout={TIMEOUT}", "launch.grace_s=20"]
+        self.job = cluster.run(words, launcher="own", min_nodes=1, cwd=folder)
+        self.steps_on(5)
+
+    def lines(self) -> list[str]:
+        path = self.folder / "run/metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def steps_on(self, count: int, seen: set[str] | None = None, limit: float = 60 * SLACK) -> None:
+        """Waits until ``count`` rows were written that are not in ``seen`` (now by default)."""
+        seen = set(self.lines()) if seen is None else seen
+        deadline = time.monotonic() + limit
+        while len(set(self.lines()) - seen) < count:
+            assert any(code is None for code in self.job.poll().values()), f"the job ended\n{self.job.tail()}"
+            assert time.monotonic() < deadline, f"no step for {limit} s\n{self.job.tail()}"
+            time.sleep(0.02)
+
+    def _recovered(self, begin: float) -> float:
+        time.sleep(1.0)  # a row that was being written
+        self.steps_on(1, set(self.lines()))
+        return time.monotonic() - begin
+
+    def any_rank(self) -> tuple[int, int]:
+        return self.random.randrange(2), self.random.randrange(2)
+
+    def kill_worker(self) -> float:
+        begin = time.monotonic()
+        self.cluster.kill_worker(*self.any_rank())
+        return self._recovered(begin)
+
+    def kill_node(self) -> float:
+        """The other node goes on alone; then this one comes back and both go on."""
+        node, begin = self.random.randrange(2), time.monotonic()
+        self.cluster.kill_node(node)
+        seconds = self._recovered(begin)
+        assert self.nodes_in_use() == 1
+        self.steps_on(self.random.randrange(1, 5))
+        self.cluster.restore_node(node)
+        deadline = time.monotonic() + 60 * SLACK
+        while self.nodes_in_use() != 2:
+            assert time.monotonic() < deadline, f"the node that came back is not used\n{self.job.tail()}"
+            time.sleep(0.1)
+        self.steps_on(2)
+        return seconds
+
+    def stop_worker(self) -> float:
+        begin = time.monotonic()
+        self.cluster.stop_worker(*self.any_rank())
+        return self._recovered(begin)
+
+    def partition(self, seconds: float) -> float:
+        begin = time.monotonic()
+        self.cluster.partition(self.random.randrange(2), seconds)
+        time.sleep(seconds)
+        took = self._recovered(begin)
+        deadline = time.monotonic() + 60 * SLACK
+        while self.nodes_in_use() != 2:
+            assert time.monotonic() < deadline, f"the nodes do not come together again\n{self.job.tail()}"
+            time.sleep(0.1)
+        self.steps_on(2)
+        return took
+
+    def partition_10_s(self) -> float:
+        return self.partition(10)
+
+    def partition_30_s(self) -> float:
+        return self.partition(30)
+
+    def nodes_in_use(self) -> int:
+        try:
+            hosts = json.loads((self.folder / "run/layout.json").read_text())["hosts"]
+        except (OSError, ValueError):
+            return 0
+        return len(set(hosts))
+
+    def finish(self) -> list[dict[str, object]]:
+        """Told to end: it saves, and every launcher says so."""
+        self.job.send_signal(signal.SIGTERM)
+        codes = self.job.wait(60 * SLACK)
+        assert set(codes.values()) == {75}, f"{codes}\n{self.job.tail()}"
+        for node in self.cluster.nodes:
+            assert node.processes() == [], f"{node.name} still has processes"
+            left = [path.name for path in node.temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
+            assert left == [], f"{node.name} still has {left} in its temporary folder"
+            shared = self.cluster.execute(self.cluster.nodes.index(node), ["ls", "-A", "/dev/shm"]).split()
+            assert shared == [], f"{node.name} still has {shared} in shared memory"
+        assert sorted(path.name for path in self.folder.iterdir()) == ["cache", "run"], "one run directory"
+        return jobs.rows(self.folder / "run")
+
+
+def undisturbed(folder: Path, steps: int) -> list[dict[str, object]]:
+    """The same job on a single process."""
+    words = [
+        *WORDS,
+        f"data.cache_dir={folder}/cache",
+        f"hydra.run.dir={folder}/quiet",
+        "launch.nproc_per_node=1",
+        "checkpoint=default",
+    ]
+    process = subprocess.Popen([sys.executable, "-m", "parallel2d.train", *words], cwd=folder, stderr=subprocess.PIPE, text=True)
+    path = folder / "quiet/metrics.jsonl"
+    while process.poll() is None and not (path.exists() and len(path.read_text().splitlines()) >= steps):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, errors
+    return jobs.rows(folder / "quiet")[:steps]
+
+
+def compare(rows: list[dict[str, object]], expected: list[dict[str, object]]) -> float:
+    """Every step once and in order, every batch the right one, every loss equal. Returns the largest relative difference."""
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert [row["data/batch_hash"] for row in rows] == [row["data/batch_hash"] for row in expected]
+    worst = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(rows, expected, strict=True))  # type: ignore[operator, arg-type]
+    assert worst < 1e-9
+    return worst
+
+
+def run(folder: Path, faults: list[str], seed: int) -> dict[str, list[float]]:
+    took: dict[str, list[float]] = {}
+    with Cluster(nodes=2, ranks=2, rate="20mbit", store="outside") as cluster:
+        disturbed = Disturbed(cluster, folder, seed)
+        for fault in faults:
+            took.setdefault(fault, []).append(getattr(disturbed, fault)())
+            print(f"{fault}: {took[fault][-1]:.1f} s to the next step", flush=True)
+            disturbed.steps_on(disturbed.random.randrange(2, 15))
+        rows = disturbed.finish()
+    worst = compare(rows, undisturbed(folder, len(rows)))
+    print(f"{len(rows)} steps, {len(faults)} faults, largest relative difference of a loss {worst:.1e}", flush=True)
+    return took
+
+
+def test_a_killed_worker_and_a_lost_node(tmp_path):
+    run(tmp_path, ["kill_worker", "kill_node"], seed=1)
+
+
+KINDS = ("kill_worker", "kill_node", "stop_worker", "partition_10_s", "partition_30_s")
+
+
+@pytest.mark.soak
+def test_faults_at_random_moments(tmp_path):
+    each = int(os.environ.get("PARALLEL2D_FAULTS", "20"))
+    seed = int(os.environ.get("PARALLEL2D_SEED", str(random.randrange(10**6))))
+    print(f"\nPARALLEL2D_SEED={seed}")
+    faults = list(KINDS) * each
+    random.Random(seed).shuffle(faults)
+    took = run(tmp_path, faults, seed)
+    for kind, seconds in took.items():
+        print(f"{kind:16} {len(seconds):3} times, {statistics.median(seconds):5.1f} s median, {max(seconds):5.1f} s at most")

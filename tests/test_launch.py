@@ -1,0 +1,208 @@
+"""Launching without a cluster: restarts, what bounds them, sizes of a mesh whose nodes come and go, who listens where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jobs
+import pytest
+
+from parallel2d import folders
+from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.data import BatchPlan
+from parallel2d.launch.rendezvous import meet, meet_alone
+from parallel2d.launch.restarts import LONGEST_PAUSE_S, Restarts
+from parallel2d.mesh import MeshSpec, Topology
+
+LIBRARY = Path(os.__file__).parent
+SMALL = (
+    "data=text", f"data.path={LIBRARY}/json/*.py", "train.seq_len=16", "train.global_batch_size=8", "model.n_layers=1", "model.dim=32",
+    "model.hidden_dim=48", "train.validate_every=0", "metrics.console=silent", "metrics.tensorboard=false", "precision=fp64",
+    "scheduler=constant", "launch.nproc_per_node=2",
+)  # fmt: skip
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "parallel2d.train",
+        *SMALL,
+        f"hydra.run.dir={folder}/run",
+        f"data.cache_dir={folder}/cache",
+        *words,
+    ]
+
+
+def workers_of(launcher: int) -> list[int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+
+
+def wait_for(condition, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_failures_in_a_row_are_bounded_and_forgiven_with_progress():
+    reached = iter([5, 5, 5, 5, 9, 9])
+    restarts = Restarts(3, lambda: next(reached))
+    assert [restarts.after_failure() for _ in range(3)] == [0.0, 1.0, 2.0]
+    assert restarts.after_failure() is None
+    assert restarts.after_failure() == 0.0, "a step further than any before"
+    assert Restarts(0, lambda: 1).after_failure() is None
+    patient = Restarts(100, lambda: 1)
+    assert max(patient.after_failure() or 0.0 for _ in range(50)) == LONGEST_PAUSE_S
+
+
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
+    """On one machine: SIGKILL at some step; the run ends with the losses and batches of one that nothing happened to."""
+    process = subprocess.Popen(
+        command(tmp_path, "train.steps=60", "checkpoint.every=5", "launch.max_restarts=2"),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_for(lambda: (metrics.exists() and len(metrics.read_text().splitlines()) > 12) or process.poll() is not None)
+    victims = workers_of(process.pid)
+    os.kill(victims[1], signal.SIGKILL)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, errors
+    assert "rank 1: ended by SIGKILL; starting again" in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
+
+    again = subprocess.run(
+        [*command(tmp_path, "train.steps=60", "checkpoint.enabled=false"), f"hydra.run.dir={tmp_path}/quiet"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    disturbed, quiet = jobs.rows(tmp_path / "run"), jobs.rows(tmp_path / "quiet")
+    assert [row["step"] for row in disturbed] == list(range(1, 61))
+    assert [row["data/batch_hash"] for row in disturbed] == [row["data/batch_hash"] for row in quiet]
+    assert [row["loss"] for row in disturbed] == pytest.approx([row["loss"] for row in quiet], rel=1e-10, abs=0)
+
+
+def test_a_broken_job_is_not_started_for_ever(tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import torch\nclass Broken(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('this model is broken')\n"
+        "def build():\n    return Broken(4, 4)\n"
+    )
+    words = command(
+        tmp_path,
+        "model=custom",
+        "model.target=broken:build",
+        "launch.max_restarts=1",
+        "checkpoint.enabled=false",
+        "metrics.communication=false",
+    )
+    words = [word for word in words if not word.startswith(("model.n_layers", "model.dim", "model.hidden"))]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 1
+    assert "this model is broken" in done.stderr
+    assert "starting again (0 more without progress)" in done.stderr
+    assert "1 restarts brought no step further" in done.stderr
+
+
+@pytest.mark.parametrize(("nnodes", "expected"), [(1, (1, 1)), ("4", (4, 4)), ("2:4", (2, 4)), ("3:3", (3, 3))])
+def test_node_ranges(nnodes, expected):
+    assert LaunchConfig(nnodes=nnodes).node_range == expected
+
+
+@pytest.mark.parametrize("nnodes", ["0", "4:2", "x", "1:", ":2", "-1", "1:2:3", 0, -3, 1.5])
+def test_impossible_node_ranges_are_refused(nnodes):
+    with pytest.raises(ConfigError, match="launch.nnodes="):
+        _ = LaunchConfig(nnodes=nnodes).node_range
+
+
+def test_shard_groups_keep_their_size_when_nodes_leave():
+    spec = MeshSpec()
+    assert spec.resolve_elastic("hybrid", Topology.equal_hosts(4, 4), 4) == spec.resolve("hybrid", Topology.equal_hosts(4, 4))
+    three = spec.resolve_elastic("hybrid", Topology.equal_hosts(3, 4), 4)
+    assert (three.replicate, three.shard) == (3, 4)
+    assert "3 of 4 nodes" in three.notes[0]
+    one = MeshSpec(replicate=2, shard=4).resolve_elastic("hybrid", Topology.equal_hosts(1, 4), 2)
+    assert (one.replicate, one.shard) == (1, 4), "on one host a fresh job would split it into two replicas of half the size"
+    half = MeshSpec(replicate=4, tensor=2).resolve_elastic("hybrid", Topology.equal_hosts(1, 4), 2)
+    assert (half.replicate, half.shard, half.tensor) == (2, 1, 2)
+    flat = MeshSpec(shard=8).resolve_elastic("zero3", Topology.equal_hosts(1, 4), 2)
+    assert (flat.replicate, flat.shard) == (1, 4)
+    copies = MeshSpec(replicate=8).resolve_elastic("ddp", Topology.equal_hosts(1, 4), 2)
+    assert (copies.replicate, copies.shard) == (4, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("batch", [8, 32, 30])
+def test_a_padded_plan_holds_every_sample_once_and_wastes_little(ranks, batch):
+    plans = [
+        BatchPlan(global_batch_size=batch, micro_batch_size="auto", data_rank=rank, data_ranks=ranks, allow_padding=True)
+        for rank in range(ranks)
+    ]
+    slots = [position for plan in plans for micro in plan.positions(100) for position in micro]
+    assert sorted(p for p in slots if p is not None) == list(range(100, 100 + batch))
+    assert len({(plan.accumulation, plan.micro_batch_size) for plan in plans}) == 1
+    assert len(slots) <= ranks * max(-(-batch // ranks) * 9 // 8, -(-batch // ranks))
+
+
+def test_one_machine_meets_on_loopback_and_two_jobs_do_not_meet():
+    first, second = meet_alone(), meet_alone()
+    listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"}
+    for meeting in (first, second):
+        port = f"{meeting.store.port:04X}"
+        assert {entry for entry in listening if entry.endswith(":" + port)} == {f"0100007F:{port}"}, "127.0.0.1 and nothing else"
+    assert first.store.port != second.store.port
+
+
+def test_a_name_is_new_once_its_job_has_ended():
+    outside = meet_alone()
+    settings = LaunchConfig(nnodes="1:2", rdzv_endpoint=outside.endpoint, job_id="mine")
+    with pytest.raises(ConfigError, match="no other node reaches"):
+        meet(settings)
+    alone = LaunchConfig(nnodes="1", rdzv_endpoint=outside.endpoint, job_id="mine")
+    first = meet(alone)
+    assert (first.hosted, first.name) == (False, "mine-0")
+    assert meet(alone).name == "mine-0", "a node that joins the same job"
+    first.close()
+    assert meet(alone).name == "mine-1"
+
+
+def test_folders_of_launchers_that_are_gone_are_removed(tmp_path):
+    mine = folders.folder_of(os.getpid(), str(tmp_path))
+    gone = os.path.join(os.path.dirname(mine), "launcher-999999999-1")
+    for path in (mine, gone):
+        os.makedirs(path)
+    folders.remove_stale(str(tmp_path))
+    assert os.path.isdir(mine)
+    assert not os.path.exists(gone)
+    folders.remove(mine)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_store_command_listens_where_it_is_told():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("store listens on 127.0.0.1:")
+        settings = LaunchConfig(nnodes="1", rdzv_endpoint=line.rpartition("=")[2].strip())
+        assert meet(settings).hosted is False
+    finally:
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+    taken = meet_alone()
+    words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port", str(taken.store.port)]
+    refused = subprocess.run(words, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "is in use by another process" in refused.stderr

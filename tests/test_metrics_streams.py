@@ -1,0 +1,118 @@
+"""Exposed seconds on GPU, on streams that are simulated: each has a clock of its own, and an event is a moment on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel2d.metrics.streams import StreamWaits, seconds_between
+
+
+class Event:
+    time = 0.0
+
+    def record(self, stream):
+        self.time = stream.time
+
+    def wait(self, stream):
+        stream.time = max(stream.time, self.time)
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return (end.time - self.time) * 1e3
+
+
+@pytest.fixture
+def device():
+    class Stream:
+        def __init__(self, number):
+            self.cuda_stream, self.time = number, 0.0
+
+        def wait_event(self, event):
+            event.wait(self)
+
+        def record_event(self, event=None):
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def wait_stream(self, other):
+            self.wait_event(other.record_event())
+
+        def run(self, seconds):
+            self.time += seconds
+
+    class Device:
+        compute, gather, scatter, reduce = (Stream(number) for number in range(4))
+        current = compute
+
+    device = Device()
+    device.waits = StreamWaits(Stream, lambda: device.current, Event)
+    device.waits.install()
+    device.waits.start()
+    yield device
+    device.waits.remove()
+
+
+def issue(device, stream, axis, seconds):
+    """As sharding does it: the collective runs in a stream of its own; returns its end."""
+    device.current = stream
+    device.waits.around(axis, lambda: stream.run(seconds))
+    device.current = device.compute
+    return stream.record_event()
+
+
+def exposed(device):
+    seconds = {"shard": 0.0, "replicate": 0.0}
+    for axis, before, after in device.waits.waits:
+        seconds[axis] += seconds_between(before, after)
+    return seconds
+
+
+def test_what_compute_hides_is_not_exposed_and_the_rest_is(device):
+    gathered = issue(device, device.gather, "shard", 5.0)
+    device.compute.run(3.0)
+    device.compute.wait_event(gathered)
+    assert exposed(device) == {"shard": 2.0, "replicate": 0.0}
+    gathered = issue(device, device.gather, "shard", 1.0)
+    device.compute.run(4.0)
+    device.compute.wait_event(gathered)  # long done
+    assert exposed(device) == {"shard": 2.0, "replicate": 0.0}
+
+
+def test_a_wait_belongs_to_the_last_collective_of_the_stream_that_is_waited_for(device):
+    issue(device, device.scatter, "shard", 2.0)
+    device.reduce.wait_stream(device.scatter)
+    reduced = issue(device, device.reduce, "replicate", 3.0)
+    device.compute.run(1.0)
+    device.compute.wait_event(reduced)
+    assert exposed(device) == {"shard": 0.0, "replicate": 4.0}
+
+
+def test_a_stream_that_only_waited_for_one_hands_its_axis_on(device):
+    issue(device, device.scatter, "shard", 2.0)
+    device.reduce.wait_stream(device.scatter)
+    device.compute.wait_stream(device.reduce)
+    assert exposed(device) == {"shard": 2.0, "replicate": 0.0}
+
+
+def test_a_collective_in_the_compute_stream_is_exposed_whole(device):
+    device.waits.around("shard", lambda: device.compute.run(2.5))
+    assert exposed(device) == {"shard": 2.5, "replicate": 0.0}
+
+
+def test_waits_for_other_work_and_those_of_other_streams_are_none(device):
+    device.gather.run(7.0)
+    device.compute.wait_event(device.gather.record_event())
+    device.gather.wait_event(issue(device, device.scatter, "shard", 20.0))
+    assert exposed(device) == {"shard": 0.0, "replicate": 0.0}
+    device.waits.start()
+    assert device.waits.waits == []
+
+
+def test_removed_it_leaves_the_streams_as_they_were(device):
+    device.waits.remove()
+    event = device.compute.record_event()
+    assert not hasattr(event, "_parallel2d_axis")
+    device.compute.wait_event(event)

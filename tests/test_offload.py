@@ -1,0 +1,159 @@
+"""Offloading to CPU and float8: what can be seen without a GPU. Both are refused here; their parts run on CPU."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+import training
+from torch import nn
+from workers import WorkerError
+
+from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, clip_gradient_norm, parallelize
+from parallel2d.config import ConfigError, PrecisionConfig
+from parallel2d.parallelize.bucketing import bucket_modules
+from parallel2d.parallelize.float8 import check_float8, convert_to_float8
+from parallel2d.parallelize.initialization import allocate
+from parallel2d.parallelize.sharding import check_offload, shard
+from parallel2d.parallelize.structure import find_blocks
+
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+
+
+@pytest.mark.parametrize(("word", "reason"), [
+    ("cpu_offload=true", "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU"),
+    ("precision.float8=rowwise", "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu"),
+])  # fmt: skip
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_command_refuses_it_on_cpu_before_workers_start(tmp_path, word, reason):
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel2d.train", word, f"hydra.run.dir={tmp_path}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert reason in done.stderr
+
+
+def _refused(config):
+    torch.manual_seed(0)
+    parallelize(nn.Linear(4, 4), build_mesh(MeshSpec(), "hybrid"), ParallelConfig(**config))
+
+
+@pytest.mark.parametrize("config", [{"cpu_offload": True}, {"precision": PrecisionConfig(float8="tensorwise")}])
+def test_the_library_refuses_it_on_cpu(ranks, config):
+    with pytest.raises(WorkerError, match="runs on (CPU|cpu)") as error:
+        ranks.run(2, _refused, config)
+    assert error.value.kind == "ConfigError"
+
+
+def test_float8_fields_that_contradict_are_refused():
+    for precision, message in [
+        (PrecisionConfig(float8="columnwise"), "precision.float8=columnwise is not one of none, tensorwise, rowwise"),
+        (PrecisionConfig(float8_exclude=["*"]), "float8_exclude has no effect"),
+        (PrecisionConfig(float8="rowwise", storage="fp64", param="fp64", reduce="fp64"), "needs precision.param=bf16"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            ParallelConfig(precision=precision).resolved()
+
+
+def test_nothing_is_checked_where_nothing_is_asked_for():
+    check_offload(False, "cpu")
+    check_float8(PrecisionConfig(), "cpu")
+
+
+def _offloaded(strategy):
+    """The engine's offloading on CPU tensors, whose copies do nothing: a step with accumulation and clipping, beside plain PyTorch."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    expected = copy.deepcopy(model)
+    mesh = build_mesh(MeshSpec(), strategy)
+    settings = ParallelConfig(strategy, cpu_offload=True).resolved()
+    model = shard(model, mesh, bucket_modules(model, find_blocks(model), settings.bucketing), settings)
+    allocate(model, "cpu", offload=True)
+    offloaded = [
+        p.offload_to_cpu
+        for m in model.modules()
+        if hasattr(m, "_get_fsdp_state")
+        for g in m._get_fsdp_state()._fsdp_param_groups
+        for p in g.fsdp_params
+    ]
+    x = torch.randn(4, 6)
+    norms = []
+    for module in (model, expected):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+        for _ in range(3):
+            for part in x.chunk(2):
+                F.mse_loss(module(part), part.new_ones(2, 8)).backward()
+            norm = (
+                clip_gradient_norm(module.parameters(), 0.1)
+                if module is model
+                else nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            )
+            norms.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    difference = max(
+        (training.whole(p) - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
+    return all(offloaded) and bool(offloaded), norms[:3], norms[3:], difference
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+def test_offloaded_parameters_train_as_others_do(ranks, strategy):
+    for offloaded, norms, expected, difference in ranks.run(4, _offloaded, strategy):
+        assert offloaded
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert difference < 1e-5
+
+
+@needs_torchao
+def test_float8_replaces_the_layers_of_blocks_and_no_name():
+    with build_on_meta():
+        model = training.build_llama(n_layers=2, hidden_dim=40)  # 40 is no multiple of 16: the feed-forward stays
+    names = list(dict(model.named_parameters()))
+    precision = PrecisionConfig(float8="rowwise", float8_exclude=["layers.0.attention.wo"])
+    converted = convert_to_float8(find_blocks(model), precision, {id(model.layers[1].attention.wk)})
+    expected = [f"layers.{i}.attention.{w}" for i in (0, 1) for w in ("wq", "wk", "wv", "wo")]
+    assert converted == [name for name in expected if name not in ("layers.0.attention.wo", "layers.1.attention.wk")]
+    for name, module in model.named_modules():
+        assert (type(module).__name__ == "Float8Linear") == (name in converted), name
+    assert list(dict(model.named_parameters())) == names
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_products_are_close_and_have_gradients(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)))
+    x = torch.randn(16, 32)
+    expected = model(x)
+    convert_to_float8(find_blocks(model), PrecisionConfig(float8=recipe), emulate=True)
+    found = model(x)
+    found.sum().backward()
+    difference = (found - expected).norm() / expected.norm()
+    assert 1e-4 < difference < 0.1
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@needs_torchao
+def test_float8_that_would_change_nothing_is_an_error():
+    precision = PrecisionConfig(float8="rowwise", float8_exclude=["*.wq.*"])
+    with pytest.raises(
+        ConfigError, match=r"float8_exclude: \*.wq.\* matches no Linear layer inside a block; there are layers.0.attention"
+    ):
+        convert_to_float8(find_blocks(training.build_llama()), precision)
+    with pytest.raises(ConfigError, match=r"no Linear layer inside the blocks can be converted; 7: excluded"):
+        convert_to_float8(find_blocks(training.build_llama()), PrecisionConfig(float8="rowwise", float8_exclude=["*"]))
+
+
+def test_float8_without_torchao_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ConfigError, match=r'needs torchao: pip install "parallel2d\[float8\]"'):
+        convert_to_float8(find_blocks(training.build_llama()), PrecisionConfig(float8="rowwise"))

@@ -1,0 +1,57 @@
+"""The example for Ray Train: Ray's workers and one process alone see the same losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
+WORDS = ["--steps=4", "--precision=fp64"]
+NO_RAY = None if importlib.util.find_spec("ray") else "Ray is not installed: pip install 'parallel2d[ray]'"
+
+
+def rows_of(words: list[str], folder: Path) -> list[dict]:
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def equal(some: list[dict], others: list[dict]) -> None:
+    assert [row["step"] for row in some] == [row["step"] for row in others] == [1, 2, 3, 4]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in some] == pytest.approx([row[key] for row in others], rel=1e-10, abs=0)
+    assert some[0]["loss"] > some[-1]["loss"]
+
+
+def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp_path):
+    """Without Ray, so that it runs everywhere."""
+    alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), "--no-ray", "--shard=2", *WORDS]
+    equal(rows_of(launch, tmp_path), alone)
+
+
+def test_the_name_in_the_package_can_be_sent_to_a_worker():
+    """Ray sends a training function along with the globals it names; by this name the package may give its module."""
+    from parallel2d import parallelize
+
+    sent = pickle.loads(pickle.dumps(parallelize))
+    assert sent is parallelize or sent is sys.modules["parallel2d.parallelize"]
+    assert pickle.loads(pickle.dumps(sys.modules["parallel2d.parallelize"])) is sys.modules["parallel2d.parallelize"]
+
+
+@pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
+@pytest.mark.parametrize(("workers", "shard"), [(2, "2"), (4, "2")])  # one replica; two, on however few cores
+def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):
+    alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
+    words = [str(EXAMPLE), f"--workers={workers}", f"--shard={shard}", f"--storage={tmp_path / 'ray'}", *WORDS]
+    equal(rows_of(words, tmp_path), alone)

@@ -1,0 +1,218 @@
+"""The batch file for Slurm: starts, saves on a signal, re-queues, goes on. There is no Slurm here.
+
+`srun` and `scontrol` are programs of this test on PATH. They do what the script relies on: `srun` starts real tasks with the variables
+that Slurm sets, passes SIGUSR1 on, and ends with the highest exit code of a task; `scontrol` writes node names and notes a re-queue.
+What is tested is the script and the run under it, not Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel2d.interface import is_loopback, list_interfaces
+
+SCRIPT = Path(__file__).parent.parent / "tools" / "slurm" / "train.sbatch"
+WORDS = [
+    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=400",
+    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=1000", "precision=fp64",
+    "metrics.console=silent", "metrics.tensorboard=false",
+]  # fmt: skip
+
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+words = sys.argv[1:]
+options = {{}}
+while words[0].startswith("--"):
+    name, _, value = words.pop(0)[2:].partition("=")
+    options[name] = value
+nodes, each = int(options["nodes"]), int(options["ntasks-per-node"])
+tasks = []
+for task in range(nodes * each):
+    env = dict(
+        os.environ, SLURM_PROCID=str(task), SLURM_LOCALID=str(task % each), SLURM_NODEID=str(task // each), SLURM_STEP_ID="0",
+        SLURM_STEP_NUM_TASKS=str(nodes * each), SLURM_STEP_NUM_NODES=str(nodes), SLURM_STEP_TASKS_PER_NODE=f"{{each}}(x{{nodes}})",
+        SLURM_STEP_NODELIST=os.environ["SLURM_JOB_NODELIST"],
+    )
+    tasks.append(subprocess.Popen(words, env=env))
+signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
+codes = [task.wait() for task in tasks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+SCONTROL = """#!/bin/bash
+case $1 in
+show) echo "$3" ;;
+*) echo "$*" >> "$NOTES" ;;
+esac
+"""
+
+
+def this_address() -> str | None:
+    """An address of this machine that other machines could use: launchers of several nodes refuse loopback."""
+    return next((each.address for each in list_interfaces() if ":" not in each.address and not is_loopback(each.address)), None)
+
+
+class Batch:
+    """One life of a job: `sbatch`'s part is to run the script with the job's variables and a log that is appended to."""
+
+    def __init__(self, folder: Path, life: int, **variables: str) -> None:
+        programs = folder / "programs"
+        programs.mkdir(exist_ok=True)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC_"))}
+        env |= {
+            "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(folder / "notes"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
+            "SLURM_JOB_ID": str(4000 + os.getpid() % 9000), "SLURM_JOB_NAME": "test", "SLURM_SUBMIT_DIR": str(folder),
+            "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_RESTART_COUNT": str(life), **variables,
+        }  # fmt: skip
+        self.folder, self.log = folder, folder / "log"
+        self.run_dir = folder / "runs" / f"test-{env['SLURM_JOB_ID']}"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                ["bash", str(SCRIPT), *WORDS], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def rows(self) -> list[dict]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not any(row["step"] >= step for row in self.rows()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(timeout=120)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(12000)))
+    return tmp_path
+
+
+def live_twice(folder: Path, **variables: str) -> tuple[list[dict], str]:
+    """A job that is told to end after three steps, and its next life, which is told to end too (400 steps would take too long)."""
+    first = Batch(folder, 0, **variables)
+    first.wait_for_step(3)
+    first.process.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@120 does: to the script alone
+    assert first.end() == 75, first.log.read_text()
+    job = first.run_dir.name.rpartition("-")[2]
+    assert (folder / "notes").read_text() == f"requeue {job}\n"
+    saved = max(path.name for path in (first.run_dir / "checkpoints").glob("step-*"))
+    reached = first.rows()[-1]["step"]
+    assert saved == f"step-{reached:08d}"
+
+    second = Batch(folder, 1, **variables)
+    second.wait_for_step(reached + 2)
+    second.process.send_signal(signal.SIGUSR1)
+    assert second.end() == 75
+    assert (folder / "notes").read_text() == f"requeue {job}\n" * 2
+    rows = second.rows()
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))  # nothing twice, nothing left out
+    assert len(list((folder / "runs").iterdir())) == 1
+    return rows, second.log.read_text()
+
+
+def test_the_script_is_sound_and_may_be_run():
+    assert subprocess.run(["bash", "-n", str(SCRIPT)], capture_output=True).returncode == 0
+    assert SCRIPT.stat().st_mode & stat.S_IRUSR
+    directives = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    first_command = next(n for n, line in enumerate(SCRIPT.read_text().splitlines()) if line and not line.startswith("#"))
+    assert all(
+        SCRIPT.read_text().splitlines().index(line) < first_command for line in directives
+    )  # Slurm reads none after a command
+
+
+def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
+    """Ranks by srun: one node, two tasks."""
+    rows, log = live_twice(folder, START="ranks", TASKS_PER_NODE="2")
+    assert log.count("told to end by SIGUSR1: saving") == 2
+    assert len({row["data/batch_hash"] for row in rows}) == len(rows)
+
+
+@pytest.mark.soak
+def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
+    """Both nodes are this machine: two launchers with a rank each, which meet on an address of it."""
+    address = this_address()
+    if address is None:
+        pytest.skip("this machine has no address beside loopback, where launchers of several nodes refuse to meet")
+    WORDS.append("launch.nproc_per_node=1")
+    try:
+        _, log = live_twice(folder, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST=address)
+    finally:
+        WORDS.pop()
+    assert "waiting for launch.nnodes=2 nodes" in log
+
+
+def run_stand_in(folder: Path, program: str, signals: tuple[int, ...] = (), **variables: str) -> tuple[int, str, str]:
+    """The script with ``program`` (bash) where `python -m parallel2d.train` would run. Returns exit code, log and notes."""
+    stand_in = folder / "stand-in"
+    stand_in.write_text(f"#!/bin/bash\n{program}\n")
+    stand_in.chmod(0o755)
+    batch = Batch(folder, int(variables.pop("LIFE", "0")), PYTHON=str(stand_in), **variables)
+    deadline = time.monotonic() + 30
+    for number in signals:
+        while "up" not in batch.log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        batch.process.send_signal(number)
+    code = batch.end()
+    notes = folder / "notes"
+    return code, batch.log.read_text(), notes.read_text() if notes.exists() else ""
+
+
+SAVES = 'trap "sleep 0.2; exit 75" USR1; echo up; while :; do sleep 0.02; done'
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, number):
+    code, log, notes = run_stand_in(folder, SAVES, (number, number))  # the second comes while they save
+    assert code == 75
+    assert notes.startswith("requeue ")
+    assert notes.count("\n") == 1
+    assert f"told to end by {signal.Signals(number).name}" in log
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (75, True)])
+def test_only_a_run_that_saved_is_requeued(folder, code, again):
+    ended, _, notes = run_stand_in(folder, f"exit {code}")
+    assert ended == code
+    assert bool(notes) is again
+
+
+def test_a_job_does_not_go_round_for_ever(folder):
+    assert run_stand_in(folder, "exit 75", LIFE="200")[2] == ""
+
+
+def test_launchers_meet_on_the_first_node_and_are_no_ranks(folder):
+    program = 'echo "words $*, rank ${SLURM_PROCID:-none}"'
+    _, log, _ = run_stand_in(folder, program, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17")
+    words = [line for line in log.splitlines() if line.startswith("words -m parallel2d.train")]
+    assert len(words) == 2
+    for line in words:
+        assert "launch.nnodes=2 launch.rdzv_endpoint=gpu7:20017" in line
+        assert f"hydra.run.dir={folder}/runs/test-17 data=text" in line
+        assert line.endswith("rank none")
+
+
+def test_nodes_that_are_not_fit_are_not_trained_on(folder):
+    program = '[[ $2 == parallel2d.preflight ]] && exit 1; echo "trained"'
+    code, log, notes = run_stand_in(folder, program, PREFLIGHT="1")
+    assert (code, notes) == (1, "")
+    assert "trained" not in log

@@ -1,0 +1,1 @@
+"""Scripts that make the numbers of the docs, and the tools of the tests."""

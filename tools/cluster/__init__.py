@@ -1,0 +1,12 @@
+"""Several nodes on one Linux machine: network namespaces with shaped links, real launchers, counted bytes, injected faults.
+
+`Cluster` is the whole of it from Python; ``python -m tools.cluster`` from the command line. Guide: docs/cluster.md.
+"""
+
+from tools.cluster.cluster import Cluster, why_not
+from tools.cluster.counters import difference
+from tools.cluster.faults import Fault, parse_fault
+from tools.cluster.job import Job
+from tools.cluster.network import ClusterError
+
+__all__ = ["Cluster", "ClusterError", "Fault", "Job", "difference", "parse_fault", "why_not"]

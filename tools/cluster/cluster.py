@@ -1,0 +1,346 @@
+"""`Cluster`: nodes, their links, a job on them, faults; all of it gone when the ``with`` block ends, however it ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from tools.cluster import leftovers
+from tools.cluster.counters import Counters, Series
+from tools.cluster.job import LAUNCHERS, PORT, Job
+from tools.cluster.network import PREFIX, ClusterError, Network, command, parse_rate
+from tools.cluster.node import Node, Process, node_environment
+
+STORE = "store"
+
+
+def why_not() -> str | None:
+    """Why no cluster can be made on this machine, in one line; None if nothing that can be seen without trying is missing."""
+    if sys.platform != "linux":
+        return "nodes are Linux network namespaces; this is not Linux"
+    missing = [program for program in ("ip", "tc", "unshare", "nsenter") if shutil.which(program) is None]
+    if missing:
+        return f"nodes need the programs {', '.join(missing)} (iproute2, util-linux), which are not installed here"
+    if os.geteuid() != 0:
+        return "nodes are network namespaces, and making them needs root"
+    name = f"{PREFIX}-{os.getpid()}x-try"
+    try:
+        command("ip", "netns", "add", name)
+        command("ip", "netns", "del", name)
+    except ClusterError as error:
+        return f"this machine does not let us make network namespaces: {error}"
+    return None
+
+
+class Cluster:
+    """Nodes on one machine, joined by a switch.
+
+    ``ranks``: workers per node, one number or one per node. ``rate``: of every node's link in each direction (``200mbit``), None:
+    as fast as the machine. ``store``: ``node0`` lets the launcher of node 0 host the rendezvous, ``outside`` gives it a host of
+    its own that no fault reaches. ``output``: folder for logs and counters, None: a temporary one that goes with the cluster.
+    ``echo``: also gets every line, with the node's name before it. Raises `ClusterError` when it cannot be made.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        ranks: int | Sequence[int] = 1,
+        *,
+        rate: str | int | None = None,
+        store: str = "node0",
+        output: str | os.PathLike[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        echo: Callable[[str], None] | None = None,
+    ) -> None:
+        self.ranks = [ranks] * nodes if isinstance(ranks, int) else list(ranks)
+        if not 1 <= nodes <= 200 or len(self.ranks) != nodes or min(self.ranks) < 1:
+            raise ClusterError(f"nodes={nodes} ranks={ranks}: 1 to 200 nodes, and at least one rank for each")
+        if store not in ("node0", "outside"):
+            raise ClusterError(f"store={store} must be node0 or outside")
+        self.rate = parse_rate(rate)
+        self.store_outside = store == "outside"
+        self.environment = dict(environment or {})
+        self.job: Job | None = None
+        self.nodes: list[Node] = []
+        self.events: list[dict[str, Any]] = []
+        self.killed: set[int] = set()  # nodes that a fault took down and nobody brought back
+        self._names = [f"node{index}" for index in range(nodes)]
+        self._output = Path(output) if output is not None else None
+        self._echo = echo
+        self._logs: dict[str, BinaryIO] = {}
+        self._lost_power: set[int] = set()
+        self._store: Node | None = None
+        self._lock = threading.Lock()  # a node's namespace is exchanged or read
+        self._series: Series | None = None
+        self._timers: list[threading.Timer] = []
+        self._processes: list[Process] = []
+        self._begun = time.monotonic()
+        self.tag = ""
+
+    # Life
+
+    def __enter__(self) -> Cluster:
+        return self.open()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def open(self) -> Cluster:
+        if (reason := why_not()) is not None:
+            raise ClusterError(reason)
+        hosts = [*self._names, *([STORE] if self.store_outside else [])]
+        atexit.register(self.close)
+        try:
+            self.tag, self._folder, subnet = leftovers.claim(hosts)
+            self.output = self._output or self._folder / "output"
+            self.output.mkdir(parents=True, exist_ok=True)
+            self.network = Network(self.tag, hosts, subnet)
+            self.network.create()
+            lines = ["127.0.0.1 localhost"]
+            for host, link in self.network.links.items():
+                lines += [f"{link.address} {host}", f"::ffff:{link.address} {host}.peer"]  # the latter: as IPv6 sockets see it
+            names = self._folder / "hosts"
+            names.write_text("\n".join(lines) + "\n")
+            machines = [
+                Node(host, link.address, self.network.namespace(host), self._folder / "nodes", names)
+                for host, link in self.network.links.items()
+            ]
+            self.nodes = machines[: len(self._names)]
+            self._store = machines[-1] if self.store_outside else None
+            for machine in machines:
+                machine.boot()
+                self._logs[machine.name] = (self.output / f"{machine.name}.log").open("wb", buffering=0)
+            for index in range(len(self.nodes)):
+                self.set_rate(index, self.rate)
+            self._begun = time.monotonic()
+            if self._store is not None:
+                words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", self._store.address, "--port", str(PORT)]
+                self._await_store(self._start(self._store, words, {}, os.getcwd()))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Kills all processes of all nodes and removes everything. Nothing happens the second time."""
+        if not self.tag:
+            return
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
+        if self._series is not None:
+            self._series.stop()
+        for machine in [*self.nodes, *([self._store] if self._store is not None else [])]:
+            machine.kill()
+        for process in self._processes:
+            process.wait()
+        for log in self._logs.values():
+            log.close()
+        leftovers.remove(self.tag)
+        self.tag = ""
+        atexit.unregister(self.close)
+
+    def _await_store(self, process: Process) -> None:
+        log = self.output / f"{STORE}.log"
+        while b"listens" not in log.read_bytes():
+            if process.poll() is not None:
+                raise ClusterError(f"the store ended with {process.wait()}: {log.read_text(errors='replace').strip()}")
+            time.sleep(0.05)
+
+    # Running
+
+    @property
+    def endpoint(self) -> str:
+        """Where the launchers meet, HOST:PORT."""
+        return f"{STORE if self.store_outside else 'node0'}:{PORT}"
+
+    @property
+    def addresses(self) -> list[str]:
+        return [node.address for node in self.nodes]
+
+    def run(
+        self,
+        words: Sequence[str],
+        *,
+        launcher: str = "torchrun",
+        min_nodes: int | None = None,
+        max_restarts: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> Job:
+        """Starts a job: one launcher on every node, all at once. ``words`` follow ``python`` (``["-m", "parallel2d.train", ...]``);
+        for ``launcher="none"`` they are the whole command. ``min_nodes``: the job goes on with that many. ``max_restarts``: None
+        leaves it to the launcher (torchrun: none). Relative paths in the words start at ``cwd``."""
+        if launcher not in LAUNCHERS:
+            raise ClusterError(f"launcher={launcher} must be one of {', '.join(LAUNCHERS)}")
+        if self.job is not None and any(code is None for code in self.job.poll().values()):
+            raise ClusterError("a job still runs on this cluster")
+        options = {
+            "nodes": len(self.nodes), "min_nodes": min_nodes or len(self.nodes), "endpoint": self.endpoint, "job_id": self.tag,
+            "max_restarts": max_restarts,
+        }  # fmt: skip
+        self.job = Job(self, words, launcher, options, environment or {}, os.path.abspath(cwd or os.getcwd()))
+        for node in range(len(self.nodes)):
+            self.job.start(node)
+        return self.job
+
+    def start(
+        self, node: int, words: Sequence[str], *, environment: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> Process:
+        """Starts a command on a node; its output goes to the node's log."""
+        return self._start(self._node(node), words, environment or {}, cwd or os.getcwd())
+
+    def _start(self, machine: Node, words: Sequence[str], environment: Mapping[str, str], cwd: str) -> Process:
+        variables = node_environment({**self.environment, **environment})
+        process = machine.start(words, variables, cwd, lambda line: self._write(machine.name, line))
+        self._processes.append(process)
+        return process
+
+    def execute(self, node: int, words: Sequence[str], *, timeout: float = 60.0, cwd: str | None = None) -> str:
+        """Runs a command on a node and returns its output. Raises `ClusterError` if it fails."""
+        lines: list[bytes] = []
+        process = self._node(node).start(words, node_environment(self.environment), cwd or os.getcwd(), lines.append)
+        self._processes.append(process)
+        code = process.wait(timeout)
+        text = b"".join(lines).decode(errors="replace")
+        if code:
+            raise ClusterError(f"{self._node(node).name}: {' '.join(words)} ended with {code}: {text.strip()}")
+        return text
+
+    def _node(self, index: int) -> Node:
+        if not 0 <= index < len(self.nodes):
+            raise ClusterError(f"node={index}: there are nodes 0 to {len(self.nodes) - 1}")
+        return self.nodes[index]
+
+    def log_path(self, node: int) -> Path:
+        return self.output / f"{self._node(node).name}.log"
+
+    def _write(self, name: str, line: bytes) -> None:
+        if not self._logs[name].closed:
+            self._logs[name].write(line)
+        if self._echo is not None:
+            self._echo(f"[{name}] {line.decode(errors='replace').rstrip()}")
+
+    # Counters
+
+    def counters(self) -> Counters:
+        """``{"node0": {"eth0": {"tx_bytes", ...}, "lo": {...}}, ...}`` since the cluster was made. eth0's tx is the uplink."""
+        with self._lock:
+            return {node.name: self.network.counters(node.name) for node in self.nodes}
+
+    def record_counters(self, interval: float) -> Path:
+        """Writes a snapshot every ``interval`` seconds to the returned file until the cluster is closed."""
+        if interval <= 0:
+            raise ClusterError(f"counters every {interval} s: must be more than 0")
+        if self._series is not None:
+            raise ClusterError("counters are recorded already")
+        path = self.output / "counters.jsonl"
+
+        def describe() -> dict[str, Any]:
+            return {"step": self.job.step()} if self.job is not None and self.job.run_dir is not None else {}
+
+        self._series = Series(path, interval, self.counters, describe)
+        return path
+
+    # Faults
+
+    def _event(self, what: str, **details: Any) -> None:
+        self.events.append({"seconds": round(time.monotonic() - self._begun, 3), "fault": what, **details})
+        if self._echo is not None:
+            self._echo(
+                f"[cluster] {self.events[-1]['seconds']:8.3f} s  {what} {' '.join(f'{k}={v}' for k, v in details.items())}"
+            )
+
+    def kill_worker(self, node: int, local_rank: int) -> None:
+        """SIGKILL for one worker."""
+        self._signal_worker(node, local_rank, signal.SIGKILL, "kill-worker")
+
+    def stop_worker(self, node: int, local_rank: int) -> None:
+        """SIGSTOP for one worker: it holds its connections and does nothing, like a hang."""
+        self._signal_worker(node, local_rank, signal.SIGSTOP, "stop-worker")
+
+    def continue_worker(self, node: int, local_rank: int) -> None:
+        self._signal_worker(node, local_rank, signal.SIGCONT, "continue-worker")
+
+    def _signal_worker(self, node: int, local_rank: int, number: int, what: str) -> None:
+        os.kill(self._node(node).worker(local_rank), number)
+        self._event(what, node=node, rank=local_rank)
+
+    def kill_node(self, node: int, *, power_loss: bool = False) -> None:
+        """Everything on the node dies at once and its memory is lost. The kernel lives on and closes its connections, which the
+        peers notice; with ``power_loss`` the link is cut before, so that they only hear silence."""
+        machine = self._node(node)
+        if not machine.alive:
+            raise ClusterError(f"{machine.name} is down already")
+        self.killed.add(node)
+        with self._lock:
+            if power_loss:
+                self.network.cut(machine.name)
+                self._lost_power.add(node)
+            machine.kill()
+        self._event("kill-node", node=node, power_loss=power_loss)
+
+    def restore_node(self, node: int) -> None:
+        """Boots a killed node and, if the job still runs elsewhere, starts its launcher there again."""
+        machine = self._node(node)
+        if machine.alive:
+            raise ClusterError(f"{machine.name} is up")
+        with self._lock:
+            if node in self._lost_power:
+                self.network.renew(machine.name)
+                self._lost_power.discard(node)
+            machine.boot()
+        self.killed.discard(node)
+        self._event("restore-node", node=node)
+        if self.job is not None and any(code is None for code in self.job.poll().values()):
+            self.job.start(node)
+
+    def partition(self, node: int, seconds: float | None = None) -> None:
+        """Nothing passes between this node and all others, in either direction, for this long or until `heal`."""
+        self.network.cut(self._node(node).name)
+        self._event("partition", node=node)
+        if seconds is not None:
+            self._later(seconds, lambda: self.heal(node))
+
+    def heal(self, node: int) -> None:
+        """Ends a partition."""
+        if node in self._lost_power:
+            raise ClusterError(f"{self._node(node).name} has no power; restore it")
+        self.network.heal(self._node(node).name)
+        self._event("heal", node=node)
+
+    def set_rate(self, node: int, rate: str | int | None) -> None:
+        """Another rate for this node's link, from now on, in each direction."""
+        self.network.set_rate(self._node(node).name, rate)
+        if self.job is not None:
+            self._event("rate", node=node, rate=rate)
+
+    def set_loss(self, node: int, share: float) -> None:
+        """Loses this share of the packets on the node's link, in each direction."""
+        self.network.set_loss(self._node(node).name, share)
+        self._event("loss", node=node, share=share)
+
+    def set_delay(self, node: int, milliseconds: float) -> None:
+        """Delays the packets on the node's link, in each direction. Raises `ClusterError` on a kernel without netem."""
+        self.network.set_delay(self._node(node).name, milliseconds)
+        self._event("delay", node=node, milliseconds=milliseconds)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    @property
+    def limitations(self) -> list[str]:
+        """What this kernel could not do, in words."""
+        return self.network.limitations

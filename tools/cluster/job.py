@@ -1,0 +1,145 @@
+"""One job on the nodes of a cluster: a launcher per node, their output, the rows the job writes.
+
+The words of the job flow in; the command line of each node's launcher flows out. A job whose words name its run directory
+(``hydra.run.dir=...``) can be waited for step by step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.cluster.network import ClusterError
+from tools.cluster.node import Process
+
+if TYPE_CHECKING:
+    from tools.cluster.cluster import Cluster
+
+LAUNCHERS = ("torchrun", "own", "none")
+PORT = 29400  # every node has ports of its own
+# A lost node is noticed after 3 s instead of 30, and whoever is late after it is not waited for 30 s but 5.
+_DETECTION = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+def launcher_words(
+    launcher: str,
+    words: Sequence[str],
+    *,
+    nodes: int,
+    min_nodes: int,
+    ranks: int,
+    endpoint: str,
+    job_id: str,
+    max_restarts: int | None,
+) -> tuple[list[str], dict[str, str]]:
+    """The command of one node and what it adds to the environment. ``words``: what follows ``python``, or for launcher ``none``
+    the whole command."""
+    count = str(nodes) if min_nodes == nodes else f"{min_nodes}:{nodes}"
+    if launcher == "torchrun":
+        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={job_id}", f"--rdzv-conf={_DETECTION}"]
+        size = [f"--nnodes={count}", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts or 0}"]
+        # Without the variable, restarted ranks read the addresses of dead peers from the agent's store.
+        return [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *words], {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+        }
+    if launcher == "own":
+        settings = {"nnodes": count, "nproc_per_node": ranks, "rdzv_endpoint": endpoint, "max_restarts": max_restarts}
+        return [sys.executable, *words, *(f"launch.{key}={value}" for key, value in settings.items() if value is not None)], {}
+    return list(words), {}
+
+
+class Job:
+    """Made by `Cluster.run`. ``run_dir``: the job's run directory, None if its words do not name one."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        words: Sequence[str],
+        launcher: str,
+        options: dict[str, Any],
+        environment: Mapping[str, str],
+        cwd: str,
+    ) -> None:
+        self.cluster = cluster
+        self.words = list(words)
+        self.launcher = launcher
+        self.cwd = cwd
+        self._options = options
+        self._environment = dict(environment)
+        named = [word.partition("=")[2] for word in self.words if word.startswith("hydra.run.dir=")]
+        self.run_dir = Path(cwd, named[-1]) if named else None
+        self.processes: dict[int, Process] = {}
+
+    def start(self, node: int) -> None:
+        """Starts the launcher of one node; again after that node came back."""
+        running = self.processes.get(node)
+        if running is not None and running.poll() is None:
+            raise ClusterError(f"{self.cluster.nodes[node].name}: the launcher still runs")
+        words, extra = launcher_words(self.launcher, self.words, ranks=self.cluster.ranks[node], **self._options)
+        self.processes[node] = self.cluster.start(node, words, environment={**self._environment, **extra}, cwd=self.cwd)
+
+    def poll(self) -> dict[int, int | None]:
+        """node -> exit code of its launcher, None while it runs."""
+        return {node: process.poll() for node, process in self.processes.items()}
+
+    def wait(self, timeout: float | None = None) -> dict[int, int]:
+        """node -> exit code, once all launchers ended. Raises `ClusterError` after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while any(code is None for code in self.poll().values()):
+            if deadline is not None and time.monotonic() > deadline:
+                running = [self.cluster.nodes[node].name for node, code in self.poll().items() if code is None]
+                raise ClusterError(f"after {timeout:g} s the job still runs on {', '.join(running)}\n{self.tail()}")
+            time.sleep(0.05)
+        return {node: process.wait() for node, process in self.processes.items()}
+
+    def check(self, timeout: float | None = None) -> None:
+        """Waits and raises `ClusterError` with the end of the output unless every launcher ended with 0."""
+        codes = self.wait(timeout)
+        if any(codes.values()):
+            raise ClusterError(f"exit codes by node: {codes}\n{self.tail()}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.jsonl`` so far; a row that is half written is left out."""
+        if self.run_dir is None:
+            raise ClusterError("the job's words name no hydra.run.dir=, so its metrics.jsonl is unknown")
+        try:
+            text = (self.run_dir / "metrics.jsonl").read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def step(self) -> int:
+        """The newest step in ``metrics.jsonl``, 0 before the first."""
+        return max((row["step"] for row in self.rows() if "step" in row), default=0)
+
+    def wait_for_step(self, step: int, timeout: float = 120.0) -> int:
+        """Returns the newest step once it is ``step`` or later. Raises `ClusterError` if the job ends before, or after
+        ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = all(code is not None for code in self.poll().values())
+            newest = self.step()
+            if newest >= step:
+                return newest
+            if ended:
+                raise ClusterError(f"the job ended at step {newest}, before step {step}: {self.poll()}\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"step {step} was not reached within {timeout:g} s, only {newest}\n{self.tail()}")
+            time.sleep(0.05)
+
+    def send_signal(self, number: int, node: int | None = None) -> None:
+        """Sends a signal to the launcher of one node, or of all."""
+        for which in self.processes if node is None else [node]:
+            self.processes[which].send_signal(number)
+
+    def output(self, node: int) -> str:
+        """What this node's processes wrote so far, on both streams."""
+        return self.cluster.log_path(node).read_text(errors="replace")
+
+    def tail(self, characters: int = 3000) -> str:
+        """The end of every node's output."""
+        return "\n".join(f"--- {self.cluster.nodes[node].name}\n{self.output(node)[-characters:]}" for node in self.processes)

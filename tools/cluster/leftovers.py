@@ -1,0 +1,99 @@
+"""What a cluster leaves on the machine while it lives, and how to find it when its owner died without a farewell.
+
+Each cluster has one folder ``/tmp/p2d-cluster-TAG`` with ``state.json`` (owner's pid and start time, subnet) and namespaces named
+``p2d-TAG-HOST``. Processes of a node end by themselves with their owner; folders and namespaces wait for `clean`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.cluster.network import PREFIX, ClusterError, delete_namespaces, free_subnet, namespaces
+
+ROOT = Path("/tmp")
+_FOLDER = "p2d-cluster-"
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot: together with its pid it names one process for ever."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One tool at a time chooses a subnet or cleans."""
+    handle = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def states() -> dict[str, dict[str, Any]]:
+    """tag -> state of every cluster that has a folder; ``alive``: its owner still runs."""
+    found = {}
+    for folder in ROOT.glob(f"{_FOLDER}*"):
+        try:
+            state = json.loads((folder / "state.json").read_text())
+        except (OSError, ValueError):
+            state = {"pid": 0, "started": None, "subnet": None}
+        state["alive"] = state["started"] is not None and _started(state["pid"]) == state["started"]
+        found[folder.name.removeprefix(_FOLDER)] = state
+    return found
+
+
+def claim(hosts: list[str]) -> tuple[str, Path, Any]:
+    """A new tag, its folder with the state written, and a subnet that no living cluster uses."""
+    with _alone():
+        tag = f"{os.getpid()}x{random.SystemRandom().randrange(16**4):04x}"
+        taken = [state["subnet"] for state in states().values() if state["subnet"]]
+        subnet = free_subnet(random.SystemRandom().sample(range(1, 65535), 64), taken)
+        folder = ROOT / f"{_FOLDER}{tag}"
+        folder.mkdir(mode=0o755)
+        state = {"pid": os.getpid(), "started": _started(os.getpid()), "subnet": str(subnet), "hosts": hosts}
+        (folder / "state.json").write_text(json.dumps(state))
+    return tag, folder, subnet
+
+
+def remove(tag: str) -> list[str]:
+    """Removes namespaces and folder of one cluster. Returns their names."""
+    removed = delete_namespaces(tag)
+    folder = ROOT / f"{_FOLDER}{tag}"
+    if folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(str(folder))
+    return removed
+
+
+def clean() -> list[str]:
+    """Removes what clusters whose owner is dead left behind. Returns the names of what was removed."""
+    with _alone():
+        known = states()
+        tags = {tag for tag, state in known.items() if not state["alive"]}
+        for name in namespaces():
+            prefix, _, rest = name.partition("-")
+            tag, _, host = rest.rpartition("-")
+            owner = tag.partition("x")[0]
+            if prefix == PREFIX and host and owner.isdigit() and "x" in tag and tag not in known and _started(int(owner)) is None:
+                tags.add(tag)
+        failures, removed = [], []
+        for tag in sorted(tags):
+            try:
+                removed += remove(tag)
+            except ClusterError as error:
+                failures.append(str(error))
+    if failures:
+        raise ClusterError("; ".join(failures))
+    return removed

@@ -1,0 +1,190 @@
+"""One node: a network namespace of the cluster plus process, mount and host-name namespaces, as a machine of its own.
+
+A node is booted (a small init holds its namespaces), runs processes, and dies at once with everything in it when its init is
+killed. Init also ends when the tool that booted it is gone, however that ended. The file system is shared, as on a cluster;
+``/dev/shm``, ``/etc/hosts``, the host name and ``TMPDIR`` are the node's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tools.cluster.network import ClusterError
+
+_INIT = """
+echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && mount -t tmpfs -o mode=1777 tmpfs /dev/shm || exit 1
+echo up
+exec 3<&0 > /dev/null 2>&1
+cat <&3 &
+wait $!
+"""  # cat ends with the pipe to the tool, and with init the whole node; `wait` collects orphans
+_ENTER = 'cd "$1" && shift && exec "$@"'
+_OF_A_LAUNCHER = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+)  # fmt: skip
+
+
+def node_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what an outer launcher put there, then ``extra``."""
+    kept = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith(("TORCHELASTIC_", "SLURM_"))}
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1", **extra}
+
+
+def processes_of_machine() -> dict[int, tuple[int, str]]:
+    """pid -> (parent's pid, identity of its process namespace), for all processes that can be read."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+                if fields[0] != b"Z":
+                    found[int(entry)] = (int(fields[1]), os.readlink(f"/proc/{entry}/ns/pid"))
+            except OSError:
+                continue  # it ended meanwhile
+    return found
+
+
+class Process:
+    """A command that runs on a node. Its output goes line by line to ``sink`` until the last writer closed it."""
+
+    def __init__(
+        self, node: Node, words: Sequence[str], environment: Mapping[str, str], cwd: str, sink: Callable[[bytes], None]
+    ) -> None:
+        self.node = node
+        self.words = list(words)
+        self._popen = subprocess.Popen(
+            ["nsenter", f"--target={node.init_pid}", "--net", "--uts", "--mount", "--pid", "--", "sh", "-c", _ENTER, "sh", cwd, *words],
+            env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, args=(sink,), daemon=True)
+        self._reader.start()
+
+    def _read(self, sink: Callable[[bytes], None]) -> None:
+        assert self._popen.stdout is not None
+        with self._popen.stdout as stream:
+            for line in stream:
+                sink(line)
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that ended it), None while it runs."""
+        return self._popen.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once all its output has been read. Raises `ClusterError` after ``timeout`` seconds."""
+        try:
+            code = self._popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"{self.node.name}: still running after {timeout:g} s: {' '.join(self.words)}") from None
+        self._reader.join(timeout=5)  # a process it left behind may keep the stream open
+        return code
+
+    @property
+    def pid(self) -> int:
+        """The command's own process id, as seen from outside of the node. Raises `ClusterError` once it ended."""
+        while self.poll() is None:  # it may not have begun yet
+            for pid, (parent, _) in processes_of_machine().items():
+                if parent == self._popen.pid:
+                    return pid
+        raise ClusterError(f"{self.node.name}: the process has ended with code {self._popen.poll()}")
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class Node:
+    """A machine of the cluster. ``namespace``: its network namespace; ``folder``: where its ``hosts`` file and ``tmp`` live."""
+
+    def __init__(self, name: str, address: str, namespace: str, folder: Path, hosts: Path) -> None:
+        self.name = name
+        self.address = address
+        self.namespace = namespace
+        self.temporary = folder / name
+        self.hosts = hosts
+        self.init_pid = 0
+        self._holder: subprocess.Popen[bytes] | None = None
+
+    def boot(self) -> None:
+        """Starts init. Raises `ClusterError` with what failed."""
+        assert not self.alive
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+        words = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _INIT, "init"]
+        self._holder = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *words, self.name, str(self.hosts)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        assert self._holder.stdout is not None
+        first = self._holder.stdout.readline()
+        if first != b"up\n":
+            rest = self._holder.stdout.read()
+            self.kill()
+            raise ClusterError(f"{self.name} does not start: {(first + rest).decode(errors='replace').strip()}")
+        self.init_pid = next(pid for pid, (parent, _) in processes_of_machine().items() if parent == self._holder.pid)
+
+    @property
+    def alive(self) -> bool:
+        return self._holder is not None and self._holder.poll() is None
+
+    def kill(self) -> None:
+        """Ends every process of the node at the same moment. Returns when they are gone."""
+        if self._holder is None:
+            return
+        if self.alive and self.init_pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.init_pid, signal.SIGKILL)
+        elif self.alive:
+            self._holder.kill()
+        self._holder.wait()
+        for pipe in (self._holder.stdin, self._holder.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._holder, self.init_pid = None, 0
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str], cwd: str, sink: Callable[[bytes], None]) -> Process:
+        """Starts a command on this node. ``sink`` gets each line of its output."""
+        if not self.alive:
+            raise ClusterError(f"{self.name} is down")
+        return Process(self, words, {**environment, "TMPDIR": str(self.temporary)}, cwd, sink)
+
+    def processes(self) -> list[int]:
+        """Ids, as seen from outside, of all processes of this node except its init and init's helper."""
+        if not self.alive:
+            return []
+        found = processes_of_machine()
+        if self.init_pid not in found:
+            return []
+        mine = found[self.init_pid][1]
+        helpers = {pid for pid, (parent, _) in found.items() if parent == self.init_pid and _words(pid) == ["cat"]}
+        return [pid for pid, (_, space) in found.items() if space == mine and pid != self.init_pid and pid not in helpers]
+
+    def worker(self, local_rank: int) -> int:
+        """The process id, as seen from outside, of the worker with this LOCAL_RANK. Raises `ClusterError` if there is none."""
+        ranks = {pid: _environment(pid).get("LOCAL_RANK") for pid in self.processes()}
+        parents = processes_of_machine()
+        workers = {rank: pid for pid, rank in ranks.items() if rank is not None and ranks.get(parents.get(pid, (0,))[0]) is None}
+        if str(local_rank) not in workers:
+            raise ClusterError(f"{self.name} has no worker with local rank {local_rank}, only {sorted(workers) or 'none at all'}")
+        return workers[str(local_rank)]
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
