@@ -54,10 +54,12 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
 
     ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism leaves it, or a model output
     with an attribute ``logits``; ``targets``: int64 [...]. Beside the logits and their gradient only one chunk is ever held in
-    full precision: softmax is computed again in backward from a saved log-sum-exp per token.
+    full precision: softmax is computed again in backward from a saved log-sum-exp per token. Raises RuntimeError for a target that has
+    no logit.
     """
     logits = getattr(logits, "logits", logits)
     if not isinstance(logits, DTensor):
+        _check_targets(targets, logits.shape[-1])
         return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0)
     mesh, (placement,) = logits.device_mesh, logits.placements
     if not placement.is_shard(logits.ndim - 1):
@@ -65,6 +67,17 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
     per_rank = -(-logits.shape[-1] // mesh.size())
     local = logits.to_local()
     return _CrossEntropySum.apply(local.flatten(0, -2), targets.flatten(), mesh.get_group(), per_rank * mesh.get_local_rank())
+
+
+def _check_targets(targets: Tensor, columns: int) -> None:
+    """Raises RuntimeError for a target without a logit; on GPU without waiting for the device."""
+    if targets.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
+        known = ((targets >= 0) & (targets < columns)) | (targets == IGNORED)
+        torch._assert_async(
+            known.all(),
+            f"a target has no logit: the last dim of the logits is {columns}. Is the vocabulary too small, or are these only this rank's "
+            "columns of a tensor-parallel head (plan: colwise_gather_output, or keep them a DTensor)?",
+        )
 
 
 class _CrossEntropySum(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -62,31 +63,47 @@ def the_mesh():
 
 
 def namespace(code: str) -> dict[str, Any]:
-    """What the document says exists; ``x`` differs between data ranks. A model that something is loaded into was changed before."""
+    """What the document says exists, as far as the cell ``code`` uses it; ``x`` differs between data ranks.
+
+    A model that something is loaded into was changed before.
+    """
+    used = set(re.findall(r"\w+", code))
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
     names |= {name: kind for name, kind in vars(config_module).items() if isinstance(kind, type)}
-    torch.manual_seed(dist.get_rank() if "broadcast_from=" in code else 0)
+    torch.manual_seed(dist.get_rank() if "broadcast_from" in used else 0)
     mesh, config, rank = the_mesh(), ParallelConfig("hybrid"), dist.get_rank()
     module, bare = MyModel(), MyModel()
+    x = (torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)) % 8  # tensor ranks share their data
+    names |= {
+        "torch": torch, "nn": nn, "MyModel": MyModel, "Block": Block, "module": module, "bare": bare, "mesh": mesh, "config": config,
+        "x": x, "micro_batches": [x, x], "rank": rank, "f": halve, "original": [p.detach().clone() for p in module.parameters()],
+    }  # fmt: skip
+    if not re.search(r"\b(model(?! = )|state|parts|whole)\b", code):
+        return names
     torch.manual_seed(1)
     model = parallelize(MyModel(), mesh, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    x = (torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)) % 8  # tensor ranks share their data
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    names |= {"state": full_state(model, optimizer), "whole": full_state(model, optimizer, rank0_only=False)}
-    names |= {"parts": sharded_state(model, optimizer, copy=True), "before": snapshot(model, optimizer)}
-    if "load_" in code and "bare" not in code:
+    names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    if used & {"optimizer", "state", "parts", "whole", "summon_full_params", "apply_full"}:
+        one_step(names)
+        names["before"] = snapshot(model, names["optimizer"])
+    if "state" in used:
+        names["state"] = full_state(model, names["optimizer"])
+    if "whole" in used:
+        names["whole"] = full_state(model, names["optimizer"], rank0_only=False)
+    if "parts" in used:
+        names["parts"] = sharded_state(model, names["optimizer"], copy=True)
+    if used & {"load_full_state", "load_sharded_state"}:
         with torch.no_grad():
-            for tensor in [*model.parameters(), *(entry["exp_avg"] for entry in optimizer.state.values())]:
+            for tensor in [*model.parameters(), *(entry["exp_avg"] for entry in names["optimizer"].state.values())]:
                 tensor.mul_(2.0)
-        assert snapshot(model, optimizer) != names["before"]
-    return names | {
-        "torch": torch, "nn": nn, "MyModel": MyModel, "Block": Block, "module": module, "bare": bare, "model": model, "mesh": mesh,
-        "config": config, "optimizer": optimizer, "x": x, "micro_batches": [x, x], "rank": rank, "f": halve,
-        "original": [parameter.detach().clone() for parameter in module.parameters()],
-    }  # fmt: skip
+        assert snapshot(model, names["optimizer"]) != names["before"]
+    return names
+
+
+def one_step(names: dict[str, Any]) -> None:
+    names["model"](names["x"]).square().mean().backward()
+    names["optimizer"].step()
+    names["optimizer"].zero_grad()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -381,8 +398,7 @@ def gathered_and_freed(names):
 
 @check("fully_shard", "an optimizer built after")
 def the_optimizer_trains(names):
-    names["model"](names["x"]).sum().backward()
-    names["optimizer"].step()
+    one_step(names)
     assert snapshot(names["model"], names["optimizer"])[0] != names["before"][0]
 
 
@@ -473,4 +489,4 @@ def fails_on_two(code: str) -> str:
 
 
 def has_comm_hooks() -> bool:
-    return hasattr(namespace("")["model"], "register_comm_hook")
+    return hasattr(namespace("model")["model"], "register_comm_hook")

@@ -105,6 +105,14 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def comes_to(pid: int, states: str) -> bool:
+    """Whether the process is in one of these states within some seconds; a signal takes its time on a busy machine."""
+    deadline = time.monotonic() + 10
+    while state_of(pid) not in states and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state_of(pid) in states
+
+
 def left_of(tag: str) -> list[str]:
     """Namespaces, folders and processes that name this cluster."""
     left = [name for name in namespaces() if tag in name] + [str(path) for path in leftovers.ROOT.glob(f"*{tag}*")]
@@ -179,20 +187,20 @@ def test_counters_equal_what_was_sent(tmp_path):
 def test_workers_are_killed_stopped_and_continued():
     with Cluster(2, ranks=2) as cluster:
         job = cluster.run(["sh", "-c", WORKERS], launcher="none")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while len(cluster.nodes[0].processes()) < 3 or len(cluster.nodes[1].processes()) < 3:
             assert time.monotonic() < deadline
         workers = {(node, rank): cluster.nodes[node].worker(rank) for node in (0, 1) for rank in (0, 1)}
         assert len(set(workers.values())) == 4
         cluster.stop_worker(0, 1)
-        assert state_of(workers[0, 1]) == "T"
+        assert comes_to(workers[0, 1], "T")
         cluster.continue_worker(0, 1)
-        assert state_of(workers[0, 1]) == "S"
+        assert comes_to(workers[0, 1], "SR")
         cluster.kill_worker(1, 1)
         while job.poll()[1] is None:
             assert time.monotonic() < deadline
         assert job.poll() == {0: None, 1: 137}
-        assert [state_of(workers[key]) for key in ((0, 0), (0, 1), (1, 0))] == ["S", "S", "S"]
+        assert all(comes_to(workers[key], "SR") for key in ((0, 0), (0, 1), (1, 0)))
         with pytest.raises(ClusterError, match=r"node1 has no worker with local rank 1, only \['0'\]"):
             cluster.kill_worker(1, 1)
         with pytest.raises(ClusterError, match="node=2: there are nodes 0 to 1"):
@@ -214,6 +222,7 @@ def test_a_killed_node_loses_its_memory_and_its_peers_notice():
         transfer(cluster, 1, 0, 1000)
 
 
+@pytest.mark.slow
 @needs_nodes
 def test_power_loss_is_silent_until_the_node_is_back():
     with Cluster(2) as cluster:
@@ -265,6 +274,7 @@ def test_a_partition_lets_nothing_through_and_heals():
         assert "ERROR" not in cluster.log_path(1).read_text()
 
 
+@pytest.mark.slow
 @needs_nodes
 def test_loss_loses_the_share_that_was_asked_for():
     listen = """
@@ -328,6 +338,7 @@ def test_delay_delays_or_says_that_it_cannot():
             assert transfer(cluster, 0, 1, 2_000_000) < 1.1 * 10e6  # the link is shaped as before
 
 
+@pytest.mark.slow
 @needs_nodes
 def test_two_clusters_at_once_do_not_meet():
     with Cluster(2) as one, Cluster(2) as other:
@@ -389,6 +400,7 @@ def test_clean_removes_what_a_killed_tool_left(tmp_path):
     assert left_of(tag) == []
 
 
+@pytest.mark.slow
 @needs_nodes
 def test_processes_of_a_killed_tool_end_by_themselves(tmp_path):
     tool, tag = start_tool(tmp_path)
@@ -401,6 +413,7 @@ def test_processes_of_a_killed_tool_end_by_themselves(tmp_path):
     assert left_of(tag) == []
 
 
+@pytest.mark.slow
 @needs_nodes
 def test_faults_from_the_command_line(tmp_path, capsys):
     words = ["run", "--nodes", "2", "--ranks", "2", "--launcher", "none", "--output", str(tmp_path), "--timeout", "60"]
@@ -466,6 +479,7 @@ def corpus(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @needs_nodes
 def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, corpus):
     ranks.run(4, jobs.run, str(corpus), str(corpus / "one"), SIZES, 8)

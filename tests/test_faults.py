@@ -173,6 +173,7 @@ def run(folder: Path, faults: list[str], seed: int) -> dict[str, list[float]]:
     return took
 
 
+@pytest.mark.slow
 def test_a_killed_worker_and_a_lost_node(tmp_path):
     run(tmp_path, ["kill_worker", "kill_node"], seed=1)
 

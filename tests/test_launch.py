@@ -90,6 +90,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     assert [row["loss"] for row in disturbed] == pytest.approx([row["loss"] for row in quiet], rel=1e-10, abs=0)
 
 
+@pytest.mark.slow
 def test_a_broken_job_is_not_started_for_ever(tmp_path):
     (tmp_path / "broken.py").write_text(
         "import torch\nclass Broken(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('this model is broken')\n"

@@ -95,3 +95,9 @@ def test_token_weight_counts_each_data_ranks_tokens_once(ranks):
     assert ranks.run(4, _weights, [1, 2, 3, 4], {}) == [pytest.approx(4 / 10)] * 4
     assert ranks.run(4, _weights, [1, 1, 4, 4], {"tensor": 2}) == [pytest.approx(2 / 5)] * 4
     assert ranks.run(4, _weights, [0, 0, 0, 0], {}) == [0.0] * 4
+
+
+@pytest.mark.parametrize("wrong", [5, 99, -1])
+def test_a_target_without_a_logit_is_an_error(wrong):
+    with pytest.raises(RuntimeError, match="no logit: the last dim of the logits is 5"):
+        cross_entropy_sum(torch.zeros(3, 5), torch.tensor([0, wrong, -100]))

@@ -276,6 +276,7 @@ ON_TWO_NODES = [(layout, accumulation) for layout in ("hybrid", "zero3", "ddp", 
 INSIDE = {"hybrid": ("shard", "replicate"), "tensor": ("tensor", "shard")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "accumulation"), ON_TWO_NODES)
 def test_bytes_per_axis_are_those_that_the_kernel_counts(two_nodes, layout, accumulation):
     case = two_nodes[layout, accumulation]

@@ -476,6 +476,7 @@ def drop_connections(cluster: Cluster, source: int, target: int) -> None:
     subprocess.run([*tc, "filter", "add", *port, *words], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
 def test_a_broken_cluster_is_described_node_by_node(tmp_path):
     """Four machines: other code on node1, a firewall from node0 to node2, a slow cable at node3."""

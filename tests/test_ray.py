@@ -33,6 +33,7 @@ def equal(some: list[dict], others: list[dict]) -> None:
     assert some[0]["loss"] > some[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp_path):
     """Without Ray, so that it runs everywhere."""
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
@@ -49,6 +50,7 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
     assert pickle.loads(pickle.dumps(sys.modules["parallel2d.parallelize"])) is sys.modules["parallel2d.parallelize"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
 @pytest.mark.parametrize(("workers", "shard"), [(2, "2"), (4, "2")])  # one replica; two, on however few cores
 def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):

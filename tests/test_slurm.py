@@ -140,6 +140,7 @@ def test_the_script_is_sound_and_may_be_run():
     )  # Slurm reads none after a command
 
 
+@pytest.mark.slow
 def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
     """Ranks by srun: one node, two tasks."""
     rows, log = live_twice(folder, START="ranks", TASKS_PER_NODE="2")
@@ -180,6 +181,7 @@ def run_stand_in(folder: Path, program: str, signals: tuple[int, ...] = (), **va
 SAVES = 'trap "sleep 0.2; exit 75" USR1; echo up; while :; do sleep 0.02; done'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, number):
     code, log, notes = run_stand_in(folder, SAVES, (number, number))  # the second comes while they save

@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConfig) -> nn.Module:
     """Sets how early the groups of ``model``, which `shard` has made, gather their parameters. Losses do not depend on it.
 
-    On CPU all-gathers become asynchronous: a gather that was issued early then runs while the group before computes, which on GPU
-    streams see to. Forward chains rest while activations are recomputed.
+    With forward chains all-gathers become asynchronous on CPU: one that was issued early then runs while the group before computes,
+    which on GPU streams see to. Forward chains rest while activations are recomputed.
     """
     assert isinstance(model, FSDPModule)
     if mesh_shape(mesh).shard == 1:
         if config != PrefetchConfig():
             log.info("prefetch has no effect with mesh.shard=1: no parameters are gathered")
         return model
-    if mesh.device_type == "cpu":
+    if mesh.device_type == "cpu" and config.forward:
         model._set_unshard_async_op(True)
     if config.backward == 0:  # an empty chain would mean the engine's own choice, one group ahead
         for module in model.modules():

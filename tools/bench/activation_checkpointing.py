@@ -3,8 +3,8 @@
     python tools/bench/activation_checkpointing.py [--rounds 5]
 
 One process, a small Llama with the seed's weights. *Kept* is what forward leaves allocated for backward, *peak* the most that is
-allocated at once in a step, both above what was there before, from the allocator's own reports of each allocation and release. The
-modes take turns.
+allocated at once in a step, both above what was there before, from the allocator's own reports of each allocation and release. The modes
+take turns.
 """
 
 from __future__ import annotations
