@@ -302,6 +302,7 @@ def sent(row: dict[str, Any], axis: str) -> float:
     return row.get(f"comm/{axis}/bytes") or 0.0
 
 
+@pytest.mark.slow
 def test_strategies_move_what_they_say(trained):
     zero3, zero2, ddp, hybrid, hybrid_zero2 = (
         trained("FullySharded", f"ShardingStrategy.{name}")
@@ -315,6 +316,7 @@ def test_strategies_move_what_they_say(trained):
     assert sent(ddp, "replicate") > sent(hybrid, "replicate") > 0
 
 
+@pytest.mark.slow
 def test_precision_words_change_bytes_and_dtypes(trained):
     fp32, bf16 = trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"), trained("Lightning", 'Trainer(precision="bf16-mixed")')
     true = trained("Lightning", 'Trainer(precision="bf16-true")')
@@ -323,6 +325,7 @@ def test_precision_words_change_bytes_and_dtypes(trained):
     assert (bf16["storage"], true["storage"]) == ("torch.float32", "torch.bfloat16")
 
 
+@pytest.mark.slow
 def test_words_of_torchtitan_train(trained):
     plain, tensor = (
         trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"),
@@ -353,6 +356,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_the_torchtitan_config_as_a_command(folder):
     """The very words, on a text of ours; then its checkpoint as one file."""
     small = ["data=text", "data.path=corpus.txt", "data.cache_dir=cache", "hydra.run.dir=titan", "train.validate_every=0"]
@@ -375,6 +379,7 @@ def test_the_torchtitan_config_as_a_command(folder):
     assert source == "RUN_DIR"
 
 
+@pytest.mark.slow
 def test_the_lightning_script_as_a_module_and_words(ranks, folder):
     (folder / "char_model.py").write_text(block("lightning module"))
     words = words_of("lightning", "parallel2d.train")
@@ -384,6 +389,7 @@ def test_the_lightning_script_as_a_module_and_words(ranks, folder):
     assert sent(row, "shard") > 0
 
 
+@pytest.mark.slow
 def test_the_fsdp1_script_moved_over(folder):
     (folder / "moved.py").write_text(block("fsdp1"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "moved.py"]

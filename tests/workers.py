@@ -7,6 +7,7 @@ because the other ranks may be waiting in a collective, unless every rank raised
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -31,12 +32,29 @@ def _worker(rank: int, world_size: int, store_path: str, connection: Any) -> Non
     connection.send(("ready", None))
     while (task := connection.recv()) is not None:
         function, args, kwargs = task
+        _forget_groups()
         try:
             answer = ("ok", function(*args, **kwargs))
         except BaseException as error:
             answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
         connection.send(answer)
     dist.destroy_process_group()
+
+
+def _forget_groups() -> None:
+    """Ends the process groups of earlier tests. Each has a thread that wakes up a hundred times a second: a thousand of them would leave
+    no time for anything else. All ranks have answered by now, so none is inside a collective."""
+    import torch.distributed as dist
+
+    from parallel2d.runtime import _forget_meshes
+
+    earlier = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if earlier:
+        dist.barrier()
+        for group in earlier:
+            dist.destroy_process_group(group)
+        _forget_meshes()
+        gc.collect()
 
 
 class WorkerError(AssertionError):
