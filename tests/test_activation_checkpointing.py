@@ -168,6 +168,7 @@ def _run(cases, tensor, steps, accumulation):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "bucketing"), [
     ("ddp", "block"), ("zero2", "layer"), ("zero3", "layer"), ("hybrid_zero2", "block"), ("hybrid", "block"),
 ])  # fmt: skip

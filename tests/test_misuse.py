@@ -8,7 +8,7 @@ import training
 from torch import nn
 from workers import WorkerError
 
-from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, data_coordinate, parallelize
+from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, build_on_meta, data_coordinate, parallelize
 
 
 def _sharded(sizes=None):
@@ -48,7 +48,7 @@ def test_calling_forward_directly_is_refused(ranks):
 
 
 def test_an_integer_reshard_cannot_be_asked_for():
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match="reshard_after_forward is an option of fully_shard"):
         ParallelConfig(reshard_after_forward=2)
 
 

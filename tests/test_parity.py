@@ -102,6 +102,7 @@ def test_fp64_equals_plain_pytorch_on_every_layout(ranks, strategy, bucketing, t
     check_fp64(ranks, strategy, bucketing, tensor, accumulation, 50 if (strategy, bucketing, tensor) in LONG else 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "bucketing", "tensor", "accumulation"), COVER[::3])
 def test_fp32_equals_plain_pytorch_on_every_layout(ranks, strategy, bucketing, tensor, accumulation):
     check_fp32(ranks, strategy, bucketing, tensor, accumulation)
@@ -118,6 +119,7 @@ def test_every_layout_of_the_full_product(ranks, record_property, strategy, buck
             record_property(f"{precision} {name}", value)  # kept by pytest -o junit_family=xunit1 --junitxml=FILE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_fp64_equals_plain_pytorch_on_other_world_sizes(ranks, world):
     mesh = {"tensor": 2} if world == 8 else {}
@@ -152,6 +154,7 @@ def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
     compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_change_nothing(ranks):
     from parallel2d.config import CompileConfig
 
@@ -160,6 +163,7 @@ def test_compiled_blocks_change_nothing(ranks):
     compare(run, reference(torch.float64, 5), losses=1e-10, norm=1e-10, weights=1e-9)
 
 
+@pytest.mark.slow
 def test_tied_embeddings_stay_tied_under_every_bucketing(ranks):
     llama = {"tie_embeddings": True}
     alone = ranks.run(1, training.train, {}, {"precision": "fp64"}, steps=4, llama=llama)[0]

@@ -219,6 +219,7 @@ def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
     return {key: (measured[key], value) for key, value in predicted.items() if key.endswith("bytes")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "during", "checkpointing", "bucketing"), [
     (1, "full", "none", "block"),
     (2, "reduce_scatter_only", "none", "layer"),
