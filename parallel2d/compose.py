@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import sys
@@ -83,8 +84,9 @@ class Job:
     restarted: bool = False  # these workers replace others of the same job
 
 
+@functools.cache
 def register() -> None:
-    """Makes the schema and the presets known to Hydra. Safe to call again."""
+    """Makes the schema and the presets known to Hydra, once per process."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig)
     for group, presets in _PRESETS.items():

@@ -54,7 +54,7 @@ def _launch(job: Job) -> None:
         )
     workers = launch.workers_per_node(job.config.launch)
     check(job.config, Topology.single_host(workers))
-    launch.start_workers(job, workers)
+    launch.start_workers(job, workers, main)
 
 
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
 
     workers = launch.workers_per_node(config.launch)
     check(config, Topology.equal_hosts(config.launch.node_range[1], workers))
-    launch.start_node(config, words, workers)
+    launch.start_node(config, words, workers, main)
 
 
 def _run_rank(place: launch.Place, words: Sequence[str]) -> int:

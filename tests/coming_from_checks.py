@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
@@ -57,11 +56,6 @@ def halve(module: nn.Module, _name: str) -> None:
             nn.init.constant_(parameter, 0.5)
 
 
-@functools.cache
-def the_mesh():
-    return build_mesh(MeshSpec(2, 2), "hybrid")
-
-
 def namespace(code: str) -> dict[str, Any]:
     """What the document says exists, as far as the cell ``code`` uses it; ``x`` differs between data ranks.
 
@@ -71,7 +65,7 @@ def namespace(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
     names |= {name: kind for name, kind in vars(config_module).items() if isinstance(kind, type)}
     torch.manual_seed(dist.get_rank() if "broadcast_from" in used else 0)
-    mesh, config, rank = the_mesh(), ParallelConfig("hybrid"), dist.get_rank()
+    mesh, config, rank = build_mesh(MeshSpec(2, 2), "hybrid"), ParallelConfig("hybrid"), dist.get_rank()
     module, bare = MyModel(), MyModel()
     x = (torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)) % 8  # tensor ranks share their data
     names |= {

@@ -52,3 +52,19 @@ def run(folder, run_dir, words, steps):
 def rows(run_dir):
     """The rows of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def ranks_of(launcher):
+    """Process ids of the live ranks that this launcher has forked, in their order."""
+    found, parents = {}, {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                name, _, rest = Path(f"/proc/{entry}/stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:  # it ended meanwhile
+                continue
+            state, parent = rest.split()[:2]
+            parents[int(entry)] = int(parent)
+            if name.startswith("rank ") and state != "Z":
+                found[int(name.split()[1])] = int(entry)
+    return [pid for _, pid in sorted(found.items()) if parents.get(parents[pid]) == launcher]

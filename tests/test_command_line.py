@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jobs
 import pytest
 
 SMALL = (
@@ -75,20 +76,6 @@ def run_dirs(folder: Path):
 
 def losses(run_dir: Path):
     return [row["loss"] for row in rows(run_dir)]
-
-
-def workers_of(run_dir: str):
-    """Process ids of live workers of that run, from their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"PARALLEL2D_RUN_DIR={run_dir}".encode() in (entry / "environ").read_bytes():
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z":
-                    found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 def wait_until(condition, what, seconds=90.0):
@@ -163,13 +150,13 @@ def test_ending_the_launcher_ends_every_worker(folder, way):
         command(*words, "train.steps=1000000", "launch.nproc_per_node=2", "hydra.run.dir=run"),
         cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    run_dir = str(folder / "run")
     metrics = folder / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
-    assert len(workers_of(run_dir)) == 2
+    workers = jobs.ranks_of(launcher.pid)
+    assert len(workers) == 2
     launcher.send_signal(signal.SIGINT if "SIGINT" in way else signal.SIGKILL)
     _, said = launcher.communicate(timeout=20)
-    wait_until(lambda: not workers_of(run_dir), "the end of all workers", 10)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of all workers", 10)
     if "SIGINT" in way:
         assert launcher.returncode == 130
         assert "interrupted; all workers have ended" in said

@@ -39,11 +39,6 @@ def command(folder: Path, *words: str) -> list[str]:
     ]
 
 
-def workers_of(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
-
-
 def wait_for(condition, seconds=90.0):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -72,7 +67,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     )
     metrics = tmp_path / "run/metrics.jsonl"
     wait_for(lambda: (metrics.exists() and len(metrics.read_text().splitlines()) > 12) or process.poll() is not None)
-    victims = workers_of(process.pid)
+    victims = jobs.ranks_of(process.pid)
     os.kill(victims[1], signal.SIGKILL)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 0, errors

@@ -10,12 +10,11 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import jobs
 import pytest
 import torch.distributed as dist
-from test_command_line import SMALL, command, environment, execute, folder, rows, wait_until, workers_of  # noqa: F401
+from test_command_line import SMALL, command, environment, execute, folder, rows, wait_until  # noqa: F401
 from torch import nn
 
 
@@ -57,13 +56,11 @@ def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
         command(*words, "train.steps=1000000", "launch.nproc_per_node=2", "launch.timeout=12", "hydra.run.dir=run"),
         cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    run_dir = str(folder / "run")
     metrics = folder / "run" / "metrics.jsonl"
     stopped = 0
     try:
         wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
-        workers = workers_of(run_dir)
-        (stopped,) = [pid for pid in workers if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+        _, stopped = jobs.ranks_of(launcher.pid)
         os.kill(stopped, signal.SIGSTOP)
         wait_until(lambda: (folder / "run" / "stacks").exists(), "the dump of stacks", 60)
         _, said = launcher.communicate(timeout=90)

@@ -31,6 +31,8 @@ def _worker(rank: int, world_size: int, store_path: str, connection: Any) -> Non
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT))
+    gc.collect()
+    gc.freeze()  # what is imported by now need not be looked through again before every test
     connection.send(("ready", None))
     while (task := connection.recv()) is not None:
         function, args, kwargs = task

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from parallel2d.checkpoint.memory.place import SHARED_MEMORY, VARIABLE
 from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.launch.agreement import read_story
 from parallel2d.launch.endings import StoreLost, WorkersFailed
+from parallel2d.launch.nursery import ForkedContext, Nursery
 from parallel2d.launch.place import AGENT
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
@@ -44,7 +45,8 @@ _STORY = "parallel2d/story"
 class Team:
     """The ranks of this node."""
 
-    command: tuple[str, ...]  # of each, after the interpreter
+    words: tuple[str, ...]  # of each, on its command line
+    nursery: Nursery | None  # None: each rank is a process of its own
     size: int
     settings: LaunchConfig
     restarts: Restarts
@@ -98,7 +100,7 @@ def run_team(team: Team, meeting: Meeting) -> None:
         role="worker",
         local_world_size=team.size,
         entrypoint=sys.executable,
-        args=team.command,
+        args=("-u", "-m", "parallel2d.train", *team.words),
         rdzv_handler=handler,
         max_restarts=team.restarts.limit,
         monitor_interval=0.1,
@@ -110,7 +112,7 @@ def run_team(team: Team, meeting: Meeting) -> None:
     try:
         result = agent.run()
         if result is not None and result.is_failed():
-            raise _told(agent, meeting, result.failures, team)
+            raise _told(meeting, result.failures, team)
     except SignalException:
         over = False  # closing would keep a node that is only being replaced from coming back
         raise
@@ -132,11 +134,42 @@ class _Agent(LocalElasticAgent):
         self._team, self._pause = team, 0.0
 
     def _start_workers(self, group: Any) -> Any:
-        started = super()._start_workers(group)
-        context: Any = self._pcontext
+        nursery = self._team.nursery
+        if nursery is not None and nursery.alive:
+            context: Any = ForkedContext(nursery, self._team.words, self._environments(group), self._logs_specs)
+            self._pcontext = context
+            context.start()
+            started = context.pids()
+        else:
+            started = super()._start_workers(group)
+            context = self._pcontext
         # Called without a timeout once a worker has failed. What is stopped or stuck then does not hear SIGTERM.
         context.close = functools.partial(_close_soon, context.close)
         return started
+
+    def _environments(self, group: Any) -> dict[int, dict[str, str]]:
+        """By local rank: the variables that torchrun gives a worker."""
+        spec = group.spec
+        of_all = {
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+        }
+        return {
+            worker.local_rank: {
+                name: str(value)
+                for name, value in {
+                    **of_all, "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank, "WORLD_SIZE": worker.world_size,
+                }.items()
+            }
+            for worker in group.workers
+        }  # fmt: skip
 
     def _monitor_workers(self, group: Any) -> Any:
         result = super()._monitor_workers(group)
@@ -215,7 +248,7 @@ def one_line(failure: Any, story: dict[str, Any] | None) -> str:
     return f"exited with code {failure.exitcode}"
 
 
-def _told(agent: _Agent, meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
+def _told(meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
     """The story of the rank that failed first, told by one node: the others name it."""
     rank, failure, story = first_failure(failures)
     config_error = bool(story and story["config_error"])
@@ -255,8 +288,3 @@ def _explained(error: Exception, agent: _Agent, meeting: Meeting, team: Team) ->
             f"{meeting.endpoint} ({', '.join(there)}); python -m parallel2d.preflight tells which cannot reach it"
         )
     return StoreLost(str(error).splitlines()[0])
-
-
-def words_of(command: Sequence[str]) -> tuple[str, ...]:
-    """The command line of a worker, after the interpreter."""
-    return ("-u", "-m", "parallel2d.train", *command)

@@ -6,12 +6,13 @@ it saved on the way out, failed, or never could have worked is told by the excep
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from parallel2d import compose
 from parallel2d.config import LaunchConfig
@@ -22,40 +23,48 @@ from parallel2d.launch.place import CONFIG, RUN_DIR
 from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import Restarts
 
+if TYPE_CHECKING:
+    from parallel2d.launch.nursery import Nursery
 
-def start_workers(job: compose.Job, nproc: int) -> None:
-    """Runs ``job`` on ``nproc`` fresh workers of this machine, which talk over loopback alone, and waits for them.
+
+Main = Callable[[Sequence[str]], int]  # of a rank: from its words to its exit code
+
+
+def start_workers(job: compose.Job, nproc: int, main: Main) -> None:
+    """Runs ``job`` on ``nproc`` fresh workers of this machine, which talk over loopback alone, and waits for them. Each runs ``main``.
 
     Raises `ConfigError` or `WorkersFailed` with the first failing rank's story, `Preempted` when told to end and saved, and
     KeyboardInterrupt after Ctrl-C; all workers are gone then.
     """
-    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team, words_of
+    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
 
     settings = job.config.launch
     logs = os.path.join(job.run_dir, "logs")
     inherited = {CONFIG: compose.to_yaml(job.config), RUN_DIR: job.run_dir}
-    with launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
+    with _nursery(main) as nursery, launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
-        team = Team(words_of(()), nproc, settings, restarts, folder, logs)
+        team = Team((), nursery, nproc, settings, restarts, folder, logs)
         _told_to_end(
             lambda: run_team(team, meet_alone()), settings, lambda: _checkpoints(job.config.checkpoint.folder, job.run_dir)
         )
 
 
-def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
+def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> None:
     """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its end.
 
     ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank 0. When the rendezvous store goes
     away, the ranks end and it is waited for, ``launch.rendezvous_timeout`` seconds, then the job goes on from its newest checkpoint.
     Raises as `start_workers` does.
     """
-    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team, words_of
+    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
 
     settings: LaunchConfig = config.launch
-    meeting = meet(settings)
-    with launcher_environment(_defaults(nproc, meeting.interface.name)) as folder:
+    with contextlib.ExitStack() as stack:
+        nursery = stack.enter_context(_nursery(main))  # before this process has the threads of a store
+        meeting = meet(settings)
+        folder = stack.enter_context(launcher_environment(_defaults(nproc, meeting.interface.name)))
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
-        team = Team(words_of(words), nproc, settings, restarts, folder)
+        team = Team(tuple(words), nursery, nproc, settings, restarts, folder)
         where = "opened here" if meeting.hosted else "found"
         team.say(
             f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), over {meeting.interface.name}"
@@ -78,6 +87,21 @@ def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
                     meeting = meet(settings)
 
         _told_to_end(run, settings, lambda: _checkpoints(config.checkpoint.folder, recorded_run_dir(folder)))
+
+
+@contextlib.contextmanager
+def _nursery(main: Main) -> Iterator[Nursery | None]:
+    """Where this launcher's ranks come from, until it ends; None where they cannot be forked."""
+    from parallel2d.launch.nursery import Nursery, possible
+
+    if not possible():
+        yield None
+        return
+    nursery = Nursery(main)
+    try:
+        yield nursery
+    finally:
+        nursery.close()
 
 
 def restart_limit(settings: LaunchConfig) -> int:

@@ -166,13 +166,25 @@ class Node:
         return [pid for pid, (_, space) in found.items() if space == mine and pid != self.init_pid and pid not in helpers]
 
     def worker(self, local_rank: int) -> int:
-        """The process id, as seen from outside, of the worker with this LOCAL_RANK. Raises `ClusterError` if there is none."""
-        ranks = {pid: _environment(pid).get("LOCAL_RANK") for pid in self.processes()}
+        """The process id, as seen from outside, of the worker with this LOCAL_RANK. Raises `ClusterError` if there is none.
+
+        torchrun's workers have it in their environment; those that our launcher forks have ``rank N`` for a name.
+        """
         parents = processes_of_machine()
-        workers = {rank: pid for pid, rank in ranks.items() if rank is not None and ranks.get(parents.get(pid, (0,))[0]) is None}
+        started = {pid: _environment(pid).get("LOCAL_RANK") for pid in self.processes()}
+        workers = {rank: pid for pid, rank in started.items() if rank and started.get(parents.get(pid, (0,))[0]) is None}
+        forked = sorted((int(name.split()[1]), pid) for pid in started if (name := _name(pid)).startswith("rank "))
+        workers |= {str(position): pid for position, (_, pid) in enumerate(forked)}
         if str(local_rank) not in workers:
             raise ClusterError(f"{self.name} has no worker with local rank {local_rank}, only {sorted(workers) or 'none at all'}")
         return workers[str(local_rank)]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _words(pid: int) -> list[str]:
