@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -215,12 +216,14 @@ def _dress(environment: Mapping[str, str], stdout: str | None, stderr: str | Non
     for number in _BLOCKED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
-    for path, stream, descriptor in ((stdout, sys.stdout, 1), (stderr, sys.stderr, 2)):
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(opened, descriptor)
             os.close(opened)
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(descriptor, "w"), errors="backslashreplace", write_through=True) for descriptor in (1, 2)
+    )
     os.environ.clear()
     os.environ.update(environment)
     set_process_name(f"rank {environment['RANK']}")
