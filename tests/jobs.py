@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -9,31 +10,54 @@ from pathlib import Path
 SMALL = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=16", "train.steps=12",
     "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=2", "precision=fp64",
-    "metrics.console=silent", "metrics.tensorboard=false", "hydra.run.dir=unused",
+    "metrics.console=silent", "metrics.tensorboard=false",
 )  # fmt: skip
+
+
+@functools.cache
+def _with_choices(*choices):
+    """What Hydra composes of choices of groups alone; takes half a second, so once per process."""
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    from parallel2d.compose import register
+
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("parallel2d.conf", version_base="1.3"):
+        return compose("train", overrides=list(choices))
+
+
+def config_of(words):
+    """What the words compose to, validated. Values are set on what the choices compose to, as Hydra does it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    from parallel2d.compose import _PRESETS, _open_words, to_config
+
+    choices = [word for word in words if word.partition("=")[0] in {*_PRESETS, "model", "data", "experiment"}]
+    composed = _with_choices(*choices).copy()
+    for word in _open_words([word for word in words if word not in choices and not word.startswith("hydra.")]):
+        override = OverridesParser.create().parse_override(word)
+        OmegaConf.update(composed, override.key_or_group, override.value(), merge=True, force_add=word.startswith("+"))
+    return to_config(composed)
 
 
 def run(folder, run_dir, words, steps):
     """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on."""
     import torch
     import torch.distributed as dist
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
 
     from parallel2d.assemble import build_trainer
-    from parallel2d.compose import Job, register, to_config
+    from parallel2d.compose import Job
     from parallel2d.data import BatchFeed
     from parallel2d.launch import Place
     from parallel2d.mesh import Topology
     from parallel2d.runtime import Runtime
 
     os.chdir(folder)
-    GlobalHydra.instance().clear()
-    register()
-    dropped = ("hydra.", "model.") if {"model=custom", "model=hf"} & set(words) else ("hydra.",)
-    overrides = [word for word in SMALL if not word.startswith(dropped)] + list(words)
-    with initialize_config_module("parallel2d.conf", version_base="1.3"):
-        config = to_config(compose("train", overrides=overrides))
+    dropped = "model." if {"model=custom", "model=hf"} & set(words) else ()
+    config = config_of([*(word for word in SMALL if not word.startswith(dropped)), *words])
     rank, world = dist.get_rank(), dist.get_world_size()
     os.makedirs(run_dir, exist_ok=True)
     place = Place(rank, world, rank, 0, 1, "torchrun")

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jobs
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,41 +146,6 @@ def with_base(base: tuple[str, ...], words: list[str]) -> list[str]:
     return [*kept, *words]
 
 
-def hydra_compose(words: list[str]) -> Any:
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
-    from parallel2d.compose import _open_words, register
-
-    register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("parallel2d.conf", version_base="1.3"):
-        return compose("train", overrides=_open_words(words))
-
-
-@functools.cache
-def with_choices(*choices: str) -> Any:
-    """Composed by Hydra once for all rows that choose alike; takes half a second."""
-    return hydra_compose(with_base(BASE, list(choices)))
-
-
-def compose_words(words: list[str]) -> TrainConfig:
-    """What the words compose to, validated. Values are set on what the choices compose to, as Hydra does it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from omegaconf import OmegaConf
-
-    from parallel2d.compose import _PRESETS, to_config
-
-    groups = {*_PRESETS, "model", "data"}
-    choices = [word for word in words if word.partition("=")[0] in groups]
-    composed = with_choices(*choices).copy()
-    for word in words:
-        if word not in choices and not word.startswith("hydra."):
-            override = OverridesParser.create().parse_override(word)
-            OmegaConf.update(composed, override.key_or_group, override.value(), merge=True)
-    return to_config(composed)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An empty folder with a text and a small saved Llama."""
@@ -220,7 +186,7 @@ def test_words(folder, monkeypatch, row, request):
     monkeypatch.chdir(folder)
     at = request.getfixturevalue("saved_llama") if "model.path" in row.code[0] else "folder"
     words = row.code[0].replace("FOLDER", at).split()
-    config, default = compose_words(words), compose_words([])
+    config, default = jobs.config_of(with_base(BASE, words)), jobs.config_of(BASE)
     for word in words:
         check_value(config, word)
     is_default = row.note.startswith("the default") or row.code[0].startswith("hydra.run.dir")
@@ -247,7 +213,7 @@ def saved_llama(tmp_path_factory):
 def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
     """On a rank: two steps of the job; the second row of its metrics and facts about its model."""
     from parallel2d.assemble import build_trainer
-    from parallel2d.compose import Job, to_config
+    from parallel2d.compose import Job
     from parallel2d.data import BatchFeed
     from parallel2d.launch import Place
     from parallel2d.mesh import Topology
@@ -256,7 +222,7 @@ def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
     os.chdir(folder)
     sys.path.insert(0, folder)
     try:
-        config = to_config(hydra_compose(with_base((*BASE, *SHORT), words)))
+        config = jobs.config_of(with_base((*BASE, *SHORT), words))
         os.makedirs(run_dir, exist_ok=True)
         rank, world = dist.get_rank(), dist.get_world_size()
         runtime = Runtime(Place(rank, world, rank, 0, 1, "torchrun"), torch.device("cpu"), Topology.gather())

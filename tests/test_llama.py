@@ -6,9 +6,7 @@ import jobs
 import pytest
 import torch
 import training
-from hydra import compose, initialize_config_module
 
-from parallel2d.compose import register, to_config
 from parallel2d.model import build_model
 from parallel2d.models.llama import rotary_angles, rotate, tensor_plan
 
@@ -53,10 +51,7 @@ def test_rotation_preserves_length_and_depends_on_distance_only():
     ("70b", 70_553_706_496), ("405b", 405_853_388_800),
 ])  # fmt: skip
 def test_configurations_have_the_published_sizes(name, parameters):
-    register()
-    with initialize_config_module("parallel2d.conf", version_base="1.3"):
-        config = to_config(compose("train", overrides=[f"model=llama_{name}"]))
-    module = build_model(config.model).module
+    module = build_model(jobs.config_of([f"model=llama_{name}"]).model).module
     assert sum(p.numel() for p in module.parameters()) == parameters
     assert all(p.is_meta for p in module.parameters())
 

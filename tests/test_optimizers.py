@@ -16,7 +16,6 @@ from torch import nn
 from training import build_llama, global_batch, whole
 
 from parallel2d.checkpoint import Checkpointer
-from parallel2d.compose import register, to_config
 from parallel2d.config import OPTIMIZERS, CheckpointConfig, ConfigError, OptimizerConfig
 from parallel2d.metrics.communication import KEYS, CommunicationMeter
 from parallel2d.optimizer import build_optimizer, plan_groups, set_learning_rate, update_bytes
@@ -279,13 +278,7 @@ def test_a_pattern_that_changes_nothing_is_an_error(pattern, says):
 
 
 def composed(*words: str) -> Any:
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
-    GlobalHydra.instance().clear()
-    register()
-    with initialize_config_module("parallel2d.conf", version_base="1.3"):
-        return to_config(compose("train", overrides=list(words))).optimizer
+    return jobs.config_of(words).optimizer
 
 
 def test_the_command_line_chooses_an_optimizer_and_its_groups():

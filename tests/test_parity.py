@@ -99,7 +99,7 @@ def check_fp32(ranks, strategy, bucketing, tensor, accumulation):
 
 @pytest.mark.parametrize(("strategy", "bucketing", "tensor", "accumulation"), COVER)
 def test_fp64_equals_plain_pytorch_on_every_layout(ranks, strategy, bucketing, tensor, accumulation):
-    check_fp64(ranks, strategy, bucketing, tensor, accumulation, 50 if (strategy, bucketing, tensor) in LONG else 8)
+    check_fp64(ranks, strategy, bucketing, tensor, accumulation, 50 if (strategy, bucketing, tensor) in LONG else 4)
 
 
 @pytest.mark.slow
@@ -177,6 +177,7 @@ def test_tied_embeddings_stay_tied_under_every_bucketing(ranks):
 # Precision: every field and every low preset, against plain PyTorch that computes in the same dtypes.
 
 LAYOUTS = {"zero3": ("zero3", 2, 1, (1, 2)), "hybrid": ("hybrid", 4, 1, (2, 2)), "tensor": ("zero3", 4, 2, (1, 2))}
+ON_LAYOUTS = ["zero3", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("hybrid", "tensor"))]
 WIDE = {"storage": "fp64", "param": "fp64", "reduce": "fp64"}
 LOW = {"storage": "fp64", "param": "bf16", "reduce": "fp64", "output": "fp64"}
 # Each case has its fields, and the same without what is tested. Weights and losses are kept in fp64, so that the order of a sum
@@ -204,7 +205,7 @@ EXACT = {"losses": 1e-12, "norm": 3e-7, "weights": 3e-9}
 ROUNDED = {"losses": 1.5e-4, "norm": 1e-3, "weights": 3e-2}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ON_LAYOUTS)
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_precision_field_computes_what_plain_pytorch_does_in_the_same_dtypes(ranks, field, layout):
     from parallel2d.config import PrecisionConfig
@@ -233,7 +234,7 @@ SAME_DTYPES = {"bf16": 3e-5, "bf16_reduce_bf16": 3e-5, "fp16": 6e-6}
 
 
 @pytest.mark.parametrize("precision", PRECISION_BOUNDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ON_LAYOUTS)
 def test_low_precision_stays_within_its_measured_bound(ranks, precision, layout):
     from parallel2d.config import PRECISIONS
 

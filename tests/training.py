@@ -93,7 +93,7 @@ class Descent:
 
 
 def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -182,13 +182,13 @@ class InitialWeights:
         owns = any(parameter is not None for parameter in module._parameters.values())
         library = self._library_initializer(name) if self.init is None else None
         if library is not None:  # may reach below; what is not here is on meta, where setting it does nothing
-            torch.manual_seed(module_seed(seed, name))
+            torch.default_generator.manual_seed(module_seed(seed, name))
             library(module)
             if all(not p.isnan().all() for p in module._parameters.values() if p is not None and not p.is_meta and p.numel()):
                 return
         if not owns and not complete:
             return  # its initializer would reach into modules that are not here
-        torch.manual_seed(module_seed(seed, name))
+        torch.default_generator.manual_seed(module_seed(seed, name))  # of the CPU alone; values are made there
         if self.init is not None:
             self.init(module, canonical_name(name))
             return
