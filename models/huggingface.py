@@ -126,6 +126,23 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def classifies_images(model: nn.Module) -> bool:
+    """Whether the library lists the model's class among those for image classification: it then gives logits, [n, classes]."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+    names = {name for value in CLASSES.values() for name in ([value] if isinstance(value, str) else value)}
+    return type(model).__name__ in names
+
+
+def image_input(config: Any) -> tuple[int | None, int | None]:
+    """Pixels of a side and channels of the square images that a configuration names; None for what it does not name."""
+    vision = getattr(config, "vision_config", config)
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", None)
+    if isinstance(size, list | tuple) and len(size) == 2 and size[0] == size[1]:
+        size = size[0]
+    return size if isinstance(size, int) else None, channels if isinstance(channels, int) else None
+
+
 def context_of(seq_len: int) -> int:
     """Positions at the start of a sequence for which an encoder and a decoder give no output: see `read_prefix_and_suffix`."""
     return max(0, seq_len // 2 - 1)

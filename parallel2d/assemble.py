@@ -6,7 +6,9 @@ does all of it on a rank. Both go through the same functions, so neither can kno
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -14,12 +16,14 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.compose import Job, to_yaml
-from parallel2d.config import ConfigError, LlamaModel, TrainConfig
+from parallel2d.config import ConfigError, DataConfig, LlamaModel, TrainConfig
 from parallel2d.data import BatchPlan, OpenData, open_data
+from parallel2d.data.batch import SampleShape, labelled_images
 from parallel2d.mesh import MeshShape, MeshSpec, Topology, build_mesh, data_coordinate
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
@@ -29,7 +33,7 @@ from parallel2d.metrics.prediction import count_tensor_axis, predict_communicati
 from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
-from parallel2d.model import ModelParts, build_model
+from parallel2d.model import ModelParts, build_model, words_of
 from parallel2d.optimizer import build_optimizer, plan_groups, update_bytes
 from parallel2d.parallelize import parallelize
 from parallel2d.parallelize.activation_checkpointing import kept_operators
@@ -56,7 +60,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
     parts = build_model(config.model)
     plan_groups(parts.module, config.optimizer)
     plan_tensor_axis(config, parts, shape)
-    check_vocabulary(config, parts, open_training_data(config, parts))
+    check_targets(config, parts, open_training_data(config, parts))
 
 
 def build_trainer(job: Job, runtime: Runtime) -> Trainer:
@@ -75,10 +79,11 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
     parts = build_model(config.model)
     data = open_training_data(config, parts)
     check_same_data(data.fingerprint)
-    check_vocabulary(config, parts, data)
-    flops = flops_per_sequence(job, parts) if runtime.is_first else None
+    check_targets(config, parts, data)
+    sample = data.train.shape
+    flops = flops_per_sequence(job, parts, sample) if runtime.is_first else None
     tensor_plan = plan_tensor_axis(config, parts, shape)
-    activations = predict_activations(config, parts, mesh, plan, tensor_plan)
+    activations = predict_activations(config, parts, mesh, plan, tensor_plan, sample)
     model = parallelize(
         parts.module,
         mesh,
@@ -105,12 +110,13 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         accumulation=plan.accumulation,
-        seq_len=config.train.seq_len,
+        sample=sample,
         flops_per_sequence=flops,
         device=device,
         run_dir=job.run_dir,
         predicted=activations
         | predict_communication(model, mesh, accumulation=plan.accumulation, during_accumulation=config.sync.during_accumulation),
+        classes=data.classes,
     )
     for axis, sent in update_bytes(optimizer).items():
         if (key := f"comm/{axis}/bytes") in facts.predicted:
@@ -139,7 +145,7 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
     return trainer
 
 
-def flops_per_sequence(job: Job, parts: ModelParts) -> int | None:
+def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
     """Counted once per job: restarted workers read what the first ones wrote, since counting loads a second's worth of torch."""
     if job.restarted:
         try:
@@ -148,14 +154,15 @@ def flops_per_sequence(job: Job, parts: ModelParts) -> int | None:
             return known
         except (OSError, ValueError, KeyError):
             log.info("layout.json of the earlier workers cannot be read; FLOPs are counted again")
-    return count_flops(parts.module, job.config.train.seq_len, parts.loss)
+    return count_flops(parts.module, functools.partial(sample.example, 1), parts.loss)
 
 
 def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorder:
     """Every rank records; only the first writes and speaks. Shows the header."""
     display = writer = None
     if first:
-        display = ConsoleDisplay(config.metrics.console, config.train.steps)
+        unit = {"tokens": "tok", "images": "img"}[facts.sample.noun]
+        display = ConsoleDisplay(config.metrics.console, config.train.steps, unit)
         for line in facts.lines():
             display.say(line)
         facts.write_layout()
@@ -168,7 +175,7 @@ def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, fi
         log_every=config.metrics.log_every,
         steps=config.train.steps,
         ranks=facts.shape.world_size,
-        tokens_per_step=facts.global_batch_size * facts.seq_len,
+        tokens_per_step=facts.global_batch_size * facts.sample.targets_per_sample,
         flops_per_step=flops * facts.global_batch_size if flops else None,
         peak_flops=peak_flops(facts.device, config.precision.param),
         writer=writer,
@@ -191,17 +198,22 @@ def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
 
 
 def predict_activations(
-    config: TrainConfig, parts: ModelParts, mesh: DeviceMesh, plan: BatchPlan, tensor_plan: Mapping[str, object] | None
+    config: TrainConfig,
+    parts: ModelParts,
+    mesh: DeviceMesh,
+    plan: BatchPlan,
+    tensor_plan: Mapping[str, object] | None,
+    sample: SampleShape,
 ) -> dict[str, float]:
     """What the tensor axis will move per step; nothing without that axis or where nothing is measured. Every rank must ask."""
     if tensor_plan is None or not config.metrics.communication:
         return {}
+    computes_in = DTYPES[config.precision.param if config.precision.cast_forward_inputs else "fp32"]
     return count_tensor_axis(
         tensor_twin(parts.module, mesh, config.parallel(), tensor_plan),
         mesh,
         parts.loss,
-        micro_batch_size=plan.micro_batch_size,
-        seq_len=config.train.seq_len,
+        functools.partial(sample.example, plan.micro_batch_size, floating=computes_in),
         accumulation=plan.accumulation,
         during_accumulation=config.sync.during_accumulation,
         reduce_dtype=DTYPES[config.precision.reduce],
@@ -221,9 +233,53 @@ def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: 
 
 
 def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
-    """The configured data, with targets where the model has outputs; prepared first where it has not been."""
-    seq_len = config.train.seq_len
-    return open_data(config.data, seq_len=seq_len, seed=config.train.seed, context=parts.context(seq_len))
+    """The configured data, with targets where the model has outputs; prepared first where it has not been.
+
+    Raises `ConfigError` for data that the model does not read, and for fewer images than a global batch takes.
+    """
+    seq_len, name = config.train.seq_len, config.data.name
+    if parts.reads not in (None, "images" if name == "images" else "tokens"):
+        gives = f"{words_of(config.model)}: {type(parts.module).__name__} reads {parts.reads}, and data={name} gives"
+        if name == "images":
+            raise ConfigError(
+                f"{gives} images: set data=stdlib, text, tokens or hf, or a model of images, such as model.architecture=vit"
+            )
+        raise ConfigError(f"{gives} token ids: set data=images data.path=FOLDER, with a subfolder of images per class")
+    if name != "images":
+        return open_data(config.data, seq_len=seq_len, seed=config.train.seed, context=parts.context(seq_len))
+    data = open_data(fit_images(config.data, parts), seed=config.train.seed)
+    if data.train.ends_before(0, batch := config.train.global_batch_size) or (data.train.end is None and len(data.train) < batch):
+        raise ConfigError(
+            f"train.global_batch_size={batch} is more than the {len(data.train)} training images of {config.data.path}"
+        )
+    return data
+
+
+def fit_images(data: DataConfig, parts: ModelParts) -> DataConfig:
+    """``data`` with the image size and channels that the model reads, where they are not given. Raises `ConfigError` when nobody names
+    a size, or the model does not take what is given."""
+    size, channels = data.image_size or parts.images.size, data.channels or parts.images.channels or 3
+    kind = type(parts.module).__name__
+    if size is None:
+        raise ConfigError(f"data.image_size is required: {kind} names no image_size in a configuration of its own")
+    if channels not in (1, 3):
+        raise ConfigError(f"data=images gives 1 or 3 channels (data.channels), and {kind} reads {channels}")
+    own = parts.images.channels or channels, parts.images.size or size
+    if (channels, size) != own:  # convolutions take many sizes, patches one: it is tried
+        error = _error_on_images(parts.module, channels, size)
+        if error is not None and _error_on_images(parts.module, *own) is None:  # without storage some run on none
+            reason = str(error).split("\n")[0]
+            raise ConfigError(f"{kind} does not read images of data.channels={channels}, data.image_size={size}: {reason}")
+    return dataclasses.replace(data, image_size=size, channels=channels)
+
+
+def _error_on_images(model: nn.Module, channels: int, size: int) -> Exception | None:
+    example, _ = labelled_images(channels, size).example(1, "meta")
+    try:
+        copy.deepcopy(model).to("meta").eval()(example)
+    except Exception as error:
+        return error
+    return None
 
 
 def check_position(restored: Mapping[str, object], data: OpenData, config: TrainConfig) -> None:
@@ -233,7 +289,7 @@ def check_position(restored: Mapping[str, object], data: OpenData, config: Train
         return
     text = (
         f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut otherwise (files, tokenizer, "
-        f"train.seq_len, train.seed, data.*): here sample {restored['samples']} is another one"
+        f"train.seq_len, image size, train.seed, data.*): here sample {restored['samples']} is another one"
     )
     if config.checkpoint.strict:
         raise ConfigError(
@@ -264,8 +320,14 @@ def plan_tensor_axis(config: TrainConfig, parts: ModelParts, shape: MeshShape) -
         raise ConfigError(str(error)) from None
 
 
-def check_vocabulary(config: TrainConfig, parts: ModelParts, data: OpenData) -> None:
-    """Raises `ConfigError` when the data hold token ids that the model has no row for."""
+def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> None:
+    """Raises `ConfigError` when the data hold token ids that the model has no row for, or more classes than it tells apart."""
+    classes = len(data.classes)
+    if classes and parts.images.classes is not None and parts.images.classes < classes:
+        raise ConfigError(
+            f"model.arguments.num_labels={parts.images.classes} is smaller than the {classes} classes of data.path={config.data.path}; "
+            f"it must be at least {classes}"
+        )
     if parts.vocab_size is not None and parts.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size={parts.vocab_size} is smaller than the {data.vocab_size} token ids of data={config.data.name}; "

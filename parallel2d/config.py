@@ -294,9 +294,10 @@ class HuggingFaceModel:
 class DataConfig:
     """What is read and how documents become sequences. Global batch k is a function of seed, data and k alone."""
 
-    name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf"))  # stdlib: Python's own library's source
+    name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf", "images"))  # stdlib: Python's own library's source
     # text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst too); tokens: a folder that
-    # `python -m parallel2d.data prepare` wrote; hf: a Hugging Face data set's name, or the folder of a saved one
+    # `python -m parallel2d.data prepare` wrote; hf: a Hugging Face data set's name, or the folder of a saved one; images: a folder
+    # whose subfolders are the classes
     path: str | None = None
     mixture: list[Any] = option([])  # tokens, instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]
     tokenizer: str = "bytes"  # or the path of a tokenizer.json; the model's vocabulary must hold its ids
@@ -305,14 +306,18 @@ class DataConfig:
     document_kib: int = option(64, minimum=1)  # longer text files are cut at a line end into several documents
     subset: str | None = None  # hf: the data set's configuration
     split: str = "train"  # hf: the part that is read; documents are held out of it by hash
-    validation_fraction: float = option(0.02, minimum=0, maximum=0.5)  # of documents, chosen by their content's hash
+    # Of documents, chosen by their content's hash, or of images, by that of their path
+    validation_fraction: float = option(0.02, minimum=0, maximum=0.5)
     max_bad_rows: int = option(0, minimum=0)  # rows that cannot be read; more than these are an error with file and line
     packing: str = option("packed", choices=("packed", "padded"))  # padded: one document per sequence, cut if longer
     intra_document_masking: bool = False  # batches carry document ids; no target crosses into another document
     epochs: int = option(0, minimum=0)  # 0: epoch after epoch without end
     end: str = option("drop", choices=("drop", "pad", "wrap"))  # the last global batch: left out, weight zero, next epoch
-    workers: int | str = option("auto", minimum=1, auto=True)  # processes that prepare; the result is the same
+    # Processes that prepare, auto: one per core; images: threads of a rank that decode, auto: as many, up to 16. The result is the same
+    workers: int | str = option("auto", minimum=1, auto=True)
     cache_dir: str | None = None  # where stdlib, text and hf are prepared; None: parallel2d in the user's cache folder
+    image_size: int | None = None  # images: pixels of a side, scaled and cropped to that; None: as the model's configuration
+    channels: int | None = None  # images: 3 (RGB) or 1 (grey); None: what the model's configuration says, else 3
 
 
 @dataclass
@@ -364,13 +369,13 @@ class SchedulerConfig:
 
 @dataclass
 class LoopConfig:
-    """The loop. Batch sizes count sequences; steps count from 1."""
+    """The loop. Batch sizes count sequences, or images; steps count from 1."""
 
     steps: int = option(300, minimum=1)
     seed: int = option(0, minimum=0)
     global_batch_size: int = option(32, minimum=1)
     micro_batch_size: int | str = option("auto", minimum=1, auto=True)  # per rank; auto: largest divisor up to 8
-    seq_len: int = option(128, minimum=1)
+    seq_len: int = option(128, minimum=1)  # tokens of a sequence; images have none
     validate_every: int = option(100, minimum=0)  # steps; 0: never
     validate_batches: int = option(4, minimum=1)  # global batches per validation
     max_skipped_steps: int = option(20, minimum=1)  # non-finite steps in a row before the run ends with an error

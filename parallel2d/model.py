@@ -1,5 +1,5 @@
 """From the ``model`` config group to what training needs of a model: the module on meta, its initializer, its tensor-parallel plan,
-its loss, and where its weights lie."""
+its loss, what it reads, and where its weights lie."""
 
 from __future__ import annotations
 
@@ -23,10 +23,20 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class ImageInput:
+    """What a model says of the images it reads; None: it does not say."""
+
+    size: int | None = None  # pixels of a side
+    channels: int | None = None
+    classes: int | None = None  # that it tells apart
+
+
+@dataclass(frozen=True)
 class ModelParts:
     """``loss(output, targets)`` is summed over the valid targets; ``tensor_plan(model, tensor)`` gives module pattern -> style or word;
     ``weights(model)`` fills the sharded model from a folder and returns the names it had; ``context(seq_len)`` is how many positions
-    at the start of a sequence the model only reads: their targets must be ignored."""
+    at the start of a sequence the model only reads: their targets must be ignored. ``reads``: ``tokens``, ``images``, or None for a
+    model of somebody's own, which may read either."""
 
     module: nn.Module
     init: Initializer | None
@@ -35,6 +45,15 @@ class ModelParts:
     vocab_size: int | None
     weights: Callable[[nn.Module], Container[str]] | None = None
     context: Callable[[int], int] = lambda _seq_len: 0
+    reads: str | None = "tokens"
+    images: ImageInput = ImageInput()
+
+
+def words_of(config: Any) -> str:
+    """The key and the value that say which model this is."""
+    if isinstance(config, HuggingFaceModel):
+        return f"model.path={config.path}" if config.path is not None else f"model.architecture={config.architecture}"
+    return f"model.target={config.target}" if isinstance(config, CustomModel) else f"model.family={config.family}"
 
 
 def build_model(config: Any) -> ModelParts:
@@ -59,11 +78,12 @@ def build_model(config: Any) -> ModelParts:
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model.target={config.target} returned {type(built).__name__}, not an nn.Module")
     init = load_reference("model.init", config.init) if config.init else None
-    return ModelParts(built, init, _given_plan(config.tensor_plan), loss, None)
+    size, channels = huggingface.image_input(getattr(built, "config", None))
+    return ModelParts(built, init, _given_plan(config.tensor_plan), loss, None, reads=None, images=ImageInput(size, channels))
 
 
 def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
-    what = f"model.path={config.path}" if config.path is not None else f"model.architecture={config.architecture}"
+    what = words_of(config)
     try:
         with build_on_meta():
             module = huggingface.build(config.path, config.architecture, config.arguments, config.head)
@@ -74,17 +94,28 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error}") from error
     reads = getattr(module, "main_input_name", "input_ids")
-    if reads != "input_ids":
+    paired = getattr(module.config, "is_encoder_decoder", False)
+    if reads != "input_ids" and (reads != "pixel_values" or paired):
         raise ConfigError(
-            f"{what}: {type(module).__name__} reads {reads}, and the train command feeds token ids alone; train it with "
-            "parallel2d.parallelize in a loop of your own: docs/models.md, 'Models that read something else', has the lines"
+            f"{what}: {type(module).__name__} reads {reads}{' and token ids' if paired else ''}, and the train command feeds token ids "
+            "or images alone; train it with parallel2d.parallelize in a loop of your own: docs/models.md, 'Models that read something "
+            "else', has the lines"
         )
     plan = _given_plan(config.tensor_plan) or ((lambda _model, _tensor: words) if words else None)
     weights = None
     if config.load_weights and config.path is not None and has_weights(config.path):
         weights = functools.partial(load_pretrained, path=config.path)
+    if reads == "pixel_values":
+        if not config.loss and not huggingface.classifies_images(module):
+            raise ConfigError(
+                f"{what}: {type(module).__name__} gives no logits of classes; set model.head=image_classification, or model.loss to a "
+                "function of what it gives"
+            )
+        size, channels = huggingface.image_input(module.config)
+        images = ImageInput(size, channels, module.config.num_labels)
+        return ModelParts(module, None, plan, loss, None, weights, reads="images", images=images)
     vocab_size = getattr(module.config, "vocab_size", None)
-    if not getattr(module.config, "is_encoder_decoder", False):
+    if not paired:
         return ModelParts(module, None, plan, loss, vocab_size, weights)
     try:
         huggingface.read_prefix_and_suffix(module)

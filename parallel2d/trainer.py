@@ -34,6 +34,7 @@ from parallel2d.metrics.clock import PhaseClock
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.model import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
+from parallel2d.parallelize.sharding import DTYPES
 from parallel2d.progress import Outcome, Progress
 from parallel2d.sync import accumulate
 
@@ -65,6 +66,8 @@ class Trainer:
         self.training, self.validation, self.plan = training, validation, plan
         self.recorder, self.checkpointer, self.device = recorder, checkpointer, device
         self.data_fingerprint = data_fingerprint
+        # As sharding casts them where it computes in another dtype than it stores; it casts nothing where both are the same
+        self._input_dtype = DTYPES[config.precision.param] if config.precision.cast_forward_inputs else None
         self.scaler = LossScaler(config.precision.loss_scaling)
         self.clock = PhaseClock(device)
         self.progress = Progress()
@@ -182,6 +185,8 @@ class Trainer:
             return None
 
     def _loss_of(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+        if self._input_dtype is not None and inputs.is_floating_point():
+            inputs = inputs.to(self._input_dtype)
         output = self.model(inputs) if document_ids is None else self.model(inputs, document_ids)
         return self.loss(output, targets)
 

@@ -25,6 +25,7 @@ from parallel2d.config import (
     HuggingFaceModel,
     LaunchConfig,
     LlamaModel,
+    LoopConfig,
     OptimizerConfig,
     PrecisionConfig,
     ResolvedParallelConfig,
@@ -78,14 +79,16 @@ def _constraint_problems(key: str, value: Any, constraint: Any) -> Iterator[str]
         yield f"{key}={value} {allowed}"
 
 
-_PREPARED_FROM_FILES = ("tokenizer", "end_token", "validation_fraction", "workers", "cache_dir")
+_SEQUENCES = ("packing", "intra_document_masking")
+_PREPARED_FROM_FILES = ("tokenizer", "end_token", "validation_fraction", "workers", "cache_dir", *_SEQUENCES)
 _READ_BY = {
     "stdlib": _PREPARED_FROM_FILES,
     "text": ("path", "text_field", "document_kib", "max_bad_rows", *_PREPARED_FROM_FILES),
-    "tokens": ("path", "mixture"),
+    "tokens": ("path", "mixture", *_SEQUENCES),
     "hf": ("path", "subset", "split", "text_field", "max_bad_rows", *_PREPARED_FROM_FILES),
+    "images": ("path", "validation_fraction", "workers", "image_size", "channels"),
 }
-_READ_ALWAYS = ("name", "packing", "intra_document_masking", "epochs", "end")
+_READ_ALWAYS = ("name", "epochs", "end")
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
@@ -101,6 +104,12 @@ def data_problems(data: DataConfig) -> Iterator[str]:
         yield "data.path is required with data=text: a file, folder or glob"
     if data.name == "hf" and not data.path:
         yield "data.path is required with data=hf: a data set's name, or the folder of a saved one"
+    if data.name == "images" and not data.path:
+        yield "data.path is required with data=images: a folder whose subfolders are the classes"
+    if data.image_size is not None and data.image_size < 1:
+        yield f"data.image_size={data.image_size} must be at least 1, or null"
+    if data.channels not in (None, 1, 3):
+        yield f"data.channels={data.channels} must be 1 (grey) or 3 (RGB), or null"
     if data.name == "tokens" and bool(data.path) == bool(data.mixture):
         yield "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, weight: 0.7}, ...]"
     for entry in data.mixture:
@@ -135,6 +144,8 @@ def job_problems(config: TrainConfig) -> Iterator[str]:
             yield "data.intra_document_masking=true: models of model=hf take no document ids"
     yield from parallel_problems(config)
     yield from data_problems(config.data)
+    if config.data.name == "images" and train.seq_len != LoopConfig().seq_len:
+        yield f"train.seq_len={train.seq_len} has no effect with data=images: an image is one sample with one target"
     yield from optimizer_problems(config.optimizer)
     if config.scheduler.warmup_steps >= train.steps and config.scheduler.warmup_steps > 0:
         yield f"scheduler.warmup_steps={config.scheduler.warmup_steps} must be below train.steps={train.steps}"

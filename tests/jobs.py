@@ -56,7 +56,9 @@ def run(folder, run_dir, words, steps):
     from parallel2d.runtime import Runtime
 
     os.chdir(folder)
-    dropped = "model." if {"model=custom", "model=hf"} & set(words) else ()
+    dropped = ("model.",) if {"model=custom", "model=hf"} & set(words) else ()
+    if "data=images" in words:
+        dropped += ("data", "train.seq_len")
     config = config_of([*(word for word in SMALL if not word.startswith(dropped)), *words])
     rank, world = dist.get_rank(), dist.get_world_size()
     os.makedirs(run_dir, exist_ok=True)

@@ -12,6 +12,7 @@ import torch
 
 from parallel2d.config import ConfigError
 from parallel2d.data import IGNORED, Batch
+from parallel2d.data.batch import SampleHash, token_sequences
 from parallel2d.data.mixture import MAXIMUM_PERIOD, Schedule
 from parallel2d.data.samples import PackedSamples, PaddedSamples
 from parallel2d.data.store import ShardWriter, TokenSplit
@@ -147,6 +148,15 @@ def test_the_hash_tells_tokens_targets_positions_and_data_apart(tmp_path: Path) 
     assert len(set(hashes)) == len(hashes)
     assert all(value < 1 << 32 for value in hashes[:4])
     assert stream.read([3, None]).hash == stream.read([3]).hash
+
+
+def test_the_hashes_of_sequences_are_those_of_every_earlier_version() -> None:
+    """Histories of runs are compared by them."""
+    inputs = np.arange(15, dtype=np.int64).reshape(3, 5) * 37
+    targets = inputs + 1
+    targets[1, 2:] = IGNORED
+    found = SampleHash(token_sequences(5))(inputs, targets, np.array([0, 7, 2**40]))
+    assert found.tolist() == [1216195562, 2252616011, 367690317]
 
 
 def test_a_missing_position_has_weight_zero(tmp_path: Path) -> None:

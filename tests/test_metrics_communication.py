@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import training
 
 from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, build_on_meta, cross_entropy_sum, mesh_shape, parallelize
 from parallel2d.config import PrecisionConfig
+from parallel2d.data.batch import token_sequences
 from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
 from parallel2d.metrics.prediction import Deviation, count_tensor_axis, predict_communication
 from parallel2d.models.llama import tensor_plan
@@ -71,8 +73,7 @@ def measure(
             tensor_twin(model, mesh, parallel, plan),
             mesh,
             cross_entropy_sum,
-            micro_batch_size=8,
-            seq_len=64,
+            functools.partial(token_sequences(64).example, 8),
             accumulation=accumulation,
             during_accumulation=mode,
             reduce_dtype=torch.float32,

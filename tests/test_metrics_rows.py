@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ from torch import nn
 
 from parallel2d import build_on_meta, cross_entropy_sum, dashboard
 from parallel2d.config import ConfigError
+from parallel2d.data.batch import token_sequences
 from parallel2d.metrics import goodput
 from parallel2d.metrics.communication import KEYS
 from parallel2d.metrics.console import describe, wrap
@@ -177,7 +179,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     with build_on_meta():
         layers = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, words, bias=False)
         model = nn.Sequential(nn.Embedding(words, width), *layers)
-    per_sequence = count_flops(model, seq, cross_entropy_sum)
+    per_sequence = count_flops(model, functools.partial(token_sequences(seq).example, 1), cross_entropy_sum)
     assert per_sequence == 6 * seq * (width * hidden + hidden * words)  # 2 forward, 4 backward, per weight and token
     writer = MetricsWriter(str(tmp_path), {}, tensorboard=False)
     recorder = Recorder(
@@ -208,7 +210,8 @@ def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
     seq = 32
     products = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     attention = 2 * 2 * seq * 64  # two layers; queries with keys, and weights with values, without the causal half
-    assert count_flops(model, seq, cross_entropy_sum) == 6 * seq * (products + attention)
+    example = functools.partial(token_sequences(seq).example, 1)
+    assert count_flops(model, example, cross_entropy_sum) == 6 * seq * (products + attention)
 
 
 ROW = {

@@ -1,4 +1,4 @@
-"""What a forward pass reads: token ids, targets, and a hash that identifies them.
+"""What a forward pass reads: token ids or images, targets, and a hash that identifies them.
 
 Arrays of a sample stream flow in, tensors flow out. The hash of a batch is the sum of its samples' hashes, so
 the sum over data ranks names a global batch whatever the layout.
@@ -6,8 +6,10 @@ the sum over data ranks names a global batch whatever the layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +22,54 @@ IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Sequences of one forward pass, n sequences of T tokens.
+class SampleShape:
+    """What one sample is made of. Targets are always int64."""
 
-    ``hash`` is below 2**53 for up to two million sequences, so sums over ranks survive an fp64 all-reduce
+    noun: str  # tokens or images: what is counted
+    inputs: tuple[int, ...]  # of one sample: (T,) or (C, H, W)
+    targets: tuple[int, ...]  # of one sample: (T,) or ()
+    dtype: torch.dtype  # of the inputs
+
+    @property
+    def targets_per_sample(self) -> int:
+        """T, or 1 for an image."""
+        return math.prod(self.targets)
+
+    def example(
+        self, samples: int, device: torch.device | str, floating: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros in the shapes of a batch's inputs and targets; ``floating``: what inputs that are no whole numbers are cast to."""
+        dtype = floating if self.dtype.is_floating_point else self.dtype
+        targets = torch.zeros(samples, *self.targets, dtype=torch.int64, device=device)
+        return torch.zeros(samples, *self.inputs, dtype=dtype, device=device), targets
+
+    def describe(self, samples: int) -> str:
+        """``samples`` of these, for people."""
+        return f"{samples} x {self.targets_per_sample} {self.noun}" if self.targets else f"{samples} {self.noun}"
+
+
+def token_sequences(seq_len: int) -> SampleShape:
+    """Sequences of ``seq_len`` token ids, each position with a target."""
+    return SampleShape("tokens", (seq_len,), (seq_len,), torch.int64)
+
+
+def labelled_images(channels: int, size: int) -> SampleShape:
+    """Square images of ``size`` pixels a side, each with one class as its target."""
+    return SampleShape("images", (channels, size, size), (), torch.float32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one forward pass: n sequences of T tokens, or n images.
+
+    ``hash`` is below 2**53 for up to two million samples, so sums over ranks survive an fp64 all-reduce
     exactly.
     """
 
-    inputs: torch.Tensor  # int64 [n, T]
-    targets: torch.Tensor  # int64 [n, T]; -100 is not a target
+    inputs: torch.Tensor  # int64 [n, T], or float32 [n, C, H, W]
+    targets: torch.Tensor  # int64 [n, T], or [n]; -100 is not a target
     document_ids: torch.Tensor | None  # int64 [n, T], counted from 0 in each sequence; None: attention crosses documents
-    hash: int  # sum of the 32-bit hashes of the sequences that have a position
+    hash: int  # sum of the 32-bit hashes of the samples that have a position
     valid_tokens: int  # targets that are not -100
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -47,15 +86,29 @@ class Batch:
 
 
 class SampleHash:
-    """A 32-bit hash of each sequence of T tokens, its targets and its position: universal hashing by a random
+    """A 32-bit hash of each sample's inputs, its targets and its position: universal hashing by a random
     vector modulo 2**64 (Dietzfelbinger 1996), then mixed with the position.
+
+    Every value is one word: an int64 as it is, a float32 by its 32 bits, so that no change of a value can vanish in the product
+    with an even factor.
     """
 
-    def __init__(self, seq_len: int) -> None:
-        words = mix(np.arange(1, 2 * seq_len + 1, dtype=np.uint64) * _GOLDEN)
-        self._input_factors, self._target_factors = words[:seq_len], words[seq_len:]
+    def __init__(self, shape: SampleShape) -> None:
+        inputs, targets = math.prod(shape.inputs), shape.targets_per_sample
+        words = mix(np.arange(1, inputs + targets + 1, dtype=np.uint64) * _GOLDEN)
+        self._input_factors, self._target_factors = words[:inputs], words[inputs:]
 
-    def __call__(self, inputs: NDArray[np.int64], targets: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """uint64 [n], each below 2**32, of int64 [n, T] inputs and targets and int64 [n] positions."""
-        words = inputs.view(np.uint64) @ self._input_factors + targets.view(np.uint64) @ self._target_factors
+    def __call__(self, inputs: NDArray[Any], targets: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """uint64 [n], each below 2**32, of inputs and targets of n samples and int64 [n] positions."""
+        words = _products(inputs, self._input_factors) + _products(targets, self._target_factors)
         return mix(words + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN) >> np.uint64(32)
+
+
+def _products(values: NDArray[Any], factors: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """uint64 [n], modulo 2**64: the words of each of n samples times ``factors``."""
+    rows = values.reshape(len(values), len(factors))
+    if rows.dtype == np.int64:
+        return rows.view(np.uint64) @ factors
+    assert rows.dtype == np.float32, rows.dtype
+    bits = rows.view(np.uint32)  # widened one sample at a time: twice its memory, not twice the batch's
+    return np.array([row.astype(np.uint64) @ factors for row in bits], dtype=np.uint64)

@@ -45,7 +45,7 @@ class BatchFeed:
         plan: this rank's share.
         device: where the micro-batches are put.
         start: position, in samples, of the first global batch.
-        ahead: steps that may wait in memory; each costs micro-batch x accumulation x T x 16 bytes.
+        ahead: steps that may wait in memory; each costs micro-batch x accumulation x T x 16 bytes, of images C x H x W x 4.
 
     Raises `ConfigError` if there is not one global batch to give.
     """

@@ -1,7 +1,7 @@
 """From a configuration to open data: the door of this room.
 
-A `DataConfig` flows in, `OpenData` with its sample streams flows out. Raw input goes through the cache; a
-prepared folder is opened where it lies.
+A `DataConfig` flows in, `OpenData` with its sample streams flows out. Raw text goes through the cache; a
+prepared folder and a folder of images are opened where they lie.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from parallel2d.config import ConfigError, DataConfig
 from parallel2d.data.cache import cache_root, open_cached, options_key
+from parallel2d.data.images import ImageSamples, find_images
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.mixture import Schedule
 from parallel2d.data.prepare import prepare
@@ -22,6 +26,7 @@ from parallel2d.data.stream import Samples, SampleStream
 from parallel2d.validation import data_problems, problems
 
 _VALIDATION_SEED = 0  # validation samples stand in the same order in every run
+_MOST_THREADS = 16  # that decode images where data.workers does not say: several ranks share a machine
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,12 @@ class OpenData:
 
     train: SampleStream
     validation: SampleStream | None  # finite, in an order that no seed changes; None: nothing is held out
-    vocab_size: int  # ids are below it
-    fingerprint: str  # hex; equal on two machines exactly if every position reads the same sample on both
+    vocab_size: int  # targets are below it: token ids, or class ids of images
+    fingerprint: (
+        str  # hex; equal on two machines exactly if every position reads the same sample on both (images: see `open_data`)
+    )
     description: str  # one line
+    classes: tuple[str, ...] = ()  # of images, by class id
 
 
 @dataclass(frozen=True)
@@ -44,16 +52,23 @@ class _Part:
     weight: float
 
 
-def open_data(config: DataConfig, *, seq_len: int, seed: int, context: int = 0) -> OpenData:
+def open_data(config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0) -> OpenData:
     """Opens the data that ``config`` names, prepared into the cache if it must be.
 
-    Safe to call in any number of processes at once. ``seq_len`` is in tokens; the targets of the first ``context`` positions of
-    every sequence are ignored. Raises `ConfigError` that names
+    Safe to call in any number of processes at once. ``seq_len`` is in tokens, and no images have it; the targets of the first
+    ``context`` positions of every sequence are ignored. Raises `ConfigError` that names
     what is wrong: a missing path, empty or undecodable input, too few tokens for one sample, a cache that
     cannot be written.
+
+    The fingerprint of images covers their paths below ``data.path``, the sizes of their files, image size, channels, split and seed.
+    It does not see a file changed without changing its size, nor a Pillow that decodes otherwise: ``data/batch_hash`` does.
     """
     if found := [*problems(config, "data."), *data_problems(config)]:
         raise ConfigError("\n".join(found))
+    if config.name == "images":
+        return _open_images(config, seed)
+    if seq_len is None:
+        raise ConfigError(f"open_data needs seq_len, the tokens of a sequence, with data={config.name}")
     if config.mixture:
         parts = [_Part(entry["path"], _prepared(entry["path"]), entry["weight"]) for entry in config.mixture]
     else:
@@ -79,6 +94,29 @@ def open_data(config: DataConfig, *, seq_len: int, seed: int, context: int = 0) 
         vocab_size=tokenizer["vocab_size"],
         fingerprint=hashlib.sha256(json.dumps([identity, options]).encode()).hexdigest(),
         description=_describe(config, parts, train, seq_len),
+    )
+
+
+def _open_images(config: DataConfig, seed: int) -> OpenData:
+    if config.image_size is None:
+        raise ConfigError("data.image_size is required with data=images and a model that does not name its own")
+    size, channels = config.image_size, config.channels or 3
+    folder = find_images(str(config.path))
+    training, held_out = folder.split(config.validation_fraction)
+    threads = min(_MOST_THREADS, worker_count("auto")) if config.workers == "auto" else worker_count(config.workers)
+
+    def stream(indices: NDArray[np.int64], name: str, seed: int, epochs: int, end: str) -> SampleStream:
+        samples = ImageSamples(folder, indices, channels, size)
+        return SampleStream([samples], Schedule([1]), seed=seed, name=name, epochs=epochs, end=end, threads=threads)
+
+    identity = ["images", folder.content, size, channels, config.validation_fraction, seed]
+    return OpenData(
+        stream(training, "train", seed, config.epochs, config.end),
+        stream(held_out, "validation", _VALIDATION_SEED, 1, "pad") if len(held_out) else None,
+        vocab_size=len(folder.classes),
+        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        description=folder.describe(len(training), channels, size),
+        classes=folder.classes,
     )
 
 

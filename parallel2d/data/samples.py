@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel2d.data.batch import IGNORED
+from parallel2d.data.batch import IGNORED, token_sequences
 from parallel2d.data.store import TokenSplit
 
 Row = NDArray[np.int64]
@@ -24,6 +24,7 @@ class PackedSamples:
 
     def __init__(self, split: TokenSplit, seq_len: int, end_id: int, intra_document_masking: bool = False) -> None:
         self._split, self.seq_len, self._end_id = split, seq_len, end_id
+        self.shape = token_sequences(seq_len)
         self._respect_documents = intra_document_masking
         self._length = -(-max(0, split.tokens - 1) // seq_len)
 
@@ -55,6 +56,7 @@ class PaddedSamples:
 
     def __init__(self, split: TokenSplit, seq_len: int, end_id: int) -> None:
         self._split, self.seq_len, self._end_id = split, seq_len, end_id
+        self.shape = token_sequences(seq_len)
 
     def __len__(self) -> int:
         return self._split.documents

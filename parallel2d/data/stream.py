@@ -1,22 +1,23 @@
 """Samples by position: the one thing a trainer reads.
 
-Token splits and orders flow in, `Batch` flows out. A stream is an endless (or finite) sequence of samples
-that is addressed by position; what stands at a position depends on the data, the sequence length and the
-seed, and on nothing else.
+Token splits or images, and orders, flow in, `Batch` flows out. A stream is an endless (or finite) sequence of
+samples that is addressed by position; what stands at a position depends on the data, the size of a sample and
+the seed, and on nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parallel2d.data.batch import IGNORED, Batch, SampleHash
+from parallel2d.data.batch import IGNORED, Batch, SampleHash, SampleShape
 from parallel2d.data.mixture import Schedule
 from parallel2d.data.order import Order
 from parallel2d.data.plan import Position
@@ -26,14 +27,14 @@ _BLOCK = 1024  # positions whose order is computed at once: one permutation of m
 
 
 class Samples(Protocol):
-    """A list of samples in storage order: see `samples`."""
+    """A list of samples in storage order: see `samples` and `images`."""
 
-    seq_len: int
+    shape: SampleShape
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
-        """Fills int64 [T] rows with the sample at ``index``."""
+    def read(self, index: int, inputs: NDArray[Any], targets: Array, document_ids: Array | None) -> None:
+        """Fills ``inputs`` and ``targets``, of the shapes of `shape`, with the sample at ``index``. Any thread may call it."""
         ...
 
 
@@ -42,7 +43,7 @@ class End:
     """Where a finite stream ends.
 
     ``positions`` samples are read. What happens to the last global batch if they do not fill it: ``drop``
-    leaves it out, ``pad`` gives the missing sequences weight zero, ``wrap`` fills it from the next epoch.
+    leaves it out, ``pad`` gives the missing samples weight zero, ``wrap`` fills it from the next epoch.
     """
 
     positions: int
@@ -53,12 +54,13 @@ class SampleStream:
     """Samples addressed by position.
 
     Args:
-        components: what is read; several make a mixture.
+        components: what is read, samples of one shape; several make a mixture.
         schedule: which component stands at a position.
         seed, name: choose the order; streams of other names are independent of this one.
         intra_document_masking: batches carry document ids.
         context: positions at the start of every sequence whose targets are not asked for; they count as ignored ones do.
-        end: None reads epoch after epoch without end.
+        epochs: 0 reads epoch after epoch without end; ``end``: see `End`.
+        threads: samples of a batch that are read at once. More than one pays where reading is decoding, not a copy.
     """
 
     def __init__(
@@ -72,13 +74,16 @@ class SampleStream:
         context: int = 0,
         epochs: int = 0,
         end: str = "wrap",
+        threads: int = 1,
     ) -> None:
         assert all(len(component) for component in components)
+        assert len({component.shape for component in components}) == 1
         assert len(components) == schedule.components
         self._components, self._schedule = components, schedule
         self._orders = [Order(len(component), seed, f"{name}/{number}") for number, component in enumerate(components)]
-        self.seq_len = components[0].seq_len
-        self._hash = SampleHash(self.seq_len)
+        self.shape = components[0].shape
+        self._hash = SampleHash(self.shape)
+        self._pool = ThreadPoolExecutor(threads, "parallel2d-read") if threads > 1 else None  # starts no thread before it is used
         self._with_ids, self._context = intra_document_masking, context
         self._length = schedule.positions_before_repeat([len(component) for component in components])
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
@@ -100,20 +105,23 @@ class SampleStream:
         """The samples at ``positions``; one that is None, or behind a padded or dropped end, has no valid
         target.
 
-        Returns tensors of int64 [len(positions), T] in host memory.
+        Returns tensors [len(positions), ...] in host memory, of the shapes and dtypes of `shape`. Raises what a component raises for a
+        sample that cannot be read.
         """
         limit = self.end.positions if self.end is not None and self.end.policy != "wrap" else None
         rows = [row for row, at in enumerate(positions) if at is not None and (limit is None or at < limit)]
         where = np.array([positions[row] for row in rows], dtype=np.int64)
-        shape = (len(positions), self.seq_len)
-        inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        ids = np.empty(shape, np.int64) if self._with_ids else None
+        shape, count = self.shape, len(positions)
+        inputs = np.empty((count, *shape.inputs), np.int64 if shape.dtype == torch.int64 else np.float32)
+        targets = np.empty((count, *shape.targets), np.int64)
+        ids = np.empty_like(targets) if self._with_ids else None
         if len(rows) < len(positions):
             for array, value in ((inputs, 0), (targets, IGNORED), (ids, 0)):
                 if array is not None:
                     array[sorted(set(range(len(positions))) - set(rows))] = value
         self._fill(rows, where, inputs, targets, ids)
-        targets[:, : self._context] = IGNORED
+        if self._context:
+            targets[:, : self._context] = IGNORED
         whole = len(rows) == len(positions)
         hashes = self._hash(inputs if whole else inputs[rows], targets if whole else targets[rows], where)
         return Batch(
@@ -124,12 +132,19 @@ class SampleStream:
             valid_tokens=int(np.count_nonzero(targets != IGNORED)),
         )
 
-    def _fill(self, rows: list[int], positions: Array, inputs: Array, targets: Array, ids: Array | None) -> None:
+    def _fill(self, rows: list[int], positions: Array, inputs: NDArray[Any], targets: Array, ids: Array | None) -> None:
         chosen, local = self._schedule.locate(positions)
+        found = []
         for row, number, place in zip(rows, chosen.tolist(), local.tolist(), strict=True):
             block, offset = divmod(place, _BLOCK)
-            index = int(self._block(number, block)[offset])
-            self._components[number].read(index, inputs[row], targets[row], None if ids is None else ids[row])
+            found.append((row, self._components[number], int(self._block(number, block)[offset])))
+
+        def read(sample: tuple[int, Samples, int]) -> None:
+            row, component, index = sample
+            component.read(index, inputs[row], targets[row, ...], None if ids is None else ids[row])
+
+        for _ in map(read, found) if self._pool is None else self._pool.map(read, found):
+            pass  # the first error is raised here, in the order of the rows
 
     def _compute_block(self, number: int, block: int) -> Array:
         """Indices, in component ``number``, of the samples at its positions block · _BLOCK and following."""

@@ -17,10 +17,10 @@ WIDTH = 80
 
 class ConsoleDisplay:
     """``mode``: ``rich`` (a bar and the newest row, live; off a terminal the same as plain), ``plain`` (a row every few seconds),
-    ``silent``."""
+    ``silent``. ``unit``: what is counted, in short."""
 
-    def __init__(self, mode: str, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, mode: str, steps: int, unit: str = "tok") -> None:
+        self._steps, self._unit = steps, unit
         self._silent = mode == "silent"
         self._rich = mode == "rich" and sys.stderr.isatty()
         self._live: Live | None = None
@@ -38,7 +38,7 @@ class ConsoleDisplay:
         """Shows one logged row. ``eta_s``: seconds that the rest will take; ``checkpoint_age_s``: since the last save."""
         if self._silent:
             return
-        parts = describe(row, checkpoint_age_s)
+        parts = describe(row, checkpoint_age_s, self._unit)
         eta = f"ETA {_duration(eta_s)}" if eta_s is not None and row["step"] < self._steps else None
         now = time.monotonic()
         if self._live is not None:
@@ -73,13 +73,13 @@ class ConsoleDisplay:
             self._live.stop()
 
 
-def describe(row: dict[str, Any], checkpoint_age_s: float | None) -> list[str]:
+def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "tok") -> list[str]:
     """What a row says: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
     parts = [f"loss {row['loss']:.4f}"]
     if "validation/loss" in row:
         parts.append(f"validation {row['validation/loss']:.4f}")
     if "throughput/tokens_per_s" in row:
-        parts.append(f"{_count(row['throughput/tokens_per_s'])} tok/s")
+        parts.append(f"{_count(row['throughput/tokens_per_s'])} {unit}/s")
     if "throughput/mfu" in row:
         parts.append(f"MFU {row['throughput/mfu']:.0%}")
     elif "throughput/model_tflops_per_rank" in row:

@@ -20,8 +20,11 @@ log = logging.getLogger(__name__)
 _PEAK_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "V100": 125e12}
 
 
-def count_flops(model: nn.Module, seq_len: int, loss: Callable[[Any, Tensor], Tensor]) -> int | None:
-    """FLOPs of forward and backward over one sequence of ``seq_len`` tokens; None for a model that tensors without storage cannot run.
+def count_flops(
+    model: nn.Module, example: Callable[[str], tuple[Tensor, Tensor]], loss: Callable[[Any, Tensor], Tensor]
+) -> int | None:
+    """FLOPs of forward and backward over ``example(device)``, inputs and targets of one sample; None for a model that tensors without
+    storage cannot run.
 
     ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not counted (model FLOPs).
     """
@@ -29,8 +32,8 @@ def count_flops(model: nn.Module, seq_len: int, loss: Callable[[Any, Tensor], Te
         try:
             twin = copy.deepcopy(model).to("meta")
             with on_fake_tensors(twin, "meta") if fake else nullcontext(), FlopCounterMode(display=False) as counter:
-                tokens = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
-                loss(twin(tokens), tokens).backward()
+                inputs, targets = example("meta")
+                loss(twin(inputs), targets).backward()
             return int(counter.get_total_flops())
         except Exception:  # a model may look at values, which these tensors do not have
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parallel2d.data.batch import SampleShape
 from parallel2d.mesh import MeshShape, Topology, draw_mesh
 
 
@@ -30,11 +31,12 @@ class RunFacts:
     global_batch_size: int
     micro_batch_size: int
     accumulation: int
-    seq_len: int
-    flops_per_sequence: int | None
+    sample: SampleShape
+    flops_per_sequence: int | None  # of one sample: an image too
     device: torch.device
     run_dir: str
     predicted: dict[str, float] = field(default_factory=dict)  # bytes a rank sends per step, by ``comm/AXIS/bytes``
+    classes: tuple[str, ...] = ()  # of images, by class id
 
     def lines(self) -> list[str]:
         """The header, readable in 80 columns."""
@@ -48,7 +50,7 @@ class RunFacts:
             f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} on this rank",
             f"            precision {self.precision}, bucketing {self.bucketing}",
             f"data        {self.data}",
-            f"batch       {self.global_batch_size} x {self.seq_len} tokens = {shape.data_ranks} data ranks x "
+            f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} data ranks x "
             f"{self.accumulation} micro-batches x {self.micro_batch_size}",
             f"run dir     {self.run_dir}",
         ]
@@ -59,7 +61,8 @@ class RunFacts:
         return {
             "strategy": self.strategy, "bucketing": self.bucketing, "precision": self.precision, "model": self.model,
             "replicate": shape.replicate, "shard": shape.shard, "tensor": shape.tensor, "parameters": self.parameters,
-            "global_batch_size": self.global_batch_size, "accumulation": self.accumulation, "seq_len": self.seq_len, "lr": lr,
+            "global_batch_size": self.global_batch_size, "accumulation": self.accumulation, "seq_len": self.sample.targets_per_sample,
+            "lr": lr,
         }  # fmt: skip
 
     def slow_axes(self) -> tuple[str, ...]:
@@ -89,8 +92,10 @@ class RunFacts:
             "global_batch_size": self.global_batch_size,
             "micro_batch_size": self.micro_batch_size,
             "accumulation": self.accumulation,
-            "seq_len": self.seq_len,
+            "seq_len": self.sample.targets_per_sample,
             "flops_per_sequence": self.flops_per_sequence,
+            "inputs": list(self.sample.inputs),
+            **({"classes": list(self.classes)} if self.classes else {}),
             "torch": torch.__version__,
             "predicted": self.predicted,
         }

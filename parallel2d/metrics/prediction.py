@@ -72,20 +72,19 @@ def count_tensor_axis(
     twin: nn.Module,
     mesh: DeviceMesh,
     loss: Callable[[Any, Tensor], Tensor],
+    example: Callable[[str], tuple[Tensor, Tensor]],
     *,
-    micro_batch_size: int,
-    seq_len: int,
     accumulation: int,
     during_accumulation: str = "reduce_scatter_only",
     reduce_dtype: torch.dtype | None = None,
 ) -> dict[str, float]:
     """Bytes that a rank sends per step over the ``tensor`` axis, as ``{"comm/tensor/bytes": bytes}``.
 
-    ``twin``: from `parallel2d.parallelize.twin.tensor_twin`. One micro-batch runs forward and backward on tensors without storage,
-    on every rank alike; its collectives are counted instead of run, by the same meter that measures. Then come those that sharding
-    adds before it reduces: the gradients of weights that stayed whole while their inputs were split are summed over the axis, in
-    every backward, or once with ``none``, then in ``reduce_dtype``. Empty, and the reason logged, for a model that such tensors
-    cannot run.
+    ``twin``: from `parallel2d.parallelize.twin.tensor_twin`; ``example(device)``: inputs and targets of one micro-batch. It runs forward
+    and backward on tensors without storage, on every rank alike; its collectives are counted instead of run, by the same meter that
+    measures. Then come those that sharding adds before it reduces: the gradients of weights that stayed whole while their inputs were
+    split are summed over the axis, in every backward, or once with ``none``, then in ``reduce_dtype``. Empty, and the reason logged,
+    for a model that such tensors cannot run.
     """
     once = during_accumulation == "none" and accumulation > 1
     devices = range(torch.cuda.device_count())
@@ -95,9 +94,9 @@ def count_tensor_axis(
         meter = CommunicationMeter(mesh, dry=True).install()
         try:
             with nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type), torch.random.fork_rng(devices):
-                tokens = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64, device=device_type)
+                inputs, targets = example(device_type)
                 meter.start()
-                loss(twin(tokens), tokens).backward()
+                loss(twin(inputs), targets).backward()
                 passes = meter.read()[_TENSOR_BYTES]
                 meter.start()
                 _make_gradients_whole(twin, reduce_dtype if once else None)

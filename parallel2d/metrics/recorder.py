@@ -43,7 +43,7 @@ class Recorder:
     """Called by every rank after every step; only rank 0 has a ``writer`` and a ``display``.
 
     Args:
-        ranks: of the world; ``tokens_per_step``: input tokens of a global batch, tensor ranks counted once.
+        ranks: of the world; ``tokens_per_step``: input tokens, or images, of a global batch, tensor ranks counted once.
         flops_per_step: of the model over a global batch, or None when unknown; ``peak_flops``: of one device, or None.
         hosts: by rank; ``meter``: installed while the recorder is open; ``predicted``: bytes per axis to compare with.
         slow_axes: axes whose groups cross hosts; ``profiler``: traces the steps it was told to.
