@@ -142,7 +142,8 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
 def preview(arguments: Sequence[str]) -> TrainConfig | None:
     """What ``arguments`` compose to, without a run directory or any other trace.
 
-    None where `run` will not compose one job (``-m``, ``--help``, ``--cfg``) or will say what is wrong with the words.
+    None where `run` may not compose one job (``-m``, ``--help``, ``--cfg``, several values for a key). Raises `ConfigError` for anything
+    wrong with the words.
     """
     from hydra import compose, initialize_config_module
     from hydra._internal.utils import get_args_parser
@@ -163,10 +164,20 @@ def preview(arguments: Sequence[str]) -> TrainConfig | None:
     try:
         with initialize_config_module("parallel2d.conf", version_base="1.3"):
             return to_config(compose(parsed.config_name or "train", overrides=words))
-    except (HydraException, OmegaConfBaseException, ConfigError):
-        return None
+    except (HydraException, OmegaConfBaseException) as error:
+        if _may_sweep(parsed.overrides):
+            return None
+        raise ConfigError(_explain(_open_words(arguments), error)) from None
     finally:
         GlobalHydra.instance().clear()
+
+
+def _may_sweep(words: Sequence[str]) -> bool:
+    """Whether a word has several values: a sweep, if Hydra was told so, by ``-m`` or in a file."""
+    try:
+        return any(override.is_sweep_override() for override in OverridesParser.create().parse_overrides(list(words)))
+    except HydraException:
+        return False
 
 
 def _open_words(arguments: Sequence[str]) -> list[str]:

@@ -298,6 +298,7 @@ for arguments in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_is_a_few_tensors_not_the_model(tmp_path):
     tensors, mib = 24, 8
     values = {f"w{i}": torch.nn.Parameter(torch.full((mib, 2**18), float(i))) for i in range(tensors)}

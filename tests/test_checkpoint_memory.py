@@ -115,6 +115,7 @@ def test_a_shard_that_no_node_holds_falls_back_to_the_disk_and_says_which(cluste
     assert said(lives, "no copy is left of ranks [0, 2]")
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_may_change_both_ways(cluster, undisturbed):
     cluster.run("AABB", until=3)
     cluster.lose("B")
@@ -180,6 +181,7 @@ def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(c
     assert lives[0]["age"] == 1, "the newest checkpoint on disk is of step 8"
 
 
+@pytest.mark.slow
 def test_copies_of_another_run_are_not_used(cluster):
     cluster.run("AABB", until=4)
     cluster.run_dir = cluster.folder / "other"
@@ -188,6 +190,7 @@ def test_copies_of_another_run_are_not_used(cluster):
     assert cluster.run("AABB", until=4)[0]["start"] == 4, "and the other run left them alone"
 
 
+@pytest.mark.slow
 def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluster):
     cluster.run("AABB", until=6, disk_every=3)
     shutil.copytree(cluster.node("B"), cluster.node("Z"))  # a node that is cut off with copies of steps 4 and 6
@@ -202,6 +205,7 @@ def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluste
     assert cluster.copies("Z") == [(4, 0), (4, 1)], "and they are gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["never", "path"])
 def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster, resume):
     cluster.run("AABB", until=5, disk_every=3)
@@ -241,6 +245,7 @@ def test_one_node_without_room_for_two_copies_turns_the_net_off_before_it_is_ful
     assert not list(small_tmpfs.iterdir())
 
 
+@pytest.mark.slow
 def test_a_node_whose_memory_somebody_else_has_filled_is_restored_from_it_all_the_same(cluster, small_tmpfs):
     cluster.run("AABB", until=2)
     assert cluster.copies("B") == [(2, 2), (2, 3)]

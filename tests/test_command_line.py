@@ -85,7 +85,7 @@ def wait_until(condition, what, seconds=90.0):
         time.sleep(0.05)
 
 
-def test_self_launch_and_torchrun_give_one_run_dir_and_the_same_losses(folder):
+def test_a_run_has_one_run_dir_with_everything_in_it(folder):
     alone = execute(folder, *SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
     assert alone.returncode == 0, alone.stderr
     run_dir = folder / "alone"
@@ -106,19 +106,25 @@ def test_self_launch_and_torchrun_give_one_run_dir_and_the_same_losses(folder):
     for text in ("replica 0  [0 1]", "run dir", "first step", "step 4/4"):
         assert text in alone.stderr
 
+
+@pytest.mark.slow
+def test_torchrun_gives_one_run_dir_and_the_same_losses(folder):
+    alone = execute(folder, *SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
+    assert alone.returncode == 0, alone.stderr
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train")
     started = execute(folder, *SMALL, "strategy=zero3", launcher=torchrun)
     assert started.returncode == 0, started.stderr
-    (other,) = [path for path in run_dirs(folder) if path != run_dir]
+    (other,) = [path for path in run_dirs(folder) if path != folder / "alone"]
     assert len(list(folder.rglob(".hydra"))) == 2
-    assert losses(other) == pytest.approx(losses(run_dir), rel=1e-5)
-    assert [row["data/batch_hash"] for row in rows(other)] == [row["data/batch_hash"] for row in found]
+    assert losses(other) == pytest.approx(losses(folder / "alone"), rel=1e-5)
+    assert [row["data/batch_hash"] for row in rows(other)] == [row["data/batch_hash"] for row in rows(folder / "alone")]
 
     refused = execute(folder, *SMALL, "-m", "strategy=ddp,zero3", launcher=torchrun)
     assert refused.returncode != 0
     assert refused.stderr.count("-m is refused here") == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_over_a_custom_model_gives_every_job_its_own_complete_run(folder):
     words = ("model=custom", "model.target=my_models:Bigram", "model.arguments.width=32", "strategy=ddp,zero3")
     small = [word for word in SMALL if not word.startswith("model.")]
@@ -143,7 +149,7 @@ def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
     assert str(folder / "run" / "logs") in failed.stderr
 
 
-@pytest.mark.parametrize("way", ["SIGINT to the launcher", "SIGKILL of the launcher"])
+@pytest.mark.parametrize("way", ["SIGINT to the launcher", pytest.param("SIGKILL of the launcher", marks=pytest.mark.slow)])
 def test_ending_the_launcher_ends_every_worker(folder, way):
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
@@ -185,6 +191,7 @@ def test_a_read_only_run_directory_is_one_clear_message(folder):
     assert len(failed.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_own_loop_example_runs():
     example = Path(__file__).parent.parent / "examples" / "own_loop.py"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -220,6 +227,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
     assert [row["step"] for row in rows(folder / "run")] == list(range(1, step + 4))
 
 
+@pytest.mark.slow
 def test_restarted_workers_go_on_in_the_run_dir_of_their_first_life(folder):
     torchrun = (
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "parallel2d.train",

@@ -336,6 +336,7 @@ def _plain_losses(path: str, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_trains_alike_on_every_layout_and_after_a_stop(ranks, folder, tmp_path):
     pytest.importorskip("transformers")
     words = [*VIT, *IMAGES, *PLAIN]

@@ -35,7 +35,7 @@ SLACK = 3.0  # times as long as on a machine that does nothing else
 
 
 class Disturbed:
-    """The job on its cluster. Every fault returns the seconds until the next step was done."""
+    """The job on its cluster. Every fault is a method that returns the seconds until the next step was done."""
 
     def __init__(self, cluster: Cluster, folder: Path, seed: int) -> None:
         self.cluster, self.folder, self.random = cluster, folder, random.Random(seed)
@@ -79,11 +79,7 @@ class Disturbed:
         assert self.nodes_in_use() == 1
         self.steps_on(self.random.randrange(1, 5))
         self.cluster.restore_node(node)
-        deadline = time.monotonic() + 60 * SLACK
-        while self.nodes_in_use() != 2:
-            assert time.monotonic() < deadline, f"the node that came back is not used\n{self.job.tail()}"
-            time.sleep(0.1)
-        self.steps_on(2)
+        self._wait_for_both()
         return seconds
 
     def stop_worker(self) -> float:
@@ -96,11 +92,7 @@ class Disturbed:
         self.cluster.partition(self.random.randrange(2), seconds)
         time.sleep(seconds)
         took = self._recovered(begin)
-        deadline = time.monotonic() + 60 * SLACK
-        while self.nodes_in_use() != 2:
-            assert time.monotonic() < deadline, f"the nodes do not come together again\n{self.job.tail()}"
-            time.sleep(0.1)
-        self.steps_on(2)
+        self._wait_for_both()
         return took
 
     def partition_10_s(self) -> float:
@@ -108,6 +100,47 @@ class Disturbed:
 
     def partition_30_s(self) -> float:
         return self.partition(30)
+
+    def _end_launcher(self, number: int, code: int) -> float:
+        """One launcher is told something, or killed; the other node goes on alone. Then it is started again and both go on."""
+        node, begin = self.random.randrange(2), time.monotonic()
+        self.job.send_signal(number, node)
+        assert self.job.processes[node].wait(60 * SLACK) == code, self.job.tail()
+        deadline = time.monotonic() + 10 * SLACK
+        while self.cluster.nodes[node].processes():
+            assert time.monotonic() < deadline, "its ranks outlive it"
+            time.sleep(0.05)
+        took = self._recovered(begin)
+        assert self.nodes_in_use() == 1
+        self.job.start(node)
+        self._wait_for_both()
+        return took
+
+    def _wait_for_both(self) -> None:
+        deadline = time.monotonic() + 60 * SLACK
+        while self.nodes_in_use() != 2:
+            assert time.monotonic() < deadline, f"one node is not used\n{self.job.tail()}"
+            time.sleep(0.1)
+        self.steps_on(2)
+
+    def launcher_told_to_end(self) -> float:
+        return self._end_launcher(signal.SIGTERM, 75)
+
+    def launcher_interrupted(self) -> float:
+        return self._end_launcher(signal.SIGINT, 130)
+
+    def launcher_killed(self) -> float:
+        return self._end_launcher(signal.SIGKILL, -signal.SIGKILL)
+
+    def store_dies(self) -> float:
+        """It comes back empty, at the same address."""
+        begin = time.monotonic()
+        self.cluster.kill_store()
+        time.sleep(3)
+        self.cluster.restore_store()
+        took = self._recovered(begin)
+        self._wait_for_both()
+        return took
 
     def nodes_in_use(self) -> int:
         try:
@@ -174,11 +207,18 @@ def run(folder: Path, faults: list[str], seed: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_and_a_lost_node(tmp_path):
-    run(tmp_path, ["kill_worker", "kill_node"], seed=1)
+def test_launchers_that_end_and_a_store_that_dies(tmp_path):
+    run(tmp_path, ["launcher_told_to_end", "launcher_interrupted", "launcher_killed", "store_dies"], seed=2)
 
 
 KINDS = ("kill_worker", "kill_node", "stop_worker", "partition_10_s", "partition_30_s")
+
+
+@pytest.mark.slow
+def test_three_faults_of_each_kind(tmp_path):
+    faults = list(KINDS) * 3
+    random.Random(1).shuffle(faults)
+    run(tmp_path, faults, seed=1)
 
 
 @pytest.mark.soak

@@ -57,6 +57,7 @@ def test_failures_in_a_row_are_bounded_and_forgiven_with_progress():
     assert max(patient.after_failure() or 0.0 for _ in range(50)) == LONGEST_PAUSE_S
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     """On one machine: SIGKILL at some step; the run ends with the losses and batches of one that nothing happened to."""
     process = subprocess.Popen(
@@ -71,7 +72,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     os.kill(victims[1], signal.SIGKILL)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 0, errors
-    assert "rank 1: ended by SIGKILL; starting again" in errors
+    assert "rank 1: ended by SIGKILL, by somebody or by the kernel for want of memory; starting again" in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
 
     again = subprocess.run(

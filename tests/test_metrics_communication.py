@@ -139,7 +139,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measured_bytes_are_those_of_the_formula(ranks, layout, accumulation):
     result = ranks.run(4, measure, *LAYOUTS[layout], accumulation)[0]
@@ -173,7 +173,10 @@ TENSOR_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", TENSOR_CASES)
+@pytest.mark.parametrize("case", [
+    case if case in ("plain", "bf16_none", "full", "tied", "hugging_face") else pytest.param(case, marks=pytest.mark.slow)
+    for case in TENSOR_CASES
+])  # fmt: skip
 def test_bytes_over_the_tensor_axis_are_counted_before_the_first_step(ranks, case):
     given = dict(TENSOR_CASES[case])
     how = {name: given.pop(name) for name in ("accumulation", "mode", "build") if name in given}

@@ -97,6 +97,7 @@ class Hungry(Bigram):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["self", "torchrun"])
 def test_a_rank_without_memory_left_ends_the_run_with_one_message(folder, launcher):  # noqa: F811
     (folder / "hungry.py").write_text(HUNGRY)
@@ -158,6 +159,7 @@ def test_a_rank_at_half_speed_is_named_with_its_host_within_20_steps(ranks, fold
     assert said.startswith(f"rank 2 on {socket.gethostname()} is slow: ")
 
 
+@pytest.mark.slow
 def test_no_rank_is_named_in_40_steps_at_even_speed(ranks, folder):  # noqa: F811
     assert ranks.run(4, train_paced, folder, -1, 40)[0] == []
 

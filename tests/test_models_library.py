@@ -317,6 +317,7 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
     assert torch.equal(parts.module(changed).logits[:, :3], logits[:, :3])
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_trains_alike_on_every_layout(ranks, tmp_path):
     (tmp_path / "corpus.txt").write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(4000)))
     words = ["model=hf", "model.architecture=t5", *SMALL_T5, "checkpoint.enabled=false", "train.seq_len=15"]

@@ -122,8 +122,12 @@ def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
 CASES = [
     *itertools.product(["adafactor", "adafactor_decay", "muon", "muon_original"], ["zero3", "hybrid", "tensor"]),
     *itertools.product(["adafactor", "muon"], ["ddp", "uneven"]),
-    *itertools.product(["adam", "sgd", "sgd_nesterov", "adamw_foreach", "adamw_amsgrad", "adamw"], ["tensor"]),
+    *itertools.product(["sgd", "adamw"], ["tensor"]),
     *itertools.product(["adam", "sgd", "adamw_foreach"], ["hybrid"]),
+    *(
+        pytest.param(variant, "tensor", marks=pytest.mark.slow)
+        for variant in ("adam", "sgd_nesterov", "adamw_foreach", "adamw_amsgrad")
+    ),
 ]
 
 

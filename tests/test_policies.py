@@ -178,7 +178,10 @@ def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
     from parallel2d.compose import preview
 
     words = ", ".join(f"{pattern}: {word}" for pattern, word in WORDS.items())
-    assert preview([f"model.tensor_plan={{{words}}}"]) is None  # model=llama_debug brings its own and has no such key
+    with pytest.raises(
+        ConfigError, match="unknown key model.tensor_plan"
+    ):  # model=llama_debug brings its own and has no such key
+        preview([f"model.tensor_plan={{{words}}}"])
     given = preview(["model=hf", "model.architecture=llama", f"model.tensor_plan={{{words}}}"])
     assert given is not None
     assert given.model.tensor_plan == WORDS

@@ -81,6 +81,7 @@ def check_nothing_is_left(answers: list[dict[str, Any]], resident: float) -> Non
         assert answer["unwrapped"]
 
 
+@pytest.mark.slow
 def test_a_process_can_set_up_and_tear_down_again_and_again(three_ranks):
     check_nothing_is_left([answers[0] for answers in three_ranks], resident=24 * 2**20)
 
@@ -98,6 +99,7 @@ def test_without_a_launcher_the_process_is_the_only_rank(one_process):
     assert answer["left"]
 
 
+@pytest.mark.slow
 def test_timeouts_are_long_in_the_first_step_and_short_after(three_ranks):
     for _, answer, _ in three_ranks:
         assert answer["groups"] > 1, "the mesh has groups of its own"

@@ -96,6 +96,7 @@ def test_loss_scale_halves_on_overflow_and_grows_after_good_steps():
     assert off.scale == 1.0
 
 
+@pytest.mark.slow
 def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     source, site, empty = Path(__file__).parent.parent, tmp_path / "site", tmp_path / "empty"
     pip = [sys.executable, "-m", "pip", "--quiet", "--no-input"]

@@ -120,6 +120,7 @@ def run_team(team: Team, meeting: Meeting) -> None:
         over = False
         raise _explained(error, agent, meeting, team) from None
     finally:
+        handler._stop_heartbeats()  # else their thread may be the last to know them, and cannot wait for its own end
         if over:
             with contextlib.suppress(Exception):  # the store may have gone with another node
                 meeting.close()
@@ -243,6 +244,8 @@ def one_line(failure: Any, story: dict[str, Any] | None) -> str:
     """What happened to a rank, in one line."""
     if story:
         return "lost the connection to another rank" if lost_a_peer(story) else story["text"].strip().splitlines()[-1]
+    if failure.exitcode == -signal.SIGKILL:
+        return "ended by SIGKILL, by somebody or by the kernel for want of memory"
     if failure.exitcode < 0:
         return f"ended by {signal.Signals(-failure.exitcode).name}"
     return f"exited with code {failure.exitcode}"

@@ -123,8 +123,7 @@ class Cluster:
                 self.set_rate(index, self.rate)
             self._begun = time.monotonic()
             if self._store is not None:
-                words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", self._store.address, "--port", str(PORT)]
-                self._await_store(self._start(self._store, words, {}, os.getcwd()))
+                self._start_store()
         except BaseException:
             self.close()
             raise
@@ -149,9 +148,13 @@ class Cluster:
         self.tag = ""
         atexit.unregister(self.close)
 
-    def _await_store(self, process: Process) -> None:
+    def _start_store(self) -> None:
+        assert self._store is not None
         log = self.output / f"{STORE}.log"
-        while b"listens" not in log.read_bytes():
+        before = log.stat().st_size
+        words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", self._store.address, "--port", str(PORT)]
+        process = self._start(self._store, words, {}, os.getcwd())
+        while b"listens" not in log.read_bytes()[before:]:
             if process.poll() is not None:
                 raise ClusterError(f"the store ended with {process.wait()}: {log.read_text(errors='replace').strip()}")
             time.sleep(0.05)
@@ -303,6 +306,21 @@ class Cluster:
         self._event("restore-node", node=node)
         if self.job is not None and any(code is None for code in self.job.poll().values()):
             self.job.start(node)
+
+    def kill_store(self) -> None:
+        """The machine of the rendezvous store dies, and what the store held is lost. Raises `ClusterError` when it is inside node 0."""
+        if self._store is None or not self._store.alive:
+            raise ClusterError("there is no store outside of the nodes" if self._store is None else "the store is down already")
+        self._store.kill()
+        self._event("kill-store")
+
+    def restore_store(self) -> None:
+        """A new, empty store at the same address."""
+        if self._store is None or self._store.alive:
+            raise ClusterError("there is no store outside of the nodes" if self._store is None else "the store is up")
+        self._store.boot()
+        self._start_store()
+        self._event("restore-store")
 
     def partition(self, node: int, seconds: float | None = None) -> None:
         """Nothing passes between this node and all others, in either direction, for this long or until `heal`."""

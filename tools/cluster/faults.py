@@ -59,6 +59,8 @@ _KINDS: dict[str, tuple[_Keys, _Keys]] = {
     "continue-worker": (_WORKER, {}),
     "kill-node": (_NODE, {"power_loss": _yes, "for": _seconds}),
     "restore-node": (_NODE, {}),
+    "kill-store": ({}, {"for": _seconds}),
+    "restore-store": ({}, {}),
     "partition": (_NODE, {"for": _seconds}),
     "heal": (_NODE, {}),
     "rate": ({**_NODE, "rate": _rate}, {"for": _seconds}),
@@ -79,7 +81,7 @@ class Fault:
     def actions(self, cluster: Cluster) -> list[Callable[[], None]]:
         """What begins the fault and, where the fault has an end of its own (``for=``), what ends it."""
         values = self.values
-        node = int(values["node"])  # type: ignore[call-overload]
+        node = int(values.get("node", 0))  # type: ignore[call-overload]
         rank = int(values.get("rank", 0))  # type: ignore[call-overload]
         table: dict[str, list[Callable[[], None]]] = {
             "kill-worker": [lambda: cluster.kill_worker(node, rank)],
@@ -90,6 +92,8 @@ class Fault:
                 lambda: cluster.restore_node(node),
             ],
             "restore-node": [lambda: cluster.restore_node(node)],
+            "kill-store": [cluster.kill_store, cluster.restore_store],
+            "restore-store": [cluster.restore_store],
             "partition": [lambda: cluster.partition(node), lambda: cluster.heal(node)],
             "heal": [lambda: cluster.heal(node)],
             "rate": [lambda: cluster.set_rate(node, str(values["rate"])), lambda: cluster.set_rate(node, cluster.rate)],
