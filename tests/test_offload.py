@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import subprocess
 import sys
 
 import pytest
@@ -14,13 +13,14 @@ import training
 from torch import nn
 from workers import WorkerError
 
-from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, clip_gradient_norm, parallelize
+from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, clip_gradient_norm, launch, parallelize
 from parallel2d.config import ConfigError, PrecisionConfig
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.float8 import check_float8, convert_to_float8
 from parallel2d.parallelize.initialization import allocate
 from parallel2d.parallelize.sharding import check_offload, shard
 from parallel2d.parallelize.structure import find_blocks
+from parallel2d.train import main
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
@@ -30,13 +30,12 @@ needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, 
     ("precision.float8=rowwise", "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu"),
 ])  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_refuses_it_on_cpu_before_workers_start(tmp_path, word, reason):
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel2d.train", word, f"hydra.run.dir={tmp_path}"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert reason in done.stderr
+def test_the_command_refuses_it_on_cpu_before_workers_start(tmp_path, monkeypatch, capsys, word, reason):
+    monkeypatch.setattr(launch, "start_workers", lambda *_: pytest.fail("workers were started"))
+    assert main([word, f"hydra.run.dir={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert reason in said
 
 
 def _refused(config):

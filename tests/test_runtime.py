@@ -136,6 +136,7 @@ def test_the_command_waits_for_a_slow_first_step_but_not_for_a_later_one(folder)
     assert "late: rank 1 on" in failed.stderr
 
 
+@pytest.mark.slow
 def test_a_barrier_names_the_late_rank_and_its_host(three_ranks):
     *waited, last = [answers[2] for answers in three_ranks]
     for rank, answer in enumerate(waited):
