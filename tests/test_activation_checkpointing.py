@@ -168,9 +168,9 @@ def _run(cases, tensor, steps, accumulation):
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "bucketing"), [
-    ("ddp", "block"), ("zero2", "layer"), ("zero3", "layer"), ("hybrid_zero2", "block"), ("hybrid", "block"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("zero3", "layer"), ("hybrid", "block")]),
+    *(pytest.param(*case, marks=pytest.mark.soak) for case in [("ddp", "block"), ("zero2", "layer"), ("hybrid_zero2", "block")]),
 ])  # fmt: skip
 def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, bucketing):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""

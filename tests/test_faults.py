@@ -1,7 +1,7 @@
 """Two nodes of two ranks, and what happens to them: killed workers, lost nodes, partitions, stopped ranks, at random moments.
 
 One job goes on through a sequence of faults, in the end it is told to end, and its history is compared with that of a single process to
-which nothing happened: every global batch once and in order, every loss equal. The suite runs one fault of each quick kind; ``-m soak``
+which nothing happened: every global batch once and in order, every loss equal. ``.ci/run`` runs three of each kind; ``-m soak``
 runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS (all) and prints how long it took until the next step.
 """
 

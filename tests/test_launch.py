@@ -57,7 +57,7 @@ def test_failures_in_a_row_are_bounded_and_forgiven_with_progress():
     assert max(patient.after_failure() or 0.0 for _ in range(50)) == LONGEST_PAUSE_S
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     """On one machine: SIGKILL at some step; the run ends with the losses and batches of one that nothing happened to."""
     process = subprocess.Popen(

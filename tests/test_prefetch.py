@@ -219,12 +219,11 @@ def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
     return {key: (measured[key], value) for key, value in predicted.items() if key.endswith("bytes")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "during", "checkpointing", "bucketing"), [
-    (1, "full", "none", "block"),
-    (2, "reduce_scatter_only", "none", "layer"),
-    (2, "none", "full", "block"),
-    (2, "full", "full", "layer"),
+    pytest.param(1, "full", "none", "block", marks=pytest.mark.soak),
+    pytest.param(2, "reduce_scatter_only", "none", "layer", marks=pytest.mark.soak),
+    pytest.param(2, "none", "full", "block", marks=pytest.mark.soak),
+    pytest.param(2, "full", "full", "layer", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_bytes_on_the_wire_do_not_depend_on_prefetch(ranks, accumulation, during, checkpointing, bucketing):
     """With recomputation too, whose forwards would otherwise gather what backward has done with."""
