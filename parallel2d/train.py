@@ -45,26 +45,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(job: Job) -> None:
     """Checks the job as far as one process can, then runs it on local workers."""
-    from parallel2d.assemble import check
-    from parallel2d.mesh import Topology
-
     if job.config.launch.node_range != (1, 1):
         raise ConfigError(
             f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several nodes start one job"
         )
-    workers = launch.workers_per_node(job.config.launch)
-    check(job.config, Topology.single_host(workers))
-    launch.start_workers(job, workers, main)
+    launch.start_workers(job, _check(job.config, nodes=1), main)
 
 
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
     """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job composes."""
+    launch.start_node(config, words, _check(config, nodes=config.launch.node_range[1]), main)
+
+
+def _check(config: TrainConfig, nodes: int) -> int:
+    """The workers of a node, once the job was checked as far as one process can."""
+    import torch
+
     from parallel2d.assemble import check
     from parallel2d.mesh import Topology
 
+    torch.set_num_threads(
+        1
+    )  # ranks are forked from this process, and would wait for OpenMP's threads, which a fork does not have
     workers = launch.workers_per_node(config.launch)
-    check(config, Topology.equal_hosts(config.launch.node_range[1], workers))
-    launch.start_node(config, words, workers, main)
+    check(config, Topology.single_host(workers) if nodes == 1 else Topology.equal_hosts(nodes, workers))
+    return workers
 
 
 def _run_rank(place: launch.Place, words: Sequence[str]) -> int:
