@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.checkpoint import Checkpointer
+from parallel2d.claim import RunClaim
 from parallel2d.compose import Job, to_yaml
 from parallel2d.config import ConfigError, DataConfig, LlamaModel, TrainConfig
 from parallel2d.data import BatchPlan, OpenData, open_data
@@ -67,6 +68,7 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
     """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what cannot work."""
     config, device = job.config, runtime.device
     check_shared_run_dir(job.run_dir)
+    claim = RunClaim(job.run_dir) if runtime.is_first else None
     shape = resolve_mesh(config, runtime.topology)
     mesh = build_mesh(
         shape.spec(),
@@ -136,6 +138,7 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         checkpointer=checkpointer,
         device=device,
         data_fingerprint=data.fingerprint,
+        claim=claim,
     )
     restored = checkpointer.restore(restarted=job.restarted)
     if restored is not None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d import signals
 from parallel2d.checkpoint import Checkpointer
+from parallel2d.claim import RunClaim
 from parallel2d.config import ConfigError, TrainConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
 from parallel2d.gradients import scale_gradients, squared_norm_share
@@ -61,11 +62,12 @@ class Trainer:
         checkpointer: Checkpointer,
         device: torch.device,
         data_fingerprint: str,
+        claim: RunClaim | None = None,
     ) -> None:
         self.config, self.model, self.loss, self.mesh, self.optimizer = config, model, loss, mesh, optimizer
         self.training, self.validation, self.plan = training, validation, plan
         self.recorder, self.checkpointer, self.device = recorder, checkpointer, device
-        self.data_fingerprint = data_fingerprint
+        self.data_fingerprint, self.claim = data_fingerprint, claim
         # As sharding casts them where it computes in another dtype than it stores; it casts nothing where both are the same
         self._input_dtype = DTYPES[config.precision.param] if config.precision.cast_forward_inputs else None
         self.scaler = LossScaler(config.precision.loss_scaling)
@@ -109,7 +111,7 @@ class Trainer:
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
 
     def step(self, feed: BatchFeed) -> None:
-        """One optimizer step, saved if that is due, and recorded. Collective."""
+        """One optimizer step, saved if that is due, and recorded. Collective. Raises `RunTakenOver` on rank 0."""
         batch, tokens = self._upcoming, self._upcoming_tokens
         assert batch is not None, "begin() comes first, and no step after the last"
         step, train = self.progress.step + 1, self.config.train
@@ -137,6 +139,8 @@ class Trainer:
             begin = time.perf_counter()
             validation_loss = self.validate(self.validation)
             seconds["validation_s"] = time.perf_counter() - begin
+        if self.claim is not None:
+            self.claim.check()  # before anything is written
         self.preempted = outcome.preempted
         last = self._upcoming is None
         self.checkpointer.save_if_due(

@@ -85,7 +85,9 @@ class Disturbed:
     def stop_worker(self) -> float:
         begin = time.monotonic()
         self.cluster.stop_worker(*self.any_rank())
-        return self._recovered(begin)
+        took = self._recovered(begin)
+        self._wait_for_both()  # a node that was quicker went on alone
+        return took
 
     def partition(self, seconds: float) -> float:
         begin = time.monotonic()
@@ -131,6 +133,24 @@ class Disturbed:
 
     def launcher_killed(self) -> float:
         return self._end_launcher(signal.SIGKILL, -signal.SIGKILL)
+
+    def launcher_sleeps(self) -> float:
+        """The launcher of the only node that is left is silent until another takes the job over: for a moment both train."""
+        node = self.random.randrange(2)
+        self.cluster.kill_node(1 - node)
+        self._recovered(time.monotonic())
+        begin = time.monotonic()
+        self.job.send_signal(signal.SIGSTOP, node)
+        self.cluster.restore_node(1 - node)
+        deadline = time.monotonic() + 60 * SLACK
+        while (owner := json.loads((self.folder / "run/owner.json").read_text())["host"]) != f"node{1 - node}":
+            assert time.monotonic() < deadline, f"the run is still that of {owner}\n{self.job.tail()}"
+            time.sleep(0.1)
+        took = self._recovered(begin)
+        self.job.send_signal(signal.SIGCONT, node)
+        self._wait_for_both()
+        assert "took this one for lost" in self.job.output(node)
+        return took
 
     def store_dies(self) -> float:
         """It comes back empty, at the same address."""
@@ -208,7 +228,7 @@ def run(folder: Path, faults: list[str], seed: int) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_launchers_that_end_and_a_store_that_dies(tmp_path):
-    run(tmp_path, ["launcher_told_to_end", "launcher_interrupted", "launcher_killed", "store_dies"], seed=2)
+    run(tmp_path, ["launcher_sleeps", "launcher_told_to_end", "launcher_interrupted", "launcher_killed", "store_dies"], seed=2)
 
 
 KINDS = ("kill_worker", "kill_node", "stop_worker", "partition_10_s", "partition_30_s")

@@ -6,6 +6,7 @@ elastic agent; what is decided here is whether, when and how a worker group star
 [Note: three reasons to start again] A worker failed: the others of this node are ended at once, since they wait for it in vain; see
 [Note: a storm of restarts]. The nodes changed, because one wants to join: workers are asked to end, so they save and nothing is
 repeated. A worker ended because a rank somewhere was told to (a node is being taken away): it has saved too, and the rest go on.
+And one reason to end them unsaved: the others have gone on without this node, which was silent for too long.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -132,7 +134,7 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, team: Team, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=team.settings.grace_s)
-        self._team, self._pause = team, 0.0
+        self._team, self._pause, self._evicted = team, 0.0, False
 
     def _start_workers(self, group: Any) -> Any:
         nursery = self._team.nursery
@@ -176,7 +178,18 @@ class _Agent(LocalElasticAgent):
         result = super()._monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._remaining_restarts = 1 if self._may_start_again(result.failures) else 0
+        elif result.state == WorkerState.HEALTHY and self._is_evicted(group):
+            self._team.say("the other nodes took this one for lost and went on; ending its ranks and joining again")
+            self._remaining_restarts, self._pause, self._evicted = 1, 0.0, True
+            return RunResult(state=WorkerState.UNHEALTHY)
         return result
+
+    @staticmethod
+    def _is_evicted(group: Any) -> bool:
+        """Whether the rendezvous goes on without this node. torch's agent does not look; see also [Note: two halves of a job]."""
+        handler = group.spec.rdzv_handler
+        state = handler._state_holder.state
+        return bool(state.complete and handler._this_node not in state.participants)
 
     def _may_start_again(self, failures: dict[int, Any]) -> bool:
         team = self._team
@@ -201,6 +214,10 @@ class _Agent(LocalElasticAgent):
         asked_to_save = group.state == WorkerState.HEALTHY
         if asked_to_save:
             self._team.say("the nodes of this job have changed; saving, and starting again with all that are there")
+        if self._evicted:  # what its ranks have done since is done again elsewhere: they must not save it
+            self._evicted = False
+            self._shutdown(signal.SIGKILL, _SECONDS_FOR_LAST_WORDS)
+            return
         self._shutdown(timeout=self._team.settings.grace_s if asked_to_save else _SECONDS_FOR_LAST_WORDS)
 
     def _restart_workers(self, group: Any) -> None:

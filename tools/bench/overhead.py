@@ -11,6 +11,7 @@ measured, no TensorBoard and a row written only every thousand steps. Prints, pe
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import resource
 import statistics
@@ -78,10 +79,14 @@ class Ours:
         runtime = Runtime(place, torch.device("cpu"), Topology.gather())
         self.trainer = build_trainer(Job(compose_config(words), run_dir, ()), runtime)
         self.feed = BatchFeed(self.trainer.training, self.trainer.plan, "cpu")
+        gc.collect()
+        gc.disable()  # as `Trainer.run` does around its steps
         self.trainer.begin(self.feed)
 
     def step(self) -> None:
         self.trainer.step(self.feed)
+        if self.trainer.progress.step % self.trainer.config.train.gc_every == 0:
+            gc.collect()
 
     def close(self) -> None:
         self.feed.close()

@@ -1,0 +1,39 @@
+"""A run directory belongs to the last start that took it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from parallel2d.claim import RunClaim, RunTakenOver
+
+
+def test_the_first_start_is_told_who_took_over(tmp_path):
+    first = RunClaim(str(tmp_path))
+    first.check()
+    second = RunClaim(str(tmp_path))
+    second.check()
+    with pytest.raises(RunTakenOver, match=f"process {os.getpid()}, .* has taken over {tmp_path}: this one ends without writing"):
+        first.check()
+    assert sorted(os.listdir(tmp_path)) == ["owner.json"]
+    assert set(json.loads((tmp_path / "owner.json").read_text())) == {"token", "host", "process", "time"}
+
+
+def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):
+    claim = RunClaim(str(tmp_path))
+    owner = tmp_path / "owner.json"
+    shutil.copy(owner, tmp_path / "copy")
+    owner.unlink()
+    claim.check()
+    owner.write_text("{half")
+    claim.check()
+    os.replace(tmp_path / "copy", owner)  # another file with the same mark
+    claim.check()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        RunClaim(str(tmp_path / "nowhere"))
