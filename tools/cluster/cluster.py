@@ -138,6 +138,8 @@ class Cluster:
             timer.join()
         if self._series is not None:
             self._series.stop()
+        for process in self._processes:
+            process.wake()
         for machine in [*self.nodes, *([self._store] if self._store is not None else [])]:
             machine.kill()
         for process in self._processes:

@@ -97,6 +97,13 @@ class Process:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+        if number == signal.SIGCONT:
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets ``nsenter`` go on, which stops itself when its command is stopped, and could then not hear of its end."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(signal.SIGCONT)
 
 
 class Node:
