@@ -16,13 +16,16 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel2d.config import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+_Answer = TypeVar("_Answer")
 
 _ANSWER_S = 30.0  # a store that has accepted a connection answers at once, unless a whole cluster comes in the same second
 _BACKLOG = 4096  # a whole cluster connects within the same second; the kernel lowers it to net.core.somaxconn
@@ -181,3 +184,17 @@ def connection_failure(error: OSError) -> str:
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return f"{os.strerror(error.errno).lower()} (no route, or nobody has this address)"
     return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+    """What ``ask``, which asks a store, returns; ``otherwise`` when the store has not answered after so many seconds.
+
+    A store whose process is stopped keeps its connections and never answers, and torch's client waits for ever. The thread that asks is
+    left behind then, and so is the connection: whoever gets ``otherwise`` must not use the store again.
+    """
+    answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(ask()), daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except queue.Empty:
+        return otherwise

@@ -83,8 +83,16 @@ class Disturbed:
         return seconds
 
     def stop_worker(self) -> float:
+        return self._stop(*self.any_rank())
+
+    def stop_rank_0(self) -> float:
+        """The process that holds the ranks' store too: it keeps its connections and never answers."""
+        first = json.loads((self.folder / "run/owner.json").read_text())["host"]
+        return self._stop([node.name for node in self.cluster.nodes].index(first), 0)
+
+    def _stop(self, node: int, local_rank: int) -> float:
         begin = time.monotonic()
-        self.cluster.stop_worker(*self.any_rank())
+        self.cluster.stop_worker(node, local_rank)
         took = self._recovered(begin)
         self._wait_for_both()  # a node that was quicker went on alone
         return took
@@ -229,7 +237,11 @@ def run(folder: Path, faults: list[str], seed: int) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_launchers_that_end_and_a_store_that_dies(tmp_path):
-    run(tmp_path, ["launcher_sleeps", "launcher_told_to_end", "launcher_interrupted", "launcher_killed", "store_dies"], seed=2)
+    run(
+        tmp_path,
+        ["stop_rank_0", "launcher_sleeps", "launcher_told_to_end", "launcher_interrupted", "launcher_killed", "store_dies"],
+        seed=2,
+    )
 
 
 KINDS = ("kill_worker", "kill_node", "stop_worker", "partition_10_s", "partition_30_s")

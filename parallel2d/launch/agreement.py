@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from parallel2d import compose, folders
 from parallel2d.config import ConfigError
 from parallel2d.launch.place import AGENT, CONFIG, RUN_DIR, Place
+from parallel2d.store import answered_within
 
 _Position = TypeVar("_Position")
 
@@ -156,10 +157,13 @@ def failures_told_once(place: Place, store: Any) -> Iterator[None]:
 
 
 def _first_to_claim(store: Any) -> bool:
-    try:
-        return store is None or store.add("parallel2d/failure", 1) == 1
-    except Exception:  # the store went with rank 0, which has told its story
-        return False
+    def claim() -> bool:
+        try:
+            return store is None or store.add("parallel2d/failure", 1) == 1
+        except Exception:  # the store went with rank 0, which has told its story
+            return False
+
+    return answered_within(5.0, claim, True)  # rank 0 is stopped: better told by every rank than by none
 
 
 def leave_story(text: str, when: float, *, config_error: bool) -> None:

@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 
+from parallel2d.store import answered_within
+
 INTERVAL = 1.0  # seconds between beats
+_PATIENCE_WITH_STORE_S = 10.0  # of which the comparison of two beats takes a quarter
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ class Watch:
 
     def explain(self) -> str:
         """Who is late, as one sentence; takes a few seconds, in which the beats of all ranks are compared."""
+        silent = f"late: rank 0 on {self._hosts[0]}, whose store does not answer (stopped, or the machine is gone)"
+        return answered_within(_PATIENCE_WITH_STORE_S, self._explain, silent)
+
+    def _explain(self) -> str:
         try:
             before = self._read()
             time.sleep(2.5 * INTERVAL)
