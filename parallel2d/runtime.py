@@ -170,7 +170,7 @@ def _leave(wait_s: float) -> None:
         _await_leaving(wait_s)
         dist.destroy_process_group()
     _hosts = ()
-    _forget_meshes()
+    forget_meshes()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -191,7 +191,7 @@ def _await_leaving(wait_s: float) -> None:
         log.warning("rank %d did not wait for all others to leave: %s", rank, _short(error))
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Empties torch's caches of decisions about `DTensor`s, whose keys hold meshes of groups that exist no more."""
     from torch.distributed.tensor import _redistribute, debug
 

@@ -134,21 +134,15 @@ def connected_store(host: str, port: int, *, timeout_s: float = 300.0, connect_t
 
     patience = timeout_s if connect_timeout_s is None else connect_timeout_s
     address = _wait_until_it_listens(host, port, patience)
-    # Towards a server that accepts and stays silent, TCPStore's constructor waits for ever; its thread is then left behind.
-    opened: queue.Queue[Any] = queue.Queue()
 
-    def connect() -> None:
+    def connect() -> Any:
         try:
-            opened.put(TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False))
+            return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
         except (DistNetworkError, DistStoreError) as error:
-            opened.put(error)
+            return error
 
-    threading.Thread(target=connect, daemon=True).start()
     answer_s = min(timeout_s, _ANSWER_S)
-    try:
-        answer = opened.get(timeout=answer_s)
-    except queue.Empty:
-        answer = f"no answer within {answer_s:g} s"
+    answer = answered_within(answer_s, connect, f"no answer within {answer_s:g} s")
     if isinstance(answer, TCPStore):
         return answer
     reason = str(answer).splitlines()[0][:160]
@@ -189,8 +183,9 @@ def connection_failure(error: OSError) -> str:
 def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
     """What ``ask``, which asks a store, returns; ``otherwise`` when the store has not answered after so many seconds.
 
-    A store whose process is stopped keeps its connections and never answers, and torch's client waits for ever. The thread that asks is
-    left behind then, and so is the connection: whoever gets ``otherwise`` must not use the store again.
+    A process that accepts connections and is silent, such as a store that is stopped, holds torch's client for ever, its constructor
+    included. The thread that asks is left behind then, and so is the connection: whoever gets ``otherwise`` must not use the store
+    again.
     """
     answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(ask()), daemon=True).start()

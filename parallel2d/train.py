@@ -64,9 +64,7 @@ def _check(config: TrainConfig, nodes: int) -> int:
     from parallel2d.assemble import check
     from parallel2d.mesh import Topology
 
-    torch.set_num_threads(
-        1
-    )  # ranks are forked from this process, and would wait for OpenMP's threads, which a fork does not have
+    torch.set_num_threads(1)  # ranks are forked from this process, and a fork has none of OpenMP's threads
     workers = launch.workers_per_node(config.launch)
     check(config, Topology.single_host(workers) if nodes == 1 else Topology.equal_hosts(nodes, workers))
     return workers

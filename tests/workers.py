@@ -50,14 +50,14 @@ def _forget_groups() -> None:
     no time for anything else. All ranks have answered by now, so none is inside a collective."""
     import torch.distributed as dist
 
-    from parallel2d.runtime import _forget_meshes
+    from parallel2d.runtime import forget_meshes
 
     earlier = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     if earlier:
         dist.barrier()
         for group in earlier:
             dist.destroy_process_group(group)
-        _forget_meshes()
+        forget_meshes()
         gc.collect()
 
 

@@ -24,12 +24,11 @@ from numpy.typing import NDArray
 
 from parallel2d.config import ConfigError
 from parallel2d.data.batch import labelled_images
-from parallel2d.data.sources import content_hash
+from parallel2d.data.sources import HASH_RANGE, content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")  # decoders that a file may choose, whatever it is called
 _MODES = {1: "L", 3: "RGB"}
-_HASH_RANGE = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class ImageFolder:
         if not validation_fraction:
             return np.arange(len(self.names)), np.arange(0)
         hashes = np.array([content_hash(_bytes(name)) for name in self.names], dtype=np.uint64)
-        held_out = hashes < np.uint64(int(validation_fraction * _HASH_RANGE))
+        held_out = hashes < np.uint64(int(validation_fraction * HASH_RANGE))
         held_out[hashes.argmin()] |= not held_out.any()
         if held_out.all():
             raise ConfigError(

@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 
 from parallel2d.config import ConfigError
 from parallel2d.data import store
-from parallel2d.data.sources import BadRow, Document, ReadOptions, SourceFile, Unit, read_unit
+from parallel2d.data.sources import HASH_RANGE, BadRow, Document, ReadOptions, SourceFile, Unit, read_unit
 from parallel2d.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.data.workers import run_in_workers
 
 _BATCH_CHARACTERS = 1 << 20  # texts given to the tokenizer at a time: bounds memory
 _BATCH_DOCUMENTS = 1024
 _REPORTED_ROWS = 10
-_HASH_RANGE = 1 << 64
 
 Record = dict[str, Any]
 Progress = Callable[[int, int, Record], None]
@@ -70,7 +69,7 @@ def prepare(
     """
     tokenizer = load_tokenizer(options.tokenizer, options.end_token)
     folder.mkdir(parents=True, exist_ok=True)
-    threshold = int(options.validation_fraction * _HASH_RANGE)
+    threshold = int(options.validation_fraction * HASH_RANGE)
     jobs = [Job(number, unit, options, threshold, tokenizer.fingerprint) for number, unit in enumerate(units)]
     signature = hashlib.sha256("".join(job.signature for job in jobs).encode()).hexdigest()
     if (folder / store.MANIFEST).exists():
@@ -188,7 +187,7 @@ def run_unit(job: Job, folder: Path, tokenizer: Tokenizer) -> Record:
     """Tokenizes one unit into a shard per split and returns (and writes) its record."""
     dtype = store.token_dtype(tokenizer.vocab_size)
     writers = {name: store.ShardWriter(folder, f"{name}-{job.number:05d}", dtype) for name in store.SPLITS}
-    record: Record = {"signature": job.signature, "lowest_hash": _HASH_RANGE, "bytes": 0, "empty": 0}
+    record: Record = {"signature": job.signature, "lowest_hash": HASH_RANGE, "bytes": 0, "empty": 0}
     bad_rows: list[BadRow] = []
     bad_count = 0
     batch: list[Document] = []

@@ -79,6 +79,9 @@ class BadRow:
     reason: str
 
 
+HASH_RANGE = 1 << 64  # `content_hash` is below it
+
+
 def content_hash(data: bytes) -> int:
     """The first 64 bits of blake2b."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -37,6 +37,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from parallel2d.launch.endings import WorkersFailed
 from parallel2d.launch.place import end_with_parent, set_process_name
 
+Main = Callable[[Sequence[str]], int]  # of a rank: from its words to its exit code
+
 _NEEDED_BY_RANKS = ("torch._dynamo", "torch.utils.tensorboard")  # in their first step, and not by the launcher
 _BLOCKED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 _LOST = 255  # the exit code of a rank whose nursery has gone, as multiprocessing has it
@@ -80,7 +82,7 @@ class Nursery:
     """Forks this process; the copy forks a rank whenever `start` is called. ``main`` runs in a rank, with its words; what it returns is
     the exit code."""
 
-    def __init__(self, main: Callable[[Sequence[str]], int]) -> None:
+    def __init__(self, main: Main) -> None:
         self._ours, theirs = multiprocessing.Pipe()
         self._codes: dict[int, int] = {}  # of the ranks that have ended
         self._started: list[int] = []
@@ -161,7 +163,7 @@ class ForkedContext(SubprocessContext):
         }
 
 
-def _serve(own: multiprocessing.connection.Connection, main: Callable[[Sequence[str]], int]) -> int:
+def _serve(own: multiprocessing.connection.Connection, main: Main) -> int:
     """The nursery: forks a rank for each message and tells the launcher of every end, until the launcher is gone."""
     end_with_parent()
     set_process_name("parallel2d ranks")

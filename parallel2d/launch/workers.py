@@ -24,10 +24,7 @@ from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import Restarts
 
 if TYPE_CHECKING:
-    from parallel2d.launch.nursery import Nursery
-
-
-Main = Callable[[Sequence[str]], int]  # of a rank: from its words to its exit code
+    from parallel2d.launch.nursery import Main, Nursery
 
 
 def start_workers(job: compose.Job, nproc: int, main: Main) -> None:
