@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -135,17 +135,16 @@ def connected_store(host: str, port: int, *, timeout_s: float = 300.0, connect_t
     patience = timeout_s if connect_timeout_s is None else connect_timeout_s
     address = _wait_until_it_listens(host, port, patience)
 
-    def connect() -> Any:
-        try:
-            return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        except (DistNetworkError, DistStoreError) as error:
-            return error
+    def connect() -> TCPStore | None:
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
     answer_s = min(timeout_s, _ANSWER_S)
-    answer = answered_within(answer_s, connect, f"no answer within {answer_s:g} s")
-    if isinstance(answer, TCPStore):
-        return answer
-    reason = str(answer).splitlines()[0][:160]
+    try:
+        if (store := answered_within(answer_s, connect, None)) is not None:
+            return store
+        reason = f"no answer within {answer_s:g} s"
+    except (DistNetworkError, DistStoreError) as error:
+        reason = str(error).splitlines()[0][:160]
     raise ConfigError(f"{host}:{port} answers, but not as a store ({reason}): does another program listen there?")
 
 
@@ -185,11 +184,16 @@ def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answ
 
     A process that accepts connections and is silent, such as a store that is stopped, holds torch's client for ever, its constructor
     included. The thread that asks is left behind then, and so is the connection: whoever gets ``otherwise`` must not use the store
-    again.
+    again. What ``ask`` raises in time is raised.
     """
-    answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answers.put(ask()), daemon=True).start()
-    try:
-        return answers.get(timeout=seconds)
-    except queue.Empty:
-        return otherwise
+    answer: futures.Future[_Answer] = futures.Future()
+
+    def put() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=put, daemon=True).start()
+    futures.wait([answer], seconds)
+    return answer.result() if answer.done() else otherwise

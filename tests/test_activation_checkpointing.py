@@ -169,8 +169,10 @@ def _run(cases, tensor, steps, accumulation):
 
 
 @pytest.mark.parametrize(("strategy", "bucketing"), [
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("zero3", "layer"), ("hybrid", "block")]),
-    *(pytest.param(*case, marks=pytest.mark.soak) for case in [("ddp", "block"), ("zero2", "layer"), ("hybrid_zero2", "block")]),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("zero3", "layer"), ("hybrid", "block"), ("ddp", "block"), ("zero2", "layer"), ("hybrid_zero2", "block")]
+    ),
 ])  # fmt: skip
 def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, bucketing):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""

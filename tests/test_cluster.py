@@ -195,12 +195,12 @@ def test_workers_are_killed_stopped_and_continued():
         cluster.stop_worker(0, 1)
         assert comes_to(workers[0, 1], "T")
         cluster.continue_worker(0, 1)
-        assert comes_to(workers[0, 1], "SR")
+        assert comes_to(workers[0, 1], "S")
         cluster.kill_worker(1, 1)
         while job.poll()[1] is None:
             assert time.monotonic() < deadline
         assert job.poll() == {0: None, 1: 137}
-        assert all(comes_to(workers[key], "SR") for key in ((0, 0), (0, 1), (1, 0)))
+        assert all(comes_to(workers[key], "S") for key in ((0, 0), (0, 1), (1, 0)))
         with pytest.raises(ClusterError, match=r"node1 has no worker with local rank 1, only \['0'\]"):
             cluster.kill_worker(1, 1)
         with pytest.raises(ClusterError, match="node=2: there are nodes 0 to 1"):

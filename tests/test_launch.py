@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import pytest
@@ -15,9 +18,12 @@ import pytest
 from parallel2d import folders
 from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.data import BatchPlan
+from parallel2d.launch.agent import _Agent
 from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import LONGEST_PAUSE_S, Restarts
 from parallel2d.mesh import MeshSpec, Topology
+from parallel2d.metrics import watch
+from parallel2d.store import answered_within, connected_store
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (
@@ -57,7 +63,7 @@ def test_failures_in_a_row_are_bounded_and_forgiven_with_progress():
     assert max(patient.after_failure() or 0.0 for _ in range(50)) == LONGEST_PAUSE_S
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     """On one machine: SIGKILL at some step; the run ends with the losses and batches of one that nothing happened to."""
     process = subprocess.Popen(
@@ -169,6 +175,55 @@ def test_a_name_is_new_once_its_job_has_ended():
     assert meet(alone).name == "mine-0", "a node that joins the same job"
     first.close()
     assert meet(alone).name == "mine-1"
+
+
+def test_a_silent_node_that_the_others_went_on_without_is_told_so():
+    """Two nodes have met; one beats no more and the other drops it, without a word to it."""
+    meeting, settings = meet_alone(), LaunchConfig(nnodes="1:2", rdzv_endpoint="set below")
+    other = replace(meeting, store=connected_store("127.0.0.1", meeting.store.port))
+    silent, awake = meeting.handler(settings), other.handler(settings)
+    try:
+        with ThreadPoolExecutor() as pool:
+            for joined in [pool.submit(silent.next_rendezvous), pool.submit(awake.next_rendezvous)]:
+                assert joined.result(timeout=60).world_size == 2
+        group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=silent))
+        silent._state_holder.sync()
+        assert not _Agent._is_evicted(group)
+        silent._stop_heartbeats()
+        wait_for(lambda: len(awake._state_holder.state.participants) == 1)
+        assert not _Agent._is_evicted(group), "it cannot know yet"
+        silent._state_holder.sync()
+        assert _Agent._is_evicted(group)
+        assert not _Agent._is_evicted(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=awake)))
+    finally:
+        silent._stop_heartbeats()
+        awake._stop_heartbeats()
+
+
+@pytest.fixture
+def silent_store():
+    """A client of a store whose process has been stopped: it keeps its connections and never answers."""
+    words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = int(process.stdout.readline().rpartition(":")[2])
+    client = connected_store("127.0.0.1", port, timeout_s=60.0)
+    client.set("before", "here")
+    process.send_signal(signal.SIGSTOP)
+    yield client
+    process.kill()
+    process.wait()
+
+
+def test_a_store_that_is_silent_holds_nobody(silent_store, tmp_path, monkeypatch):
+    begin = time.monotonic()
+    assert answered_within(1.0, lambda: silent_store.check(["before"]), "silence") == "silence"
+    monkeypatch.setattr(watch, "_PATIENCE_WITH_STORE_S", 1.0)
+    waiting = watch.Watch(silent_store, 1, ["one/0", "two/0"], str(tmp_path), 15.0, lambda: watch.Position(3, 4, "nothing"))
+    assert waiting.explain() == "late: rank 0 on one, whose store does not answer (stopped, or the machine is gone)"
+    with pytest.raises(ConfigError, match="no answer within 1 s"):
+        connected_store("127.0.0.1", silent_store.port, timeout_s=1.0)
+    assert time.monotonic() - begin < 30
 
 
 def test_folders_of_launchers_that_are_gone_are_removed(tmp_path):

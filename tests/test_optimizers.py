@@ -125,7 +125,7 @@ CASES = [
     *itertools.product(["sgd", "adamw"], ["tensor"]),
     *itertools.product(["adam", "sgd", "adamw_foreach"], ["hybrid"]),
     *(
-        pytest.param(variant, "tensor", marks=pytest.mark.soak)
+        pytest.param(variant, "tensor", marks=pytest.mark.slow)
         for variant in ("adam", "sgd_nesterov", "adamw_foreach", "adamw_amsgrad")
     ),
 ]

@@ -99,11 +99,11 @@ def check_fp32(ranks, strategy, bucketing, tensor, accumulation):
 
 @pytest.mark.parametrize(("strategy", "bucketing", "tensor", "accumulation"), COVER)
 def test_fp64_equals_plain_pytorch_on_every_layout(ranks, strategy, bucketing, tensor, accumulation):
-    check_fp64(ranks, strategy, bucketing, tensor, accumulation, 50 if (strategy, bucketing, tensor) in LONG else 4)
+    check_fp64(ranks, strategy, bucketing, tensor, accumulation, 50 if (strategy, bucketing, tensor) in LONG else 8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "bucketing", "tensor", "accumulation"), COVER[::6])
+@pytest.mark.parametrize(("strategy", "bucketing", "tensor", "accumulation"), COVER[::3])
 def test_fp32_equals_plain_pytorch_on_every_layout(ranks, strategy, bucketing, tensor, accumulation):
     check_fp32(ranks, strategy, bucketing, tensor, accumulation)
 
@@ -177,7 +177,7 @@ def test_tied_embeddings_stay_tied_under_every_bucketing(ranks):
 # Precision: every field and every low preset, against plain PyTorch that computes in the same dtypes.
 
 LAYOUTS = {"zero3": ("zero3", 2, 1, (1, 2)), "hybrid": ("hybrid", 4, 1, (2, 2)), "tensor": ("zero3", 4, 2, (1, 2))}
-ON_LAYOUTS = ["zero3", *(pytest.param(layout, marks=pytest.mark.soak) for layout in ("hybrid", "tensor"))]
+ON_LAYOUTS = ["zero3", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("hybrid", "tensor"))]
 WIDE = {"storage": "fp64", "param": "fp64", "reduce": "fp64"}
 LOW = {"storage": "fp64", "param": "bf16", "reduce": "fp64", "output": "fp64"}
 # Each case has its fields, and the same without what is tested. Weights and losses are kept in fp64, so that the order of a sum

@@ -220,9 +220,9 @@ def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
 
 
 @pytest.mark.parametrize(("accumulation", "during", "checkpointing", "bucketing"), [
-    pytest.param(1, "full", "none", "block", marks=pytest.mark.soak),
-    pytest.param(2, "reduce_scatter_only", "none", "layer", marks=pytest.mark.soak),
-    pytest.param(2, "none", "full", "block", marks=pytest.mark.soak),
+    pytest.param(1, "full", "none", "block", marks=pytest.mark.slow),
+    pytest.param(2, "reduce_scatter_only", "none", "layer", marks=pytest.mark.slow),
+    pytest.param(2, "none", "full", "block", marks=pytest.mark.slow),
     pytest.param(2, "full", "full", "layer", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_bytes_on_the_wire_do_not_depend_on_prefetch(ranks, accumulation, during, checkpointing, bucketing):

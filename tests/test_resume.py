@@ -42,7 +42,7 @@ def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder
     assert [json.loads(path.read_text().splitlines()[-1])["step"] for path in undone] == [5, 7]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_same_layout_resumes_bitwise(ranks, folder):
     ranks.run(4, jobs.run, str(folder), str(folder / "whole"), ("precision=bf16", "train.micro_batch_size=2"), 8)
     for steps in (5, 4):
