@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from parallel2d.config import ConfigError, PrecisionConfig, ResolvedParallelConfig
 from parallel2d.mesh import mesh_shape
+from parallel2d.parallelize.outputs import own_outputs
 from parallel2d.parallelize.structure import candidate_classes, owns_itself
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,7 +109,10 @@ def shard(
     for group in groups:
         modules = group[0] if len(group) == 1 else list(group)
         chosen = in_fp32 if len(group) == 1 and id(group[0]) in fp32 else policy
+        for module in group:
+            own_outputs(module)
         fully_shard(modules, mp_policy=chosen, **common)
+    own_outputs(model)
     fully_shard(model, mp_policy=root, **common)
     if precision.keep_low_precision_gradients:
         _keep_gradients_in(model, DTYPES[precision.reduce])
