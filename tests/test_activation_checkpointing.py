@@ -192,7 +192,7 @@ def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, b
         assert case["strategy"] == strategy
 
 
-@pytest.mark.parametrize("bucketing", ["layer", "size"])
+@pytest.mark.parametrize("bucketing", [pytest.param("layer", marks=pytest.mark.slow), "size"])
 def test_selection_does_not_see_the_hooks_of_groups_inside_of_blocks(ranks, bucketing):
     """Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed."""
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing

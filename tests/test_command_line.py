@@ -139,6 +139,7 @@ def test_a_sweep_over_a_custom_model_gives_every_job_its_own_complete_run(folder
     assert losses(first)[-1] < losses(first)[0]
 
 
+@pytest.mark.slow
 def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
     words = ("model=custom", "model.target=my_models:Bigram", "model.arguments.fail_on=1", "hydra.run.dir=run")
     small = [word for word in SMALL if not word.startswith("model.")]
@@ -149,7 +150,8 @@ def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
     assert str(folder / "run" / "logs") in failed.stderr
 
 
-@pytest.mark.parametrize("way", ["SIGINT to the launcher", pytest.param("SIGKILL of the launcher", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["SIGINT to the launcher", "SIGKILL of the launcher"])
 def test_ending_the_launcher_ends_every_worker(folder, way):
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
@@ -204,7 +206,8 @@ def test_own_loop_example_runs():
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.soak)])
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
     words = [word for word in SMALL if "steps" not in word]
     run = [*words, "train.steps=100000", "checkpoint.every=0", "launch.nproc_per_node=2", "hydra.run.dir=run"]
