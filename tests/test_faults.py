@@ -203,7 +203,9 @@ def undisturbed(folder: Path, steps: int) -> list[dict[str, object]]:
         "launch.nproc_per_node=1",
         "checkpoint=default",
     ]
-    process = subprocess.Popen([sys.executable, "-m", "parallel2d.train", *words], cwd=folder, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "parallel2d.train", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # on a machine with other work, two threads wait for each other's turn
+    process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
     path = folder / "quiet/metrics.jsonl"
     while process.poll() is None and not (path.exists() and len(path.read_text().splitlines()) >= steps):
         time.sleep(0.1)
