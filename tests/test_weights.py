@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -75,6 +76,68 @@ def _broadcast_nothing():
 def test_broadcasting_from_a_rank_without_weights_is_an_error(ranks):
     with pytest.raises(WorkerError, match="broadcast_from=1: that rank has no values for layers.0.0.weight"):
         ranks.run(2, _broadcast_nothing)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _broadcast_tied():
+    torch.manual_seed(0)
+    model = Tied()
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    if dist.get_rank():
+        model = model.to("meta")  # takes the tie apart
+    model = parallelize(model, build_mesh(MeshSpec(), "hybrid"), broadcast_from=0)
+    assert model.head.weight is model.embedding.weight
+    model(torch.arange(8)).sum().backward()
+    return all(torch.equal(training.whole(p), q) for p, q in zip(model.parameters(), expected, strict=True))
+
+
+def test_weights_tied_on_the_rank_they_come_from_are_tied_on_all(ranks):
+    assert ranks.run(2, _broadcast_tied) == [True, True]
+
+
+def _other_model(how, options):
+    torch.manual_seed(0)
+    odd = dist.get_rank() == 1
+    with build_on_meta() if "seed" in options else contextlib.nullcontext():
+        model = Tabled(dim=16 if odd and how == "shape" else 8, layers=4 if odd and how == "more" else 3)
+    if odd and how == "frozen":
+        model.layers[1].requires_grad_(False)
+    if odd and how == "tied":
+        model.layers[2][0].weight = model.layers[0][0].weight
+    if odd and how == "buffer":
+        model.saved = model.saved.double()
+    parallelize(model, build_mesh(MeshSpec(), "hybrid"), **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "message"),
+    [
+        ("shape", {"broadcast_from": 0}, r"layers.0.0.weight has shape \(16, 16\), not \(8, 8\)"),
+        ("more", {"broadcast_from": 0}, "layers.3.0.weight is not on rank 0"),
+        ("frozen", {"broadcast_from": 0}, "layers.1.0.weight is frozen, on rank 0 trained"),
+        ("frozen", {}, "layers.1.0.weight is frozen, on rank 0 trained"),
+        ("frozen", {"seed": 0}, "layers.1.0.weight is frozen, on rank 0 trained"),
+        ("tied", {"seed": 0}, "layers.2.0.weight is tied to layers.0.0.weight, on rank 0 not tied"),
+        ("buffer", {"broadcast_from": 0}, "saved is torch.float64, on rank 0 torch.float32"),
+    ],
+)
+def test_ranks_with_different_models_are_told_what_differs(ranks, how, options, message):
+    with pytest.raises(WorkerError, match=rf"ranks \[1\] have another model than rank 0. On rank 1: {message}"):
+        ranks.run(2, _other_model, how, options)
 
 
 class Allocations(TorchDispatchMode):

@@ -33,6 +33,7 @@ from parallel2d.parallelize.initialization import (
     allocate,
     build_on_meta,
     check_equal_on_all_ranks,
+    check_same_structure,
     has_meta_parameters,
     plan_weights,
 )
@@ -101,6 +102,7 @@ def parallelize(
     check_same_torch()
     check_no_optimizer(model)
     kept = hand_over(model, broadcast_from) if broadcast_from is not None else None
+    check_same_structure(model)
     on_meta = has_meta_parameters(model, seed if kept is None else 0)
     if weights is not None and (not on_meta or kept is not None):
         raise ConfigError("weights= is for a model on meta without broadcast_from: build it under parallel2d.build_on_meta")

@@ -13,7 +13,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,61 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     if meta and seed is None:
         raise ConfigError("the parameters are on meta: give the seed of their initial values")
     return bool(meta)
+
+
+class Place(NamedTuple):
+    """What ranks must agree on about a parameter or buffer."""
+
+    tied_to: str  # the first name of the same parameter: its own where it is not tied
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # of buffers; parameters are cast alike
+    trained: bool
+
+
+def structure(model: nn.Module) -> dict[str, Place]:
+    """Name of each parameter and buffer, tied ones under every name -> what ranks must agree on."""
+    first: dict[int, str] = {}
+    found: dict[str, Place] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = Place(first.setdefault(id(parameter), name), tuple(parameter.shape), None, parameter.requires_grad)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[name] = Place(name, tuple(buffer.shape), buffer.dtype, False)
+    return found
+
+
+def check_same_structure(model: nn.Module) -> None:
+    """Raises `ConfigError` when a rank's model has other parameters, shapes, ties or frozen parameters than rank 0's: sooner or later
+    its collectives would wait for, or be filled with, something else. Collective."""
+    own = structure(model)
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not different:
+        return
+    box = [own]
+    dist.broadcast_object_list(box, src=0)
+    first = box[0]
+    told: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(told, [_difference(name, own.get(name), first.get(name)) for name in {**first, **own}])
+    lines = [line for line in told[different[0]] if line] or ["the same parameters in another order"]
+    raise ConfigError(
+        f"ranks {different} have another model than rank 0. On rank {different[0]}: {'; '.join(lines[:5])}{' ...' if lines[5:] else ''}"
+    )
+
+
+def _difference(name: str, own: Place | None, first: Place | None) -> str:
+    """What rank 0 has otherwise about ``name``; empty if nothing."""
+    if own is None or first is None:
+        return f"{name} is {'missing' if own is None else 'not on rank 0'}"
+    if own.shape != first.shape:
+        return f"{name} has shape {own.shape}, not {first.shape}"
+    if own.tied_to != first.tied_to:
+        ours, theirs = (f"tied to {tied}" if tied != name else "not tied" for tied in (own.tied_to, first.tied_to))
+        return f"{name} is {ours}, on rank 0 {theirs}"
+    if own.trained != first.trained:
+        ours, theirs = ("trained" if trained else "frozen" for trained in (own.trained, first.trained))
+        return f"{name} is {ours}, on rank 0 {theirs}"
+    return f"{name} is {own.dtype}, on rank 0 {first.dtype}" if own.dtype != first.dtype else ""
 
 
 def check_equal_on_all_ranks(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.config import ConfigError
-from parallel2d.parallelize.initialization import local_slices
+from parallel2d.parallelize.initialization import local_slices, structure
 from parallel2d.parallelize.structure import canonical_name
 
 PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, or are read at once from a file
@@ -24,7 +25,8 @@ PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, or are read at once
 def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     """Takes the weights out of ``model``, which is on meta afterwards; returns them on rank ``source``, canonical name -> tensor.
 
-    Elsewhere what was there is dropped, on meta or not. Collective. Raises `ConfigError` on every rank when the source has none.
+    Elsewhere what was there is dropped, on meta or not; parameters that are tied on the source are tied, because ``model.to("meta")``
+    takes ties apart. Collective. Raises `ConfigError` on every rank when the source has none.
     """
     kept: dict[str, Tensor] = {}
     problem = None
@@ -36,10 +38,12 @@ def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
         meta = [name for name, tensor in kept.items() if tensor.is_meta]
         if meta:
             problem = f"broadcast_from={source}: that rank has no values for {', '.join(meta[:5])}, which is on meta"
-    box = [problem]
+    ties = {name: place.tied_to for name, place in structure(model).items() if place.tied_to != name}
+    box: list[Any] = [problem, ties]
     dist.broadcast_object_list(box, src=source)
     if box[0] is not None:
         raise ConfigError(box[0])
+    _tie(model, box[1])
     on_meta: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -48,6 +52,16 @@ def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
                     on_meta[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                 module._parameters[name] = on_meta[id(parameter)]
     return kept
+
+
+def _tie(model: nn.Module, ties: Mapping[str, str]) -> None:
+    """Makes parameters on meta the one they are tied to on another rank, where this model has both and they are alike."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, first in ties.items():
+        ours, theirs = named.get(name), named.get(first)
+        if ours is not None and theirs is not None and ours.is_meta and ours.shape == theirs.shape:
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path)._parameters[attribute] = theirs
 
 
 @torch.no_grad()
