@@ -123,7 +123,7 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions on instead of printing them and exiting
     try:
         hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")(call)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: precision=32, compile=true
         raise ConfigError(_explain(words, error)) from None
     except OSError as error:
         raise ConfigError(f"hydra.run.dir: the run directory cannot be made or written: {error}") from None
@@ -164,7 +164,9 @@ def preview(arguments: Sequence[str]) -> TrainConfig | None:
     try:
         with initialize_config_module("parallel2d.conf", version_base="1.3"):
             return to_config(compose(parsed.config_name or "train", overrides=words))
-    except (HydraException, OmegaConfBaseException) as error:
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         if _may_sweep(parsed.overrides):
             return None
         raise ConfigError(_explain(_open_words(arguments), error)) from None
@@ -253,7 +255,7 @@ def _explain(words: Sequence[str], error: Exception) -> str:
                 if key not in groups or not override.is_sweep_override():
                     continue
             else:
-                choices = [str(override.value())]
+                choices = [str(override.value() if override.is_delete() else override.get_value_string())]
             if key not in groups:
                 values.append((word, override))
                 continue
@@ -329,6 +331,8 @@ def _extra_keys(config: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:
+    if word.lower() in choices:
+        return f"; did you mean {word.lower()}?"
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
