@@ -9,6 +9,7 @@ from torch import nn
 from workers import WorkerError
 
 from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, build_on_meta, data_coordinate, parallelize
+from parallel2d.config import BucketingConfig
 
 
 def _sharded(sizes=None):
@@ -93,3 +94,46 @@ def _tied_apart():
 def test_a_tie_between_fp32_and_other_modules_names_both_sides(ranks):
     with pytest.raises(WorkerError, match="precision.fp32_modules: 0 is tied to"):
         ranks.run(2, _tied_apart)
+
+
+def _tied_split_apart(plan):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    model[2].weight = model[0].weight
+    plan = {"2": torch.distributed.tensor.parallel.ColwiseParallel()} if plan is None else plan
+    parallelize(model, build_mesh(MeshSpec(tensor=2), "hybrid"), ParallelConfig("hybrid"), tensor_plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (None, r"0.weight whole, 2.weight as S\(0\)"),
+        ({"0": "replicate", "2": "colwise"}, r"0.weight whole, 2.weight as S\(0\)"),
+        ({"0": "rowwise"}, r"0.weight as S\(0\), 2.weight whole"),
+    ],
+    ids=["a style", "words", "the embedding alone"],
+)
+def test_a_tied_weight_of_which_one_place_is_split_is_refused(ranks, plan, told):
+    with pytest.raises(WorkerError, match=f"0.weight and 2.weight are one parameter, and the plan makes {told}"):
+        ranks.run(2, _tied_split_apart, plan)
+
+
+def _wrong_arguments():
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    by_class = ParallelConfig(bucketing=BucketingConfig("block", blocks=[nn.Linear]))  # type: ignore[list-item]
+    sharded = parallelize(nn.Linear(4, 4), mesh, broadcast_from=0)
+    told = []
+    for arguments in ((nn.Linear(4, 4), None), (nn.Linear(4, 4), mesh, "zero3"), (sharded, mesh)):
+        with pytest.raises(ConfigError) as error:
+            parallelize(*arguments)
+        told.append(str(error.value))
+    with pytest.raises(ConfigError) as error:
+        parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, by_class, broadcast_from=0)
+    return [*told, str(error.value)]
+
+
+def test_arguments_of_another_kind_are_one_clear_message(ranks):
+    no_mesh, no_config, sharded, classes = ranks.run(2, _wrong_arguments)[0]
+    assert no_mesh == "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got None"
+    assert no_config == "the third argument of parallelize is a ParallelConfig, such as ParallelConfig('zero3'); got 'zero3'"
+    assert sharded == "the model is sharded already, by parallelize or fully_shard: give the plain one, once"
+    assert classes.startswith("bucketing.blocks are names of classes, in quotes, got [<class")

@@ -38,6 +38,7 @@ from parallel2d.parallelize.initialization import (
     plan_weights,
 )
 from parallel2d.parallelize.misuse import (
+    check_arguments,
     check_no_optimizer,
     check_same_torch,
     check_tensor_ranks_share_data,
@@ -92,6 +93,7 @@ def parallelize(
         ConfigError: a setting that cannot work on this model or mesh, with what can.
     """
     refuse(unknown, "parallelize", _OPTIONS)
+    check_arguments(model, mesh, config)
     settings = (config or ParallelConfig()).resolved()
     shape = mesh_shape(mesh)
     topology = topology or Topology.gather()

@@ -20,7 +20,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
-from parallel2d.config import ConfigError
+from parallel2d.config import ConfigError, ParallelConfig
+
+
+def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
+    """Raises `ConfigError` for a mesh or configuration of another kind, and for a model that is sharded already."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"the second argument of parallelize is the mesh, from parallel2d.build_mesh; got {mesh!r}")
+    if config is not None and not isinstance(config, ParallelConfig):
+        raise ConfigError(
+            f"the third argument of parallelize is a ParallelConfig, such as ParallelConfig('zero3'); got {config!r}"
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError("the model is sharded already, by parallelize or fully_shard: give the plain one, once")
 
 
 def check_same_torch() -> None:

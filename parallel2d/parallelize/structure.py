@@ -81,6 +81,8 @@ def find_blocks(
             )
         return found
     if class_names:
+        if classes := [name for name in class_names if not isinstance(name, str)]:
+            raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
         found = _outermost(model, lambda parent, child: type(child).__name__ in class_names)
         missing = set(class_names) - {type(module).__name__ for _, module in found}
         nested = {type(module).__name__ for _, module in model.named_modules()}

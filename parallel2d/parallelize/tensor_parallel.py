@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from parallel2d.config import TENSOR_WORDS, ConfigError
@@ -90,6 +90,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object])
     styles = resolve_plan(model, plan, mesh["tensor"].size())
     ties = tied_parameters(model)
     parallelize_module(model, mesh["tensor"], styles)
+    _check_ties(model, ties)
     # Splitting makes a new parameter per module; tied ones must stay one.
     for (first, first_name), *others in ties:
         for module, name in others:
@@ -154,6 +155,22 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
         for name, module in places:
             if isinstance(module, nn.Embedding) and name not in words and all(word.startswith("colwise") for word in split):
                 words[name] = "rowwise"
+
+
+def _check_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Raises `ConfigError` when one place of a tied parameter was split otherwise than another: it cannot stay one parameter."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for group in ties:
+        split: dict[str, tuple[Placement, ...] | None] = {}
+        for module, attribute in group:
+            parameter = module._parameters[attribute]
+            split[f"{names[id(module)]}.{attribute}"] = parameter.placements if isinstance(parameter, DTensor) else None
+        if len(set(split.values())) > 1:
+            told = ", ".join(f"{name} {'whole' if how is None else f'as {how[0]}'}" for name, how in split.items())
+            raise ConfigError(
+                f"tensor-parallel plan: {' and '.join(split)} are one parameter, and the plan makes {told}; split all of its places "
+                "alike (embedding: rowwise with head: colwise or colwise_gather_output) or none"
+            )
 
 
 def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) -> ParallelStyle | None:
