@@ -82,7 +82,7 @@ def rows(run_dir):
 
 def ranks_of(launcher):
     """Process ids of the live ranks that this launcher has forked, in their order."""
-    found, parents = {}, {}
+    found, parents = [], {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -92,5 +92,5 @@ def ranks_of(launcher):
             state, parent = rest.split()[:2]
             parents[int(entry)] = int(parent)
             if name.startswith("rank ") and state != "Z":
-                found[int(name.split()[1])] = int(entry)
-    return [pid for _, pid in sorted(found.items()) if parents.get(parents[pid]) == launcher]
+                found.append((int(name.split()[1]), int(entry)))  # of other jobs too, which have the same names
+    return [pid for _, pid in sorted(found) if parents.get(parents[pid]) == launcher]
