@@ -55,6 +55,27 @@ def complete(folder):
     return [int(name[5:]) for name in steps_in(folder) if name.startswith("step-")]
 
 
+def test_settings_of_groups_come_back_where_that_is_asked_for(tmp_path):
+    """As one's own loop needs it whose scheduler multiplies the rate that it finds; a configuration holds otherwise."""
+    first = Small(tmp_path)
+    halving = torch.optim.lr_scheduler.ExponentialLR(first.optimizer, 0.5)
+    for _ in range(3):
+        first.train(1)
+        halving.step()
+    first.step += 1
+    first.checkpointer.save_if_due(first.step, {"samples": 32, "scheduler": halving.state_dict()}, last=True)
+    first.checkpointer.finish()
+    kept, taken = Small(tmp_path, seed=1), Small(tmp_path, seed=1)
+    kept.restore()
+    assert kept.optimizer.param_groups[0]["lr"] == 0.1
+    going_on = torch.optim.lr_scheduler.ExponentialLR(taken.optimizer, 0.5)
+    going_on.load_state_dict(taken.checkpointer.restore(settings=True)["scheduler"])
+    group = taken.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["initial_lr"]) == (0.0125, (0.9, 0.999), 0.1)
+    going_on.step()
+    assert group["lr"] == 0.00625
+
+
 def test_what_was_saved_comes_back_bit_by_bit_random_generators_included(tmp_path):
     first = Small(tmp_path).train(3)
     first.checkpointer.finish()

@@ -297,3 +297,80 @@ def applied():
 
 def test_a_function_is_applied_to_whole_parameters_and_sharded_modules_are_listed(ranks):
     assert ranks.run(4, applied) == [(True, True, False, ["", "layers.0"])] * 4
+
+
+def scheduled(way):
+    """lr of each of six steps with a scheduler that multiplies what stands in the group, and the losses; the second three in another
+    process's objects: model, optimizer and scheduler are new."""
+    sizes, config = {"shard": 2}, {"strategy": "zero3"}
+
+    def made(seed):
+        mesh, model, _ = build(sizes, config, seed=seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1) if way == "tensor" else 0.1, foreach=False)
+        return mesh, model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def steps(mesh, model, optimizer, scheduler, numbers):
+        for number in numbers:
+            found.append((float(optimizer.param_groups[0]["lr"]), train_step(model, optimizer, mesh, number)))
+            scheduler.step()
+
+    found: list[tuple[float, float]] = []
+    objects = made(0)
+    steps(*objects, range(1, 4))
+    _, model, optimizer, scheduler = objects
+    saved = scheduler.state_dict()
+    if way == "sharded":
+        state = sharded_state(model, optimizer, copy=True)
+    else:
+        state = full_state(model, optimizer, key_by="id" if way == "tensor" else "name")
+    steps(*objects, range(4, 7))
+    other = made(7)
+    if way == "sharded":
+        load_sharded_state(other[1], other[2], state)
+    else:
+        load_full_state(other[1], other[2], state)
+    other[3].load_state_dict(saved)
+    steps(*other, range(4, 7))
+    return found
+
+
+@pytest.mark.parametrize("way", ["full", "tensor", "sharded"])
+def test_a_scheduler_of_torch_goes_on_where_it_was(ranks, way):
+    found = ranks.run(2, scheduled, way)[0]
+    assert [rate for rate, _ in found[:6]] == pytest.approx([0.1 * 0.5**step for step in range(6)], rel=1e-6)
+    assert found[6:] == found[3:6]
+
+
+def test_settings_of_groups_are_matched_by_their_parameters():
+    model = build_llama()
+    ours = lambda **more: torch.optim.AdamW(  # noqa: E731
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], **more},
+        ],
+        lr=0.5,
+    )
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75), fused=True)
+    state = full_state(model, stepped(model, theirs)[1])
+    optimizer = ours(weight_decay=0.5)
+    load_full_state(model, optimizer, state, settings=False)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.01), (0.5, 0.5)]
+    load_full_state(model, optimizer, state)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.25, (0.5, 0.75), 0.01, None)
+    two = full_state(model, stepped(model, ours(weight_decay=0.5))[1])
+    with pytest.raises(
+        ConfigError, match="its groups have weight_decay=0.01 and weight_decay=0.5 for parameters that are one group here"
+    ):
+        load_full_state(model, theirs, two)
+    load_full_state(model, theirs, two, settings=False)
+    for load in (load_full_state, load_sharded_state):
+        for settings in (True, False):
+            with pytest.raises(ConfigError, match="is of another class: it has amsgrad, betas, eps, and SGD here has dampening"):
+                load(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), state, settings=settings)
+    with pytest.raises(ConfigError, match="its lr is 'high', no number"):
+        load_full_state(model, theirs, {**state, "optimizer": {**state["optimizer"], "param_groups": [
+            {**state["optimizer"]["param_groups"][0], "lr": "high"}
+        ]}})  # fmt: skip
+    with pytest.raises(ConfigError, match=r'it has no model: give a state dict as \{"model": state_dict\}'):
+        load_full_state(model, None, model.state_dict())

@@ -128,12 +128,13 @@ class Checkpointer:
     def age_steps(self) -> int:
         return self._last_step - max([self._base, *self.published])
 
-    def restore(self, *, restarted: bool = False) -> dict[str, Any] | None:
+    def restore(self, *, restarted: bool = False, settings: bool = False) -> dict[str, Any] | None:
         """Fills model, optimizer and random generators from what ``config.resume`` says. Collective.
 
         ``restarted``: these workers replace others of the same run. They go on from its newest checkpoint
         whatever ``config.resume`` said to the first ones, or from a newer copy in the nodes' memory. One rank that says so is
-        enough.
+        enough. ``settings``: parameter groups take the lr, betas, weight decay that were saved, which a scheduler of torch goes on
+        from; by default they keep those they were built with, as the train command wants it, whose configuration holds.
 
         Returns the ``state`` given to the save that was loaded (``step`` included), or None when the run
         starts from step 0: nothing to resume, or ``load=model_only`` from another run.
@@ -147,7 +148,7 @@ class Checkpointer:
             fit.
         """
         restarted = any(self.group.all_gather(restarted))
-        result = Resume(self.config, self.store, self.group, self.model, self.optimizer, self.memory).run(restarted)
+        result = Resume(self.config, self.store, self.group, self.model, self.optimizer, self.memory, settings).run(restarted)
         self._last_save = time.monotonic()
         if self.memory is not None:
             self.memory.begin(int(result.state.get("step", result.step)) if result is not None else 0)

@@ -21,12 +21,14 @@ from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest
 from parallel2d.checkpoint.memory import MemoryNet
 from parallel2d.checkpoint.rng import restore_rng
 from parallel2d.checkpoint.save import Group
+from parallel2d.checkpoint.settings import Settings, put_settings
 from parallel2d.checkpoint.state import (
     check_model,
     check_optimizer,
     list_differences,
     load_model,
     load_optimizer,
+    stored_settings,
 )
 from parallel2d.checkpoint.store import Store, describe_error, find_checkpoint, step_name
 from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
@@ -57,9 +59,10 @@ class Resume:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         memory: MemoryNet | None = None,
+        settings: bool = False,
     ) -> None:
         self.config, self.store, self.group = config, store, group
-        self.model, self.optimizer, self.memory = model, optimizer, memory
+        self.model, self.optimizer, self.memory, self.settings = model, optimizer, memory, settings
 
     def run(self, restarted: bool = False) -> Restored | None:
         """See `Checkpointer.restore`."""
@@ -220,14 +223,19 @@ class Resume:
         passed_over: list[str] = []
 
         def fill() -> None:
-            check_model(self.model, checkpoint, config.strict)  # both, before anything is changed
+            check_model(self.model, checkpoint, config.strict)  # all, before anything is changed
+            settings: list[Settings] = []
             if load == "all" and self.optimizer is not None:
                 check_optimizer(self.model, self.optimizer, checkpoint, config.strict)
+                if self.settings:
+                    settings = stored_settings(self.model, self.optimizer, checkpoint)
             passed_over.extend(load_model(self.model, checkpoint, config.strict))
             if load == "model_only":
                 return
             if self.optimizer is not None:
                 passed_over.extend(load_optimizer(self.model, self.optimizer, checkpoint, config.strict))
+                if self.settings:
+                    put_settings(self.optimizer, settings)
             if manifest.world_size == self.group.size:
                 restore_rng(self.group.rank, checkpoint)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.geometry import local_region
+from parallel2d.checkpoint.settings import Settings, match_settings, plain_settings
 from parallel2d.checkpoint.tensor_file import DTYPES, DamagedCheckpointError, printable
 from parallel2d.config import ConfigError
 from parallel2d.parallelize.structure import canonical_name
@@ -77,7 +78,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     names = {id(p): name for name, p in _trained(model, optimizer).items()}
     groups = [
         {
-            "settings": {k: v for k, v in group.items() if k != "params" and _is_plain(v)},
+            "settings": {key: value for key, value in plain_settings(group).items() if _is_plain(value)},
             "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
         }
         for group in optimizer.param_groups
@@ -148,6 +149,17 @@ def _stored_parameters(checkpoint: Checkpoint) -> list[str]:
             raise DamagedCheckpointError(f"{checkpoint.folder.label}: the optimizer's groups do not list parameter names")
         names += listed
     return names
+
+
+def stored_settings(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> list[Settings]:
+    """What the checkpoint says of each parameter group of ``optimizer``. Raises `ConfigError` when that is not one thing."""
+    _stored_parameters(checkpoint)  # what is read below is there
+    stored = [(dict(group.get("settings") or {}), group["parameters"]) for group in checkpoint.manifest.optimizer["groups"]]
+    names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
+    settings, problems = match_settings(optimizer, names, stored)
+    if problems:
+        raise ConfigError(f"{checkpoint.folder.label} does not fit: {'; '.join(problems)}")
+    return settings
 
 
 def list_differences(lines: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallel2d.checkpoint.settings import Settings, match_settings, other_class, plain_settings, put_settings
 from parallel2d.checkpoint.state import describe_optimizer, model_tensors, reshard, tied_names
 from parallel2d.config import ConfigError
 from parallel2d.parallelize.initialization import copy_slice
@@ -80,6 +81,7 @@ def load_full_state(
     state: Mapping[str, Any] | None,
     *,
     from_rank0: bool = True,
+    settings: bool = True,
 ) -> None:
     """Gives whole tensors to a model (and its optimizer), sharded or bare: what `full_state` returned, or plain state dicts. Collective.
 
@@ -89,9 +91,11 @@ def load_full_state(
             (others may pass None or ``{}``) unless ``from_rank0`` is false.
         from_rank0: rank 0's tensors are sent to the others piece by piece; False: every rank takes its part of its own, and nothing is
             sent.
+        settings: parameter groups take those of the state (lr, betas, weight decay), as with torch's own ``load_state_dict``, which is
+            what a scheduler of torch goes on from; False: they keep theirs.
 
-    Optimizer state that does not exist yet is created. Parameter groups keep their settings, such as lr. Raises `ConfigError` on every
-    rank, before anything is written, when names or shapes differ; with ``from_rank0=False`` on the ranks whose own state differs.
+    Optimizer state that does not exist yet is created. Raises `ConfigError` on every rank, before anything is written, when names,
+    shapes or the class of the optimizer differ; with ``from_rank0=False`` on the ranks whose own state differs.
     """
     reshard(model)
     source = not from_rank0 or _rank() == 0
@@ -99,22 +103,25 @@ def load_full_state(
     problems: list[str] = []
     plan: list[tuple[str, str, Any]] = []
     optimizer_state: Mapping[str, Any] = {}
+    groups: list[Settings] = []
     if source:
-        problems = _model_problems(model, given.get("model"))
+        problems = _model_problems(model, given)
         if optimizer is not None:
-            optimizer_state, found = _by_name(model, optimizer, given.get("optimizer"))
+            optimizer_state, groups, found = _by_name(model, optimizer, given.get("optimizer"), settings)
             problems += found
             plan = [] if found else _plan(optimizer_state)
     if from_rank0 and dist.is_initialized():
-        box: list[Any] = [problems, plan]
+        box: list[Any] = [problems, plan, groups]
         dist.broadcast_object_list(box, src=0)
-        problems, plan = box
+        problems, plan, groups = box
     if problems:
         raise ConfigError("the whole state does not fit: " + "; ".join(problems[:5]) + (" ..." if problems[5:] else ""))
     for name, tensor in model_tensors(model).items():
         _put(tensor, given["model"][name] if source else None, from_rank0)
     if optimizer is None:
         return
+    if settings:
+        put_settings(optimizer, groups)
     parameters = _named(model)
     for name, key, value in plan:
         entries = optimizer.state[parameters[name]]
@@ -130,17 +137,20 @@ def load_full_state(
 
 
 @torch.no_grad()
-def load_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
+def load_sharded_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any], *, settings: bool = True
+) -> None:
     """Gives back what `sharded_state` returned, on every rank, to a model on the same ranks; another layout of them is redistributed
     tensor by tensor. Collective where layouts differ.
 
-    Parameter groups keep their settings. Raises `ConfigError` when names or shapes differ.
+    ``settings``: as for `load_full_state`. Raises `ConfigError` when names, shapes or the class of the optimizer differ.
     """
     reshard(model)
-    problems = _model_problems(model, state.get("model"))
+    problems = _model_problems(model, state)
     optimizer_state: Mapping[str, Any] = {}
+    groups: list[Settings] = []
     if optimizer is not None:
-        optimizer_state, found = _by_name(model, optimizer, state.get("optimizer"))
+        optimizer_state, groups, found = _by_name(model, optimizer, state.get("optimizer"), settings)
         problems += found
     if problems:
         raise ConfigError("the sharded state does not fit: " + "; ".join(problems[:5]) + (" ..." if problems[5:] else ""))
@@ -148,6 +158,8 @@ def load_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
         copy_part(tensor, state["model"][name])
     if optimizer is None:
         return
+    if settings:
+        put_settings(optimizer, groups)
     parameters = _named(model)
     for name, stored in optimizer_state["state"].items():
         entries = optimizer.state[parameters[name]]
@@ -233,9 +245,11 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, take: A
     return {"state": state, "param_groups": groups}
 
 
-def _model_problems(model: nn.Module, given: Mapping[str, Tensor] | None) -> list[str]:
-    if given is None:
-        return ["it has no model"]
+def _model_problems(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    given: Mapping[str, Tensor] | None = state.get("model")
+    if not isinstance(given, Mapping):
+        bare = any(isinstance(value, Tensor) for value in state.values())
+        return ["it has no model" + (': give a state dict as {"model": state_dict}' if bare else "")]
     here = model_tensors(model)
     problems = [f"{name} is missing" for name in here if name not in given]
     problems += [
@@ -248,20 +262,19 @@ def _model_problems(model: nn.Module, given: Mapping[str, Tensor] | None) -> lis
 
 
 def _by_name(
-    model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any] | None
-) -> tuple[Mapping[str, Any], list[str]]:
-    """The optimizer state called by names, and what is wrong with it."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any] | None, settings: bool
+) -> tuple[Mapping[str, Any], list[Settings], list[str]]:
+    """The optimizer state called by names, its settings for each group here if they are wanted, and what is wrong with it."""
     if given is None:
-        return {}, ["it has no optimizer"]
+        return {}, [], ["it has no optimizer"]
     groups = describe_optimizer(model, optimizer)["groups"]
     names = [name for group in groups for name in group["parameters"]]
     listed = _listed(given)
     if listed and all(isinstance(parameter, int) for parameter in listed):
         sizes, here = [len(group["params"]) for group in given["param_groups"]], [len(group["parameters"]) for group in groups]
         if sizes != here:
-            return {}, [
-                f"its optimizer has groups of {sizes} parameters, this one of {here}; call them by name with rekey_optimizer_state"
-            ]
+            problem = f"its optimizer has groups of {sizes} parameters, this one of {here}; call them by name with rekey_optimizer_state"
+            return {}, [], [problem]
         given = rekey_optimizer_state(given, key="name", names=names)
     problems = [f"{name} is in its optimizer and not in this one" for name in given["state"] if name not in names]
     parameters = _named(model)
@@ -270,7 +283,13 @@ def _by_name(
             present = optimizer.state.get(parameters[name], {}).get(key) if name in parameters else None
             if isinstance(value, Tensor) and isinstance(present, Tensor) and present.shape != value.shape:
                 problems.append(f"{key} of {name} has shape {list(value.shape)}, not {list(present.shape)}")
-    return given, problems
+    stored = [(plain_settings(group), group["params"]) for group in given["param_groups"]]
+    listed_here = [group["parameters"] for group in groups]
+    problems += other_class(optimizer, listed_here, stored)
+    if not settings:
+        return given, [], problems
+    matched, found = match_settings(optimizer, listed_here, stored)
+    return given, matched, problems + found
 
 
 def _plan(state: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
