@@ -152,9 +152,13 @@ def preview(arguments: Sequence[str]) -> TrainConfig | None:
     register()
     try:
         with contextlib.redirect_stderr(None):
-            parsed = get_args_parser().parse_args(_open_words(arguments))
+            parsed, unknown = get_args_parser().parse_known_args(_open_words(arguments))
     except SystemExit:
         return None
+    if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0]
+        hint = obsolete.answer(name) or f"settings are words key=value, such as {name}=VALUE if that is one"
+        raise ConfigError(f"{unknown[0]} is no option of this command: {hint}; --help lists all")
     if parsed.help or parsed.hydra_help or parsed.cfg or parsed.info or parsed.multirun or parsed.config_path:
         return None
     words = list(parsed.overrides)
@@ -284,7 +288,7 @@ def _try(base: DictConfig, keys: list[str], groups: set[str], word: str, overrid
         parent = key.rpartition(".")[0]
         siblings = [k for k in keys if k.rpartition(".")[0] == parent] if parent in keys else []
         listed = f"; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}" if siblings else ""
-        near = _nearest(key, [*keys, *groups]) or (_nearest(key, [k.rpartition(".")[2] for k in keys]))
+        near = _nearest(key, [*keys, *groups], 0.8) or _nearest_last(key, siblings or keys)
         return [f"unknown key {key} (given as {word}){near}{listed}"]
     if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
         inside = ", ".join(k for k in keys if k.startswith(key + "."))
@@ -330,11 +334,17 @@ def _extra_keys(config: DictConfig, prefix: str = "") -> list[str]:
     return extra
 
 
-def _nearest(word: str, choices: Sequence[str]) -> str:
+def _nearest(word: str, choices: Sequence[str], alike: float = 0.6) -> str:
     if word.lower() in choices:
         return f"; did you mean {word.lower()}?"
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=alike)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _nearest_last(key: str, keys: Sequence[str]) -> str:
+    """As `_nearest`, by the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
+    close = difflib.get_close_matches(key.rpartition(".")[2], [k.rpartition(".")[2] for k in keys], n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(k for k in keys if k.rpartition('.')[2] == close[0])}?" if close else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -114,7 +114,7 @@ class MeshSpec:
         if world % tensor:
             raise ConfigError(f"mesh.tensor={tensor} does not divide the {world} ranks; it may be {_divisors(world)}")
         rest = world // tensor
-        self._refuse_contradiction(strategy)
+        self.refuse_contradiction(strategy)
         notes: list[str] = []
         replicate, shard = self._resolve_pair(strategy, topology, tensor, rest, notes)
         if replicate * shard != rest:
@@ -139,7 +139,8 @@ class MeshSpec:
         )
         return replace(shape, notes=(note,))
 
-    def _refuse_contradiction(self, strategy: str) -> None:
+    def refuse_contradiction(self, strategy: str) -> None:
+        """Raises `ConfigError` for an axis that ``strategy`` does not have."""
         if strategy == "ddp" and self.shard not in ("auto", 1):
             raise ConfigError(f"strategy=ddp keeps a full copy per rank, so mesh.shard={self.shard} must be 1 or auto; "
                               "did you mean strategy=hybrid_zero2?")  # fmt: skip

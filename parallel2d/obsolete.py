@@ -131,7 +131,31 @@ OPTIONS: dict[str, Obsolete] = {
     ),
     "gradient_clipping": Obsolete(_DEEPSPEED, "optimizer.clip_norm; in your own loop parallel2d.clip_gradient_norm"),
     "gradient_clip_val": Obsolete(_LIGHTNING, "optimizer.clip_norm; in your own loop parallel2d.clip_gradient_norm"),
+    "accumulate_grad_batches": Obsolete(
+        _LIGHTNING, "train.global_batch_size and train.micro_batch_size; in your own loop parallel2d.accumulate"
+    ),
+    "learning_rate": Obsolete("transformers", "optimizer.lr"),
+    "per_device_train_batch_size": Obsolete("transformers", "train.micro_batch_size, in sequences per rank"),
     "max_norm": Obsolete(_TITAN, "optimizer.clip_norm; in your own loop parallel2d.clip_gradient_norm"),
+    # How long, how often, where
+    "max_epochs": Obsolete(_LIGHTNING, "train.steps; the data is read again as often as that needs, or data.epochs times"),
+    "max_steps": Obsolete(_LIGHTNING, "train.steps"),
+    "val_check_interval": Obsolete(_LIGHTNING, "train.validate_every, in steps"),
+    "limit_val_batches": Obsolete(_LIGHTNING, "train.validate_batches"),
+    "log_every_n_steps": Obsolete(_LIGHTNING, "metrics.log_every"),
+    "log_freq": Obsolete(_TITAN, "metrics.log_every"),
+    "profile_freq": Obsolete(_TITAN, "profile.steps=[FIRST,LAST]"),
+    "interval": Obsolete(_TITAN, "checkpoint.every, in steps"),
+    "init_timeout_seconds": Obsolete(_TITAN, "launch.first_step_timeout"),
+    "train_timeout_seconds": Obsolete(_TITAN, "launch.timeout"),
+    "devices": Obsolete(_LIGHTNING, "launch.nproc_per_node"),
+    "num_nodes": Obsolete(_LIGHTNING, "launch.nnodes, with launch.rdzv_endpoint, on every node"),
+    "accelerator": Obsolete(_LIGHTNING, "leave it out: GPUs are used where there are some"),
+    "default_root_dir": Obsolete(_LIGHTNING, "hydra.run.dir=FOLDER"),
+    "config_file": Obsolete(_TITAN, "settings are words key=value, and files in a folder of --config-dir"),
+    "flavor": Obsolete(_TITAN, "model=PRESET chooses one; its sizes are keys of model, as in the preset"),
+    "converters": Obsolete(_TITAN, "precision.float8"),
+    "enable_float8_linear": Obsolete(_TITAN, "precision.float8"),
     # States
     "state_dict_type": Obsolete(
         _FSDP1, "parallel2d.full_state for whole tensors, parallel2d.sharded_state for each rank's parts"
@@ -143,6 +167,8 @@ OPTIONS: dict[str, Obsolete] = {
     "move_state_dict_to_cpu": Obsolete(_THUNDER, "parallel2d.full_state gathers tensor by tensor and moves each to CPU memory"),
     "enable_tensorboard": Obsolete(_TITAN, "metrics.tensorboard"),
     "enable_profiling": Obsolete(_TITAN, "profile.steps=[FIRST,LAST]"),
+    "save_top_k": Obsolete(_LIGHTNING, "checkpoint.keep_last and checkpoint.keep_every; nothing is kept by its validation loss"),
+    "resume_from_checkpoint": Obsolete("transformers", "checkpoint.resume=PATH, auto or never"),
     "save_distributed_checkpoint": Obsolete(_LIGHTNING, "leave it out: checkpoints are always sharded and load on any layout"),
 }
 

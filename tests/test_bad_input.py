@@ -39,6 +39,13 @@ TEXT = (
 CASES = [
     (("trian.steps=5",), ["unknown key trian.steps", "train.steps"]),
     (("train.stepz=5",), ["unknown key train.stepz", "did you mean train.steps"]),
+    (("steps=5",), ["unknown key steps", "did you mean train.steps or profile.steps?"]),
+    (
+        ("checkpoint.interval=5", "nothing.alike=1"),
+        ["checkpoint.every, in steps", "unknown key nothing.alike (given as nothing.alike=1)"],
+    ),
+    (("--strategy", "fsdp"), ["--strategy is no option of this command", "such as strategy=VALUE"]),
+    (("--job.config_file=x.toml",), ["job.config_file is an option of torchtitan"]),
     (("+extra.key=5",), ["unknown key extra"]),
     (("+train.extra=5",), ["unknown key train.extra"]),
     (("strategy=hybird",), ["strategy=hybird", "ddp", "zero3", "did you mean hybrid"]),

@@ -126,14 +126,19 @@ def _wrong_arguments():
         with pytest.raises(ConfigError) as error:
             parallelize(*arguments)
         told.append(str(error.value))
-    with pytest.raises(ConfigError) as error:
-        parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, by_class, broadcast_from=0)
-    return [*told, str(error.value)]
+    for configuration in (by_class, ParallelConfig("ddp"), ParallelConfig("zero2")):
+        wide = build_mesh(MeshSpec(2, 1) if configuration.strategy == "zero2" else MeshSpec(1, 2), "hybrid")
+        with pytest.raises(ConfigError) as error:
+            parallelize(nn.Sequential(nn.Linear(4, 4)), wide, configuration, broadcast_from=0)
+        told.append(str(error.value))
+    return told
 
 
 def test_arguments_of_another_kind_are_one_clear_message(ranks):
-    no_mesh, no_config, sharded, classes = ranks.run(2, _wrong_arguments)[0]
+    no_mesh, no_config, sharded, classes, ddp, zero2 = ranks.run(2, _wrong_arguments)[0]
     assert no_mesh == "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got None"
     assert no_config == "the third argument of parallelize is a ParallelConfig, such as ParallelConfig('zero3'); got 'zero3'"
     assert sharded == "the model is sharded already, by parallelize or fully_shard: give the plain one, once"
     assert classes.startswith("bucketing.blocks are names of classes, in quotes, got [<class")
+    assert ddp.startswith("strategy=ddp keeps a full copy per rank, so mesh.shard=2 must be 1")
+    assert zero2.startswith("strategy=zero2 shards over all ranks, so mesh.replicate=2 must be 1")

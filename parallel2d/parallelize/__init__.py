@@ -96,6 +96,7 @@ def parallelize(
     check_arguments(model, mesh, config)
     settings = (config or ParallelConfig()).resolved()
     shape = mesh_shape(mesh)
+    shape.spec().refuse_contradiction(settings.strategy.name)
     topology = topology or Topology.gather()
     check_placement(mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor), topology, settings.allow_cross_node)
 
