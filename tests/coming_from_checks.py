@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from typing import Any
 
 import torch
@@ -86,6 +88,11 @@ def namespace(code: str) -> dict[str, Any]:
         names["whole"] = full_state(model, names["optimizer"], rank0_only=False)
     if "parts" in used:
         names["parts"] = sharded_state(model, names["optimizer"], copy=True)
+    if "path" in used:  # what FSDP1 calls a full state: parameters and their optimizer state by name
+        old = full_state(model, names["optimizer"])
+        names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getpid()}.pt")
+        if old:
+            torch.save({"model": old["model"], "optim": old["optimizer"]}, names["path"])
     if used & {"load_full_state", "load_sharded_state"}:
         with torch.no_grad():
             for tensor in [*model.parameters(), *(entry["exp_avg"] for entry in names["optimizer"].state.values())]:
@@ -309,6 +316,13 @@ def weights_are_loaded(names):
     count = len(list(names["model"].parameters()))
     assert found[:count] == names["before"][:count]
     assert found[count:] != names["before"][count:]  # the optimizer was not asked for
+
+
+@check("FullySharded", "torch.save")
+def an_old_file_is_loaded(names):
+    if names["rank"] == 0:
+        os.remove(names["path"])
+    weights_and_optimizer_are_loaded(names)
 
 
 @check("FullySharded", "FSDP.scatter_full", "FSDP.shard_full", "FSDP.flatten_sharded")
