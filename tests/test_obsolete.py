@@ -35,15 +35,13 @@ def test_an_option_in_code_is_answered(name):
         parallelize(nn.Linear(2, 2), None, **{name: True})
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_on_the_command_line_is_answered(name):
+def test_every_option_on_the_command_line_is_answered():
     """The words are tried on the real schema, by the function that explains them."""
     from parallel2d.compose import _explain, register
 
     register()
-    with pytest.raises(ConfigError) as error:
-        raise ConfigError(_explain([f"{name}=true"], ValueError("unused")))
-    assert str(error.value) == f"unknown key {name} (given as {name}=true): {answer(name)}"
+    told = _explain([f"{name}=true" for name in OPTIONS], ValueError("unused")).splitlines()
+    assert told == [f"unknown key {name} (given as {name}=true): {answer(name)}" for name in OPTIONS]
 
 
 def test_the_command_says_it_once_and_ends(capsys):
