@@ -130,14 +130,20 @@ def compare(found: dict[str, Any], reference: dict[str, Any], bound: float = 1e-
         assert (found["weights"][name] - value).abs().max() < 1e-10, name
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "transformer"])
-@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+ON_EACH = [
+    pytest.param(strategy, kind, marks=[pytest.mark.slow] if strategy == "hybrid" and kind not in ("llama", "vit") else [])
+    for strategy in ("zero3", "hybrid")
+    for kind in (*MODELS, "transformer")
+]
+
+
+@pytest.mark.parametrize(("strategy", "kind"), ON_EACH)
 def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
     world = 4 if strategy == "hybrid" else 2
     compare(ranks.run(world, run, kind, {}, {"strategy": strategy})[0], expected(ranks, kind))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "mixtral"))])
 def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind):
     compare(ranks.run(4, run, kind, {"tensor": 2}, {"strategy": "hybrid"})[0], expected(ranks, kind))
 

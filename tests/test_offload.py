@@ -32,7 +32,9 @@ needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_command_refuses_it_on_cpu_before_workers_start(tmp_path, monkeypatch, capsys, word, reason):
     monkeypatch.setattr(launch, "start_workers", lambda *_: pytest.fail("workers were started"))
-    assert main([word, f"hydra.run.dir={tmp_path}"]) == 2
+    (tmp_path / "text.txt").write_text("some words of a text\n" * 500)
+    data = ["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache", "train.seq_len=16"]
+    assert main([word, *data, f"hydra.run.dir={tmp_path}/run"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert reason in said
