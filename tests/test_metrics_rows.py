@@ -23,6 +23,7 @@ from parallel2d import build_on_meta, cross_entropy_sum, dashboard
 from parallel2d.config import ConfigError
 from parallel2d.data.batch import token_sequences
 from parallel2d.metrics import goodput
+from parallel2d.metrics import writer as writer_module
 from parallel2d.metrics.communication import KEYS
 from parallel2d.metrics.console import describe, wrap
 from parallel2d.metrics.flops import count_flops
@@ -321,3 +322,30 @@ def test_the_dashboard_finds_every_run_below_a_folder(tmp_path):
     assert list(boards) == ["0", "1"]
     with pytest.raises(ConfigError, match="no run with a tensorboard folder"):
         dashboard.find_boards([str(tmp_path / "sweep" / "0" / "tensorboard")])
+
+
+def began(folder, from_step):
+    writer = MetricsWriter(str(folder), {}, tensorboard=False)
+    found = writer.begin(from_step)
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(writer_module, "_BLOCK", block)
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.before-restart-1.jsonl"
+    assert began(tmp_path, 0) == (None, None)
+    lines = [json.dumps({"step": step, "text": "x" * (step % 5)}) + "\n" for step in range(1, 11)]
+    path.write_text("".join(lines))
+    assert [row["step"] for row in began(tmp_path, 10)] == [10, 10]
+    assert not aside.exists()
+    path.write_text("".join(lines) + '{"step": 1')  # torn by a kill
+    inode = path.stat().st_ino
+    assert [row["step"] for row in began(tmp_path, 7)] == [10, 7]
+    assert path.read_text() == "".join(lines[:7])
+    assert path.stat().st_ino == inode, "what stands was not written again"
+    assert aside.read_text() == "".join(lines[7:]) + '{"step": 1'
+    last, standing = began(tmp_path, 0)
+    assert (last["step"], standing, path.read_text()) == (7, None, "")
+    assert (tmp_path / "metrics.before-restart-2.jsonl").read_text() == "".join(lines[:7])

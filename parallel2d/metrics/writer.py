@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, TextIO
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, TextIO
 
 from parallel2d.metrics.tensorboard import Board
+
+_BLOCK = 1 << 20  # bytes read at once from the end of a file
 
 
 class MetricsWriter:
@@ -55,29 +58,54 @@ class MetricsWriter:
 
 
 def _set_aside_after(path: str, from_step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Keeps rows up to ``from_step`` in place. Later rows belong to a history that a restart undid: the old file is kept whole
-    beside the new one. Returns the last row that was there and the last one that stays."""
-    if not os.path.exists(path) or os.path.getsize(path) == 0:
+    """Keeps rows up to ``from_step`` in place. Later rows belong to a history that a restart undid: they move to a file beside it.
+
+    Reads and writes only those, from the end: a restart takes no longer because the run is long. Returns the last row that was there and
+    the last one that stays.
+    """
+    if not os.path.exists(path):
         return None, None
-    with open(path) as file:
-        lines = file.readlines()
-    kept: list[str] = []
     last = standing = None
-    for line in lines:
-        try:
-            row = json.loads(line)
-            if row["step"] <= from_step:
-                kept.append(line)
+    with open(path, "r+b") as file:
+        cut = end = file.seek(0, os.SEEK_END)
+        for begin, line in _lines_backwards(file):
+            row = _row(line)
+            last = last or row
+            if row is not None and row["step"] <= from_step:
                 standing = row
-            last = row
-        except (ValueError, KeyError, TypeError):
-            continue  # a line torn by a kill
-    if len(kept) == len(lines):
-        return last, standing
-    number = 1
-    while os.path.exists(aside := path.replace(".jsonl", f".before-restart-{number}.jsonl")):
-        number += 1
-    os.rename(path, aside)
-    with open(path, "w") as file:
-        file.writelines(kept)
+                break
+            cut = begin
+        if cut < end:
+            number = 1
+            while os.path.exists(aside := path.replace(".jsonl", f".before-restart-{number}.jsonl")):
+                number += 1
+            file.seek(cut)
+            with open(aside, "wb") as undone:
+                shutil.copyfileobj(file, undone)
+            file.truncate(cut)
     return last, standing
+
+
+def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file and where each begins, from the last to the first."""
+    begin, rest = file.seek(0, os.SEEK_END), b""
+    while begin:
+        size = min(_BLOCK, begin)
+        begin -= size
+        file.seek(begin)
+        data = file.read(size) + rest
+        lines = data.splitlines(keepends=True)
+        at = begin + len(data)
+        rest = lines.pop(0) if begin else b""  # its beginning may lie before this block
+        for line in reversed(lines):
+            at -= len(line)
+            yield at, line
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for a line that a kill tore."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
