@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor
 import parallel2d
 from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, full_state, parallelize, sharded_state
 from parallel2d import config as config_module
+from parallel2d.checkpoint import Checkpointer
+from parallel2d.config import CheckpointConfig
 
 
 class AllCollectives(CollectiveCounter):
@@ -88,10 +91,10 @@ def namespace(code: str) -> dict[str, Any]:
         names["whole"] = full_state(model, names["optimizer"], rank0_only=False)
     if "parts" in used:
         names["parts"] = sharded_state(model, names["optimizer"], copy=True)
-    if "path" in used:  # what FSDP1 calls a full state: parameters and their optimizer state by name
-        old = full_state(model, names["optimizer"])
-        names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getpid()}.pt")
-        if old:
+    if "path" in used:
+        names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}")  # of all ranks of these workers
+        old = full_state(model, names["optimizer"]) if "torch" in used else {}
+        if old:  # what FSDP1 calls a full state: parameters and their optimizer state by name
             torch.save({"model": old["model"], "optim": old["optimizer"]}, names["path"])
     if used & {"load_full_state", "load_sharded_state"}:
         with torch.no_grad():
@@ -323,6 +326,21 @@ def an_old_file_is_loaded(names):
     if names["rank"] == 0:
         os.remove(names["path"])
     weights_and_optimizer_are_loaded(names)
+
+
+@check("fully_shard", "dcp.save({")
+def a_checkpoint_is_published(names):
+    assert names["restored"] == {"step": 0, "samples": 0}
+    names["model"].requires_grad_(False)
+    before = snapshot(names["model"], names["optimizer"])
+    for parameter in names["model"].parameters():
+        parameter.zero_()
+    again = Checkpointer(CheckpointConfig(), names["path"], names["mesh"], names["model"], names["optimizer"])
+    assert again.restore() == {"step": 1, "samples": 64}
+    assert snapshot(names["model"], names["optimizer"]) == before
+    dist.barrier()
+    if names["rank"] == 0:
+        shutil.rmtree(names["path"])
 
 
 @check("FullySharded", "FSDP.scatter_full", "FSDP.shard_full", "FSDP.flatten_sharded")
