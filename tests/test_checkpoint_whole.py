@@ -343,13 +343,11 @@ def test_a_scheduler_of_torch_goes_on_where_it_was(ranks, way):
 
 def test_settings_of_groups_are_matched_by_their_parameters():
     model = build_llama()
-    ours = lambda **more: torch.optim.AdamW(  # noqa: E731
-        [
-            {"params": [p for p in model.parameters() if p.ndim > 1]},
-            {"params": [p for p in model.parameters() if p.ndim == 1], **more},
-        ],
-        lr=0.5,
-    )
+
+    def ours(**more):
+        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, **more}], lr=0.5)
+
     theirs = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75), fused=True)
     state = full_state(model, stepped(model, theirs)[1])
     optimizer = ours(weight_decay=0.5)

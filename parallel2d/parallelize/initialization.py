@@ -86,7 +86,7 @@ class Place(NamedTuple):
     trained: bool
 
 
-def structure(model: nn.Module) -> dict[str, Place]:
+def places_in(model: nn.Module) -> dict[str, Place]:
     """Name of each parameter and buffer, tied ones under every name -> what ranks must agree on."""
     first: dict[int, str] = {}
     found: dict[str, Place] = {}
@@ -100,7 +100,7 @@ def structure(model: nn.Module) -> dict[str, Place]:
 def check_same_structure(model: nn.Module) -> None:
     """Raises `ConfigError` when a rank's model has other parameters, shapes, ties or frozen parameters than rank 0's: sooner or later
     its collectives would wait for, or be filled with, something else. Collective."""
-    own = structure(model)
+    own = places_in(model)
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]

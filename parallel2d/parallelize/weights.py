@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.config import ConfigError
-from parallel2d.parallelize.initialization import local_slices, structure
+from parallel2d.parallelize.initialization import local_slices, places_in
 from parallel2d.parallelize.structure import canonical_name
 
 PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, or are read at once from a file
@@ -38,7 +38,7 @@ def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
         meta = [name for name, tensor in kept.items() if tensor.is_meta]
         if meta:
             problem = f"broadcast_from={source}: that rank has no values for {', '.join(meta[:5])}, which is on meta"
-    ties = {name: place.tied_to for name, place in structure(model).items() if place.tied_to != name}
+    ties = {name: place.tied_to for name, place in places_in(model).items() if place.tied_to != name}
     box: list[Any] = [problem, ties]
     dist.broadcast_object_list(box, src=source)
     if box[0] is not None:
