@@ -143,6 +143,24 @@ def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(("settings", "says"), [
+    ([[]], "the settings of the optimizer's groups are no mapping"),
+    ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
+    ({"betas": 0.9}, "its betas is 0.9, no list"),
+])  # fmt: skip
+def test_settings_of_another_kind_are_refused_before_anything_is_written(victim, tmp_path, settings, says):
+    reseal(victim, lambda manifest: manifest["optimizer"]["groups"][0].update(settings=settings))
+    small = Small(tmp_path / "run", resume=str(victim))
+    before = [value.clone() for value in small.values()]
+    with pytest.raises(ConfigError) as error:
+        small.checkpointer.restore(settings=True)
+    assert says in str(error.value)
+    assert len(str(error.value)) < 1000
+    assert "\x1b" not in str(error.value)
+    assert all(torch.equal(a, b) for a, b in zip(small.values(), before, strict=True))
+    assert small.optimizer.param_groups[0]["lr"] == 0.1
+
+
 # ---- paths
 # -----------------------------------------------------------------------------------------------------
 

@@ -366,9 +366,9 @@ def test_settings_of_groups_are_matched_by_their_parameters():
         for settings in (True, False):
             with pytest.raises(ConfigError, match="is of another class: it has amsgrad, betas, eps, and SGD here has dampening"):
                 load(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), state, settings=settings)
-    with pytest.raises(ConfigError, match="its lr is 'high', no number"):
-        load_full_state(model, theirs, {**state, "optimizer": {**state["optimizer"], "param_groups": [
-            {**state["optimizer"]["param_groups"][0], "lr": "high"}
-        ]}})  # fmt: skip
+    for wrong, says in (({"lr": "high"}, "its lr is 'high', no number"), ({"betas": 0.5}, "its betas is 0.5, no list")):
+        groups = [{**state["optimizer"]["param_groups"][0], **wrong}]
+        with pytest.raises(ConfigError, match=says):
+            load_full_state(model, theirs, {**state, "optimizer": {**state["optimizer"], "param_groups": groups}})
     with pytest.raises(ConfigError, match=r'it has no model: give a state dict as \{"model": state_dict\}'):
         load_full_state(model, None, model.state_dict())

@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_HOW = frozenset(("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"))
-_OF_SCHEDULERS = frozenset(
-    ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-)  # added to groups by torch's schedulers
+_HOW = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # torch's schedulers add them to groups
 _NOT_OF_A_CLASS = _HOW | _OF_SCHEDULERS | {"params", "param_names"}
 
 Settings = dict[str, Any]
-
-
 Stored = Sequence[tuple[Settings, Sequence[str]]]  # of each group of a state: its settings and the names of its parameters
 
 
@@ -47,15 +43,17 @@ def match_settings(
         wanted = _own(group) | _OF_SCHEDULERS
         chosen = {key: value for key, value in (given[0] if given else {}).items() if key in wanted}
         problems += [
-            f"its groups have {key}={value} and {key}={other[key]} for parameters that are one group here (settings=False keeps those here)"
+            f"its groups have {key}={value!r:.30} and {key}={other[key]!r:.30} for parameters that are one group here "
+            "(settings=False keeps those here)"
             for other in given[1:]
             for key, value in chosen.items()
             if key in other and other[key] != value
         ]
         problems += [
-            f"its {key} is {value!r}, no number"
+            f"its {key} is {value!r:.60}, no {'list' if isinstance(group.get(key), tuple) else 'number'}"
             for key, value in chosen.items()
-            if isinstance(group.get(key), Number | Tensor) and not isinstance(value, Number)
+            if (isinstance(group.get(key), Number | Tensor) and not isinstance(value, Number))
+            or (isinstance(group.get(key), tuple) and not isinstance(value, tuple | list))
         ]
         found.append(chosen)
     return found, list(dict.fromkeys(problems))

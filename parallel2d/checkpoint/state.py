@@ -153,8 +153,10 @@ def _stored_parameters(checkpoint: Checkpoint) -> list[str]:
 
 def stored_settings(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> list[Settings]:
     """What the checkpoint says of each parameter group of ``optimizer``. Raises `ConfigError` when that is not one thing."""
-    _stored_parameters(checkpoint)  # what is read below is there
-    stored = [(dict(group.get("settings") or {}), group["parameters"]) for group in checkpoint.manifest.optimizer["groups"]]
+    _stored_parameters(checkpoint)  # the groups are a list of dicts that list parameters
+    stored = [(group.get("settings", {}), group["parameters"]) for group in checkpoint.manifest.optimizer["groups"]]
+    if not all(isinstance(settings, dict) for settings, _ in stored):
+        raise DamagedCheckpointError(f"{checkpoint.folder.label}: the settings of the optimizer's groups are no mapping")
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
     settings, problems = match_settings(optimizer, names, stored)
     if problems:
