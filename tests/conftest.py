@@ -1,7 +1,9 @@
-"""Fixtures: `ranks` runs a function on several gloo ranks."""
+"""Fixtures: `ranks` runs a function on several gloo ranks. Marks: `extras` names what a test needs beside the package."""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,41 @@ import pytest
 sys.path.insert(0, os.path.dirname(__file__))  # the forked workers import test modules and `workers` by name
 sys.path.append(os.path.dirname(os.path.dirname(__file__)))  # `tools` stands at the root of the repository
 
+# torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when torch is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 from workers import Pools
+
+MARKS = ("slow", "soak", "extras")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test has at most one of the marks, so that each of `-m slow`, `-m extras` and `-m soak` runs what the others do not."""
+    for item in items:
+        given = {mark.name for mark in item.iter_markers() if mark.name in MARKS}
+        assert len(given) <= 1, f"{item.nodeid} is marked {' and '.join(sorted(given))}; choose one"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Pools that will run models of transformers import it once, before their workers are forked."""
+    if importlib.util.find_spec("transformers") and any(item.get_closest_marker("extras") for item in session.items):
+        Pools.preload.append("transformers.modeling_utils")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose mark `extras` names a module that is not installed."""
+    for mark in item.iter_markers("extras"):
+        for module in mark.args:
+            pytest.importorskip(module, reason=f"{module} is not installed: pip install -e '.[test-extras]'")
+
+
+@pytest.fixture(autouse=True)
+def _own_log_handlers() -> Iterator[None]:
+    """Takes back the handlers that Hydra sets up in this process; their stream is closed when the test is over."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    root.handlers[:] = before
 
 
 @pytest.fixture(scope="session")

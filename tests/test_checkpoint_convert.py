@@ -129,6 +129,7 @@ def test_tensors_that_are_views_are_read_as_what_they_show(tmp_path):
     assert torch.equal(found["c"], base[:, ::2])
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_computes_the_same_logits(tmp_path, tied):
     transformers = pytest.importorskip("transformers")
@@ -143,6 +144,7 @@ def test_transformers_computes_the_same_logits(tmp_path, tied):
         assert torch.allclose(theirs(tokens).logits, model(tokens), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_llama_made_by_transformers_trains_on_from_its_weights(tmp_path, capsys, tied):
     transformers = pytest.importorskip("transformers")

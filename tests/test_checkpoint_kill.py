@@ -10,7 +10,7 @@ import signal
 
 import pytest
 import torch
-from workers import Pool
+from workers import Pool, Pools
 
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
@@ -90,7 +90,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
     for number in range(rounds):
         folder = str(tmp_path)
         keep_last, asynchronous = generator.choice([1, 2]), generator.random() < 0.7
-        pool = Pool(2)
+        pool = Pool(2, Pools.preload)
         known = os.path.join(folder, "known")
         if os.path.exists(known):
             os.unlink(known)

@@ -146,6 +146,7 @@ def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
     assert root_links() == before
 
 
+@pytest.mark.slow
 @needs_nodes
 def test_a_link_is_as_fast_as_asked_in_both_directions():
     with Cluster(2, rate="80mbit") as cluster:

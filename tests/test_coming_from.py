@@ -177,14 +177,27 @@ def check_value(config: TrainConfig, word: str) -> None:
         assert str(found) == value or float(found) == float(value), word
 
 
-@pytest.mark.parametrize("row", **named(COMMANDS))
-def test_words(folder, monkeypatch, row, request):
+def reads_a_library_model(row: Row) -> bool:
+    return "model.path" in row.code[0]
+
+
+@pytest.mark.parametrize("row", **named([row for row in COMMANDS if not reads_a_library_model(row)]))
+def test_words(folder, monkeypatch, row):
+    check_words(folder, monkeypatch, row)
+
+
+@pytest.mark.extras("transformers")
+@pytest.mark.parametrize("row", **named([row for row in COMMANDS if reads_a_library_model(row)]))
+def test_words_of_library_models(folder, monkeypatch, row, saved_llama):
+    check_words(folder, monkeypatch, row, saved_llama)
+
+
+def check_words(folder: Path, monkeypatch: pytest.MonkeyPatch, row: Row, at: str = "folder") -> None:
     from parallel2d.assemble import check as check_job
     from parallel2d.launch import workers_per_node
     from parallel2d.mesh import Topology
 
     monkeypatch.chdir(folder)
-    at = request.getfixturevalue("saved_llama") if "model.path" in row.code[0] else "folder"
     words = row.code[0].replace("FOLDER", at).split()
     config, default = jobs.config_of(with_base(BASE, words)), jobs.config_of(BASE)
     for word in words:
@@ -201,7 +214,6 @@ def test_words(folder, monkeypatch, row, request):
 
 @pytest.fixture(scope="module")
 def saved_llama(tmp_path_factory):
-    pytest.importorskip("transformers", reason="model=hf needs parallel2d[hf]")
     from parallel2d.models import huggingface
 
     path = str(tmp_path_factory.mktemp("llama"))

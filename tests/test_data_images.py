@@ -21,6 +21,8 @@ from parallel2d.data.mixture import Schedule
 from parallel2d.data.order import Order
 from parallel2d.data.stream import SampleStream
 
+pytestmark = pytest.mark.extras("PIL")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -176,14 +176,16 @@ def test_padded_sequences_carry_the_loss_mask(tmp_path: Path) -> None:
         ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
         ({"end": "pad"}, "data.end=pad has no effect with data.epochs=0"),
         ({"packing": "padded", "intra_document_masking": True}, "has no effect with data.packing=padded"),
-        ({"tokenizer": "missing.json"}, "data.tokenizer=missing.json must be 'bytes' or the path of"),
+        pytest.param(
+            {"tokenizer": "missing.json"},
+            "data.tokenizer=missing.json must be 'bytes' or the path of",
+            marks=pytest.mark.extras("tokenizers"),
+        ),
         ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
         ({"validation_fraction": 0.9}, "data.validation_fraction=0.9 must be at least 0 and at most 0.5"),
     ],
 )
 def test_a_wrong_configuration_is_one_clear_message(options: dict[str, Any], message: str) -> None:
-    if options.get("tokenizer") == "missing.json":
-        pytest.importorskip("tokenizers")
     with pytest.raises(ConfigError) as caught:
         open_data(DataConfig(**options), seq_len=16, seed=0)
     assert message in str(caught.value)

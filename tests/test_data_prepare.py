@@ -115,6 +115,7 @@ def test_a_fraction_that_selects_no_document_still_holds_one_out(tmp_path: Path)
     assert (len(documents(prepared)), len(documents(prepared, "validation"))) == (2, 1)
 
 
+@pytest.mark.extras
 def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     zstandard = pytest.importorskip("zstandard")
@@ -130,6 +131,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
         assert documents(run(tmp_path / name, tmp_path / f"out-{name}")) == texts, name
 
 
+@pytest.mark.extras
 def test_parquet_is_cut_at_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(sources, "UNIT_BYTES", 2000)
@@ -139,6 +141,7 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path, monkeypatch: pytest.Monkey
     assert documents(run(tmp_path / "a.parquet", tmp_path / "out")) == texts
 
 
+@pytest.mark.extras
 def test_a_hugging_face_data_set_is_read_like_rows(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     texts = [f"row {number}" for number in range(300)]
@@ -171,6 +174,7 @@ def make_tokenizer(path: Path, special: list[str]) -> None:
     tokenizer.save(str(path))
 
 
+@pytest.mark.extras
 def test_any_tokenizer_json_gives_its_own_ids_and_end(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer.json", ["<|endoftext|>"])
     library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -184,6 +188,7 @@ def test_any_tokenizer_json_gives_its_own_ids_and_end(tmp_path: Path) -> None:
     assert prepared.manifest["tokenizer"]["end_id"] == end
 
 
+@pytest.mark.extras
 def test_a_tokenizer_without_an_end_gets_one_more_id_in_the_smallest_type(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer.json", [])
     (tmp_path / "a.txt").write_text("the quick dog")
@@ -194,6 +199,7 @@ def test_a_tokenizer_without_an_end_gets_one_more_id_in_the_smallest_type(tmp_pa
     assert [store.token_dtype(size) for size in (256, 257, 65536, 65537)] == ["|u1", "<u2", "<u2", "<u4"]
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
@@ -255,6 +261,7 @@ def test_the_line_of_a_bad_row_is_counted_from_the_start_of_the_file(tmp_path: P
     assert "a.txt:41: not UTF-8" in error(tmp_path / "a.txt", tmp_path / "out2")
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("cut", [0.02, 0.5, 0.97])
 def test_a_cut_off_zstandard_file_is_noticed(tmp_path: Path, cut: float) -> None:
     data = pytest.importorskip("zstandard").compress(b"".join(b'{"text": "%d"}\n' % n for n in range(40_000)))
@@ -298,7 +305,7 @@ def test_a_line_longer_than_a_document_is_cut_between_characters(tmp_path: Path)
             0.1,
             "is one document, which cannot be split; data.validation_fraction=0.1 must be 0 here",
         ),
-        ({"a.parquet": "not a table"}, 0, "a.parquet is not a readable Parquet file"),
+        pytest.param({"a.parquet": "not a table"}, 0, "a.parquet is not a readable Parquet file", marks=pytest.mark.extras),
     ],
 )
 def test_input_without_text_is_refused(tmp_path: Path, content: dict[str, str], fraction: float, message: str) -> None:
@@ -324,6 +331,7 @@ def test_shards_do_not_depend_on_the_number_of_workers(corpus: Path, tmp_path: P
     assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
+@pytest.mark.extras
 def test_an_error_in_a_worker_is_the_same_error(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name in ("a", "b"):

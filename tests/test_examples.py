@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -19,9 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-with contextlib.suppress(ImportError):
-    importlib.import_module("transformers.modeling_utils")  # so that the ranks are started with it
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -36,7 +32,6 @@ def example(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def small_llama(tmp_path_factory):
-    pytest.importorskip("transformers", reason="fine-tuning needs parallel2d[hf]")
     path = str(tmp_path_factory.mktemp("llama"))
     example("finetune").build_small_llama(path)
     return path
@@ -59,6 +54,7 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@pytest.mark.extras("transformers")
 @pytest.mark.parametrize("strategy", ["hybrid", "zero2"])
 def test_a_saved_model_is_fine_tuned_as_in_one_process_and_saved_again(ranks, small_llama, tmp_path, strategy):
     rows = ranks.run(4, finetune, small_llama, str(tmp_path / "new"), strategy=strategy, lora=0, steps=4)[0]
@@ -78,6 +74,7 @@ def test_a_saved_model_is_fine_tuned_as_in_one_process_and_saved_again(ranks, sm
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.extras("transformers")
 def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
     rows = ranks.run(4, finetune, small_llama, None, strategy="hybrid", lora=4, steps=4)[0]
     ranks.run(4, finetune, small_llama, str(tmp_path / "new"), strategy="hybrid", lora=4, steps=3)
@@ -91,6 +88,7 @@ def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
     assert abs(loss_of(before, 4).item() - rows[3]["loss"]) > 1e-3
 
 
+@pytest.mark.extras("transformers")
 def test_a_pattern_of_fresh_parameters_that_matches_nothing_is_refused(small_llama):
     from parallel2d import ConfigError, load_pretrained
 
@@ -98,6 +96,7 @@ def test_a_pattern_of_fresh_parameters_that_matches_nothing_is_refused(small_lla
         load_pretrained(load(small_llama), small_llama, fresh=("*.lora.*",))
 
 
+@pytest.mark.extras("transformers")
 def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tmp_path):
     """Its vocabulary is enlarged for the bytes; the checkpoint becomes a folder that the library reads."""
     from parallel2d.checkpoint.__main__ import main
@@ -129,8 +128,8 @@ def fabric(*words: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.extras("lightning.fabric")
 def test_fabric_trains_alike_on_two_layouts(tmp_path):
-    pytest.importorskip("lightning.fabric", reason="examples/fabric.py needs parallel2d[lightning]")
     flat, split = fabric("--save", str(tmp_path / "saved")), fabric("--tensor", "2", "--strategy", "zero3")
     assert [row["step"] for row in flat] == [1, 2, 3, 4]
     for ours, theirs in zip(flat, split, strict=True):

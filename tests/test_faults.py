@@ -1,8 +1,9 @@
 """Two nodes of two ranks, and what happens to them: killed workers, lost nodes, partitions, stopped ranks, at random moments.
 
 One job goes on through a sequence of faults, in the end it is told to end, and its history is compared with that of a single process to
-which nothing happened: every global batch once and in order, every loss equal. ``.ci/run`` runs three of each kind; ``-m soak``
-runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS (all). Both print how long it took until the next step.
+which nothing happened: every global batch once and in order, every loss equal. ``.ci/run`` runs three of each kind with short time-outs;
+``-m soak`` runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS (all) with longer ones. Both print how long it took until the
+next step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jobs
@@ -26,22 +28,33 @@ from tools.cluster import Cluster, why_not
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 LIBRARY = Path(os.__file__).parent
-TIMEOUT = 15  # seconds that a collective waits, and so the longest that a silent rank goes unnoticed
 WORDS = (
     "data=text", f"data.path={LIBRARY}/email/*.py", "train.seq_len=16", "train.global_batch_size=16", "train.steps=1000000",
     "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "metrics.console=silent",
     "metrics.tensorboard=false", "precision=fp64", "scheduler=constant", "checkpoint.every=50",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds. A node is taken for lost after 3 s of silence; both partitions are longer than that."""
+
+    timeout: int  # that a collective waits, and so the longest that a silent rank goes unnoticed
+    short_partition: int  # ends before a collective gives up
+    long_partition: int  # every collective has given up when it ends
+
+
+SHORT, LONG = Times(6, 4, 10), Times(15, 10, 30)
 SLACK = 3.0  # times as long as on a machine that does nothing else
 
 
 class Disturbed:
     """The job on its cluster. Every fault is a method that returns the seconds until the next step was done."""
 
-    def __init__(self, cluster: Cluster, folder: Path, seed: int) -> None:
-        self.cluster, self.folder, self.random = cluster, folder, random.Random(seed)
+    def __init__(self, cluster: Cluster, folder: Path, seed: int, times: Times) -> None:
+        self.cluster, self.folder, self.random, self.times = cluster, folder, random.Random(seed), times
         words = ["-m", "parallel2d.train", *WORDS, f"data.cache_dir={folder}/cache", f"hydra.run.dir={folder}/run"]
-        words += [f"launch.timeout={TIMEOUT}", "launch.grace_s=20"]
+        words += [f"launch.timeout={times.timeout}", "launch.grace_s=20"]
         self.job = cluster.run(words, launcher="own", min_nodes=1, cwd=folder)
         self.steps_on(5)
 
@@ -98,7 +111,7 @@ class Disturbed:
         self._wait_for_both()  # a node that was quicker went on alone
         return took
 
-    def partition(self, seconds: float) -> float:
+    def _partition(self, seconds: float) -> float:
         begin = time.monotonic()
         self.cluster.partition(self.random.randrange(2), seconds)
         time.sleep(seconds)
@@ -106,11 +119,11 @@ class Disturbed:
         self._wait_for_both()
         return took
 
-    def partition_10_s(self) -> float:
-        return self.partition(10)
+    def short_partition(self) -> float:
+        return self._partition(self.times.short_partition)
 
-    def partition_30_s(self) -> float:
-        return self.partition(30)
+    def long_partition(self) -> float:
+        return self._partition(self.times.long_partition)
 
     def _end_launcher(self, number: int, code: int) -> float:
         """One launcher is told something, or killed; the other node goes on alone. Then it is started again and both go on."""
@@ -224,10 +237,10 @@ def compare(rows: list[dict[str, object]], expected: list[dict[str, object]]) ->
     return worst
 
 
-def run(folder: Path, faults: list[str], seed: int) -> dict[str, list[float]]:
+def run(folder: Path, faults: list[str], seed: int, times: Times = SHORT) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {}
     with Cluster(nodes=2, ranks=2, rate="20mbit", store="outside") as cluster:
-        disturbed = Disturbed(cluster, folder, seed)
+        disturbed = Disturbed(cluster, folder, seed, times)
         for fault in faults:
             took.setdefault(fault, []).append(getattr(disturbed, fault)())
             print(f"{fault}: {took[fault][-1]:.1f} s to the next step", flush=True)
@@ -247,25 +260,25 @@ def test_launchers_that_end_and_a_store_that_dies(tmp_path):
     )
 
 
-KINDS = ("kill_worker", "kill_node", "stop_worker", "partition_10_s", "partition_30_s")
+KINDS = ("kill_worker", "kill_node", "stop_worker", "short_partition", "long_partition")
 
 
-def at_random_moments(folder: Path, kinds: Sequence[str], each: int) -> None:
+def at_random_moments(folder: Path, kinds: Sequence[str], each: int, times: Times) -> None:
     seed = int(os.environ.get("PARALLEL2D_SEED", str(random.randrange(10**6))))
     print(f"\nPARALLEL2D_SEED={seed}")
     faults = [*kinds] * each
     random.Random(seed).shuffle(faults)
-    took = run(folder, faults, seed)
+    took = run(folder, faults, seed, times)
     for kind, seconds in took.items():
         print(f"{kind:16} {len(seconds):3} times, {statistics.median(seconds):5.1f} s median, {max(seconds):5.1f} s at most")
 
 
 @pytest.mark.slow
 def test_three_faults_of_each_kind_at_random_moments(tmp_path):
-    at_random_moments(tmp_path, KINDS, each=3)
+    at_random_moments(tmp_path, KINDS, each=3, times=SHORT)
 
 
 @pytest.mark.soak
 def test_many_faults_at_random_moments(tmp_path):
     kinds = os.environ.get("PARALLEL2D_FAULT_KINDS", ",".join(KINDS)).split(",")
-    at_random_moments(tmp_path, kinds, each=int(os.environ.get("PARALLEL2D_FAULTS", "20")))
+    at_random_moments(tmp_path, kinds, each=int(os.environ.get("PARALLEL2D_FAULTS", "20")), times=LONG)

@@ -58,10 +58,13 @@ def measure(
     accumulation: int = 1,
     mode: str = "reduce_scatter_only",
     build: Callable[[int], tuple[Any, Any, Any]] | None = None,
+    kernel: bool = False,
 ) -> dict[str, Any]:
-    """Runs `STEPS` steps with the meter on. Sums over ranks and steps, kernel bytes, prediction per step and rank.
+    """Runs `STEPS` steps with the meter on. Sums over ranks and steps, prediction per step and rank, and with ``kernel`` the bytes
+    that the kernel counted.
 
     ``build(tensor)`` gives model, initializer and tensor plan; the small Llama without it."""
+    counted = settled_kernel_bytes if kernel else lambda: (0, 0)
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.resolved().strategy.name)
     shape = mesh_shape(mesh)
@@ -94,9 +97,9 @@ def measure(
 
     try:
         step()
-        before = settled_kernel_bytes()
+        before = counted()
         sums = torch.tensor([step() for _ in range(STEPS)], dtype=torch.float64).sum(0)
-        inside, outside = (after - earlier for after, earlier in zip(settled_kernel_bytes(), before, strict=True))
+        inside, outside = (after - earlier for after, earlier in zip(counted(), before, strict=True))
     finally:
         meter.remove()
     dist.all_reduce(sums)
@@ -173,10 +176,13 @@ TENSOR_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [
-    case if case in ("plain", "bf16_none", "full", "tied", "hugging_face") else pytest.param(case, marks=pytest.mark.slow)
-    for case in TENSOR_CASES
-])  # fmt: skip
+def marks_of(case: str) -> list[pytest.MarkDecorator]:
+    if case.startswith("hugging_face"):
+        return [pytest.mark.extras("transformers")]
+    return [] if case in ("plain", "bf16_none", "tied") else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in TENSOR_CASES])
 def test_bytes_over_the_tensor_axis_are_counted_before_the_first_step(ranks, case):
     given = dict(TENSOR_CASES[case])
     how = {name: given.pop(name) for name in ("accumulation", "mode", "build") if name in given}
@@ -298,7 +304,7 @@ def main(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), 4), rank=rank, world_size=4)
     results = []
     for layout, accumulation in ON_TWO_NODES:
-        case = measure(*LAYOUTS[layout], accumulation)
+        case = measure(*LAYOUTS[layout], accumulation, kernel=True)
         counted = torch.tensor([case["inside"], case["outside"]], dtype=torch.float64) * (rank % 2 == 0)  # once per node
         dist.all_reduce(counted)
         inside, outside = counted.tolist()

@@ -71,7 +71,7 @@ def chromium():
     return program
 
 
-@pytest.mark.slow
+@pytest.mark.extras
 def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folder):  # noqa: F811
     words = ("strategy=zero3,hybrid", "launch.nproc_per_node=2", "metrics.console=silent", "hydra.sweep.dir=sweep")
     done = execute(folder, "-m", *SMALL, *words)

@@ -201,6 +201,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     assert row["throughput/model_tflops_per_rank"] * 1e12 == pytest.approx(row["throughput/mfu"] * peak)
 
 
+@pytest.mark.extras("transformers")
 def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
     from parallel2d.models import huggingface
 

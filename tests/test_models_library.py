@@ -22,8 +22,7 @@ from parallel2d.gradients import clip_gradient_norm
 from parallel2d.model import build_model
 from parallel2d.models import huggingface
 
-pytest.importorskip("transformers")
-
+LIBRARY = pytest.mark.extras("transformers")
 HEADS = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
 GROUPED = {**HEADS, "num_key_value_heads": 2, "vocab_size": 31, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
@@ -131,7 +130,7 @@ def compare(found: dict[str, Any], reference: dict[str, Any], bound: float = 1e-
 
 
 ON_EACH = [
-    pytest.param(strategy, kind, marks=[pytest.mark.slow] if strategy == "hybrid" and kind not in ("llama", "vit") else [])
+    pytest.param(strategy, kind, marks=[] if kind == "transformer" else LIBRARY)
     for strategy in ("zero3", "hybrid")
     for kind in (*MODELS, "transformer")
 ]
@@ -143,11 +142,13 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
     compare(ranks.run(world, run, kind, {}, {"strategy": strategy})[0], expected(ranks, kind))
 
 
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "mixtral"))])
+@LIBRARY
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
 def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind):
     compare(ranks.run(4, run, kind, {"tensor": 2}, {"strategy": "hybrid"})[0], expected(ranks, kind))
 
 
+@LIBRARY
 def test_tied_embeddings_of_a_library_model_are_split_together(ranks):
     tied = ranks.run(4, run, "llama", {"tensor": 2}, {"strategy": "zero3"}, {"tie_word_embeddings": True})[0]
     compare(tied, expected(ranks, "llama", True))
@@ -167,6 +168,7 @@ def _whole_on_every_rank(kind: str) -> list[str]:
     return lines.lines
 
 
+@LIBRARY
 def test_the_table_says_that_the_experts_of_a_mixture_stay_whole(ranks):
     for lines in ranks.run(2, _whole_on_every_rank, "mixtral"):
         assert "  model.layers.*.mlp.experts.gate_up_proj: 2 x 3,072" in lines
@@ -189,6 +191,7 @@ def _from_folder(path: str, sizes: dict[str, int], kind: str) -> list[bool]:
     return [torch.equal(training.whole(p), saved[name]) for name, p in model.named_parameters()]
 
 
+@LIBRARY
 @pytest.mark.parametrize(("kind", "sizes", "files"), [
     ("llama", {"tensor": 2}, 1),
     ("gpt2", {}, 1),
@@ -211,6 +214,7 @@ def _empty(kind: str, **changes: Any) -> nn.Module:
     return model.to_empty(device="cpu")
 
 
+@LIBRARY
 def test_a_mixture_whose_stored_experts_do_not_fit_is_refused(tmp_path):
     import safetensors.torch
 
@@ -231,6 +235,7 @@ def test_a_mixture_whose_stored_experts_do_not_fit_is_refused(tmp_path):
         assert message in str(error.value), name
 
 
+@LIBRARY
 def test_a_folder_of_links_is_read_and_a_path_in_its_index_is_not(tmp_path):
     import json
 
@@ -252,6 +257,7 @@ def test_a_folder_of_links_is_read_and_a_path_in_its_index_is_not(tmp_path):
         load_pretrained(model, str(links))
 
 
+@LIBRARY
 def test_a_stored_form_that_cannot_be_read_in_parts_is_refused(tmp_path, monkeypatch):
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
@@ -270,6 +276,7 @@ def test_a_stored_form_that_cannot_be_read_in_parts_is_refused(tmp_path, monkeyp
         load_pretrained(_empty("llama"), str(tmp_path))
 
 
+@LIBRARY
 def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
     from parallel2d.weights import load_pretrained
 
@@ -287,6 +294,7 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
         load_pretrained(deeper.to_empty(device="cpu"), str(tmp_path))
 
 
+@LIBRARY
 @pytest.mark.parametrize(("given", "message"), [
     ({"architecture": "lama"}, "has no architecture 'lama'; near: ['llama"),
     ({"architecture": "llama", "arguments": {"hidden": 3}}, "LlamaConfig has no hidden; it has"),
@@ -307,6 +315,7 @@ def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message)
 SMALL_T5 = [f"++model.arguments.{key}={value}" for key, value in {**MODELS["t5"], "vocab_size": 260}.items()]
 
 
+@LIBRARY
 def test_an_encoder_decoder_learns_to_continue_the_prefix():
     parts = build_model(HuggingFaceModel(architecture="t5", arguments=MODELS["t5"]))
     plain = _initial("t5", None)
@@ -323,7 +332,7 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
     assert torch.equal(parts.module(changed).logits[:, :3], logits[:, :3])
 
 
-@pytest.mark.slow
+@LIBRARY
 def test_an_encoder_decoder_trains_alike_on_every_layout(ranks, tmp_path):
     (tmp_path / "corpus.txt").write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(4000)))
     words = ["model=hf", "model.architecture=t5", *SMALL_T5, "checkpoint.enabled=false", "train.seq_len=15"]
@@ -352,6 +361,7 @@ def _lines_of_the_guide():
     return loss.item() / BATCH, names["norm"].item()
 
 
+@LIBRARY
 def test_the_guides_lines_train_an_image_model_alike_on_every_layout(ranks):
     alone = ranks.run(1, _lines_of_the_guide)[0]
     assert ranks.run(4, _lines_of_the_guide) == [pytest.approx(alone, rel=1e-9)] * 4
@@ -363,6 +373,7 @@ def test_a_missing_library_names_the_extra(monkeypatch):
         build_model(HuggingFaceModel(architecture="llama"))
 
 
+@LIBRARY
 def test_pickled_weights_are_not_read(tmp_path):
     build("llama").config.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

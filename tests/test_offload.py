@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import sys
 
 import pytest
@@ -21,8 +20,6 @@ from parallel2d.parallelize.initialization import allocate
 from parallel2d.parallelize.sharding import check_offload, shard
 from parallel2d.parallelize.structure import find_blocks
 from parallel2d.train import main
-
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
 @pytest.mark.parametrize(("word", "reason"), [
@@ -112,7 +109,7 @@ def test_offloaded_parameters_train_as_others_do(ranks, strategy):
         assert difference < 1e-5
 
 
-@needs_torchao
+@pytest.mark.extras("torchao")
 def test_float8_replaces_the_layers_of_blocks_and_no_name():
     with build_on_meta():
         model = training.build_llama(n_layers=2, hidden_dim=40)  # 40 is no multiple of 16: the feed-forward stays
@@ -127,7 +124,7 @@ def test_float8_replaces_the_layers_of_blocks_and_no_name():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@needs_torchao
+@pytest.mark.extras("torchao")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8_products_are_close_and_have_gradients(recipe):
     torch.manual_seed(0)
@@ -142,7 +139,7 @@ def test_float8_products_are_close_and_have_gradients(recipe):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@needs_torchao
+@pytest.mark.extras("torchao")
 def test_float8_that_would_change_nothing_is_an_error():
     precision = PrecisionConfig(float8="rowwise", float8_exclude=["*.wq.*"])
     with pytest.raises(

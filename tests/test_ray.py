@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -14,7 +13,6 @@ import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
 WORDS = ["--steps=4", "--precision=fp64"]
-NO_RAY = None if importlib.util.find_spec("ray") else "Ray is not installed: pip install 'parallel2d[ray]'"
 
 
 def rows_of(words: list[str], folder: Path) -> list[dict]:
@@ -50,9 +48,10 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
     assert pickle.loads(pickle.dumps(sys.modules["parallel2d.parallelize"])) is sys.modules["parallel2d.parallelize"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(NO_RAY is not None, reason=str(NO_RAY))
-@pytest.mark.parametrize(("workers", "shard"), [(2, "2"), (4, "2")])  # one replica; two, on however few cores
+@pytest.mark.parametrize(("workers", "shard"), [
+    pytest.param(2, "2", marks=pytest.mark.soak),
+    pytest.param(4, "2", marks=pytest.mark.extras("ray")),  # two replicas, on however few cores
+])  # fmt: skip
 def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     words = [str(EXAMPLE), f"--workers={workers}", f"--shard={shard}", f"--storage={tmp_path / 'ray'}", *WORDS]

@@ -20,6 +20,8 @@ from parallel2d.config import DataConfig, HuggingFaceModel
 from parallel2d.model import build_model
 from parallel2d.train import main
 
+pytestmark = pytest.mark.extras("PIL", "transformers")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -70,9 +72,7 @@ def _plain_losses(path: str, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 def test_a_vision_transformer_trains_alike_on_every_layout_and_after_a_stop(ranks, folder, tmp_path):
-    pytest.importorskip("transformers")
     words = [*VIT, *IMAGES, *PLAIN]
     for name, world, more in [
         ("alone", 1, ["strategy=zero3"]),
@@ -165,7 +165,6 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "expected"), WRONG, ids=[" ".join(words[-2:]) for words, _ in WRONG])
 def test_wrong_words_are_one_clear_message(beside, words, expected, capsys):
-    pytest.importorskip("transformers")
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith("parallel2d: ")
@@ -174,7 +173,6 @@ def test_wrong_words_are_one_clear_message(beside, words, expected, capsys):
 
 
 def test_a_model_of_any_size_takes_the_size_that_is_given() -> None:
-    pytest.importorskip("transformers")
     small = {"depths": [1, 1], "hidden_sizes": [8, 8], "num_stages": 2}
     parts = build_model(HuggingFaceModel(architecture="convnext", arguments=small))
     data = DataConfig(name="images", path="x")

@@ -12,13 +12,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 TIMEOUT = 240.0  # seconds a test may take on the workers before they are ended
 
@@ -31,33 +30,57 @@ def _worker(rank: int, world_size: int, store_path: str, connection: Any) -> Non
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT))
+    groups = MeshGroups()
     gc.collect()
     gc.freeze()  # what is imported by now need not be looked through again before every test
     connection.send(("ready", None))
     while (task := connection.recv()) is not None:
         function, args, kwargs = task
-        _forget_groups()
+        groups.forget_others()
         try:
             answer = ("ok", function(*args, **kwargs))
         except BaseException as error:
             answer = ("error", (type(error).__name__, str(error), traceback.format_exc()))
+            groups.kept.clear()  # a collective may have been left unfinished on one of them
         connection.send(answer)
     dist.destroy_process_group()
 
 
-def _forget_groups() -> None:
-    """Ends the process groups of earlier tests. Each has a thread that wakes up a hundred times a second: a thousand of them would leave
-    no time for anything else. All ranks have answered by now, so none is inside a collective."""
-    import torch.distributed as dist
+class MeshGroups:
+    """The process groups of meshes, made once per pool and set of ranks: equal meshes of later tests get the same ones.
 
-    from parallel2d.runtime import forget_meshes
+    Making them costs as much as a small test. Groups that a test made itself are ended before the next one: each has a thread that wakes
+    up a hundred times a second. So are all groups after a test that failed.
+    """
 
-    earlier = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if earlier:
+    def __init__(self) -> None:
+        from torch.distributed import device_mesh
+
+        self.kept: dict[tuple[Any, ...], Any] = {}
+        self._make = device_mesh.new_group
+        device_mesh.new_group = self._kept_or_new
+
+    def _kept_or_new(self, ranks: list[int] | None = None, backend: str | None = None, **options: Any) -> Any:
+        key = (tuple(ranks or ()), backend)
+        if key not in self.kept:
+            self.kept[key] = self._make(ranks=ranks, backend=backend, **options)
+        return self.kept[key]
+
+    def forget_others(self) -> None:
+        """Ends the groups that are not kept. All ranks have answered by now, so none is inside a collective."""
+        import torch.distributed as dist
+
+        from parallel2d.runtime import forget_meshes
+
+        kept = [dist.group.WORLD, *self.kept.values()]
+        earlier = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
+        if not earlier:
+            return
         dist.barrier()
         for group in earlier:
             dist.destroy_process_group(group)
-        forget_meshes()
+        if not self.kept:
+            forget_meshes()
         gc.collect()
 
 
@@ -71,11 +94,8 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, preload: list[str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        preload = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "parallel2d.assemble"]
-        if "transformers" in sys.modules:  # the tests that were collected need it: imported once instead of by every worker
-            preload.append("transformers.modeling_utils")
         context.set_forkserver_preload(preload)
         self.folder = tempfile.TemporaryDirectory(prefix="parallel2d-test-")
         self.connections = []
@@ -147,7 +167,17 @@ class Pool:
 
 
 class Pools:
-    """One pool per world size, started when first asked for."""
+    """One pool per world size, started when first asked for. When a test kills a rank or fails on some, that pool alone starts afresh:
+    its ranks are forked from a server that has everything imported, in a few tenths of a second."""
+
+    # What the server imports before the first rank is forked.
+    preload: ClassVar[list[str]] = [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "parallel2d.assemble",
+    ]
 
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}
@@ -155,7 +185,7 @@ class Pools:
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         if world_size not in self.pools:
-            self.pools[world_size] = Pool(world_size)
+            self.pools[world_size] = Pool(world_size, self.preload)
         try:
             return self.pools[world_size].run(function, *args, **kwargs)
         except BaseException as error:

@@ -1,0 +1,63 @@
+"""The pools of ranks that the other tests run on: what they survive, and what they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+from workers import WorkerError
+
+from parallel2d import MeshSpec, build_mesh
+
+
+def rank_and_process() -> tuple[int, int]:
+    return dist.get_rank(), os.getpid()
+
+
+def end_rank(number: int) -> None:
+    if dist.get_rank() == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def fail_on(ranks: tuple[int, ...]) -> None:
+    if dist.get_rank() in ranks:
+        raise ValueError("this rank fails")
+
+
+def group_of_the_shard_axis() -> int:
+    return id(build_mesh(MeshSpec(shard=2), "zero3").get_group("shard"))
+
+
+def test_a_pool_whose_rank_was_killed_starts_afresh_and_the_others_stay(ranks):
+    before, others = ranks.run(2, rank_and_process), ranks.run(3, rank_and_process)
+    with pytest.raises(WorkerError, match="the worker process ended"):
+        ranks.run(2, end_rank, 1)
+    after = ranks.run(2, rank_and_process)
+    assert [rank for rank, _ in after] == [0, 1]
+    assert not {process for _, process in after} & {process for _, process in before}
+    assert ranks.run(3, rank_and_process) == others
+
+
+def test_a_failure_on_one_rank_is_told_with_its_trace_and_ends_the_pool(ranks):
+    before = ranks.run(2, rank_and_process)
+    with pytest.raises(WorkerError, match="rank 1: ValueError: this rank fails\n.*Traceback") as error:
+        ranks.run(2, fail_on, (1,))
+    assert (error.value.kind, error.value.everywhere) == ("ValueError", False)
+    assert ranks.run(2, rank_and_process) != before
+
+
+def test_the_same_failure_on_every_rank_keeps_the_pool_but_not_its_groups(ranks):
+    before, group = ranks.run(2, rank_and_process), ranks.run(2, group_of_the_shard_axis)
+    assert ranks.run(2, group_of_the_shard_axis) == group, "meshes of later tests get the same groups"
+    with pytest.raises(WorkerError) as error:
+        ranks.run(2, fail_on, (0, 1))
+    assert error.value.everywhere
+    assert ranks.run(2, rank_and_process) == before
+    assert ranks.run(2, number_of_groups) == [1, 1]
+
+
+def number_of_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
