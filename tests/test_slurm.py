@@ -36,6 +36,7 @@ while words[0].startswith("--"):
     options[name] = value
 nodes, each = int(options["nodes"]), int(options["ntasks-per-node"])
 tasks = []
+signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
 for task in range(nodes * each):
     env = dict(
         os.environ, SLURM_PROCID=str(task), SLURM_LOCALID=str(task % each), SLURM_NODEID=str(task // each), SLURM_STEP_ID="0",
@@ -43,7 +44,6 @@ for task in range(nodes * each):
         SLURM_STEP_NODELIST=os.environ["SLURM_JOB_NODELIST"],
     )
     tasks.append(subprocess.Popen(words, env=env))
-signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
 codes = [task.wait() for task in tasks]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
