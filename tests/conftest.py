@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.dirname(__file__))  # the forked workers import test 
 sys.path.append(os.path.dirname(os.path.dirname(__file__)))  # `tools` stands at the root of the repository
 
 # torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when torch is imported.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from workers import Pools
 
