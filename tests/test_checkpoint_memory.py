@@ -402,6 +402,15 @@ def test_lineage():
 def test_a_damaged_lineage_file_is_an_error_that_says_so(tmp_path):
     Lineage().followed_by("a", 3).write(str(tmp_path))
     assert Lineage.read(str(tmp_path)).starts == (("a", 3),)
-    (tmp_path / "memory.json").write_text('{"starts": [["a", -1]]}')
-    with pytest.raises(DamagedCheckpointError, match="not a name and a step"):
-        Lineage.read(str(tmp_path))
+    for text, said in (('{"starts": [["a", -1]]}', "not a name and a step"), ('{"starts": "ab"}', "missing or not a list")):
+        (tmp_path / "memory.json").write_text(text)
+        with pytest.raises(DamagedCheckpointError, match=said):
+            Lineage.read(str(tmp_path))
+
+
+def test_a_machine_without_shared_memory_says_what_to_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path / "nowhere"))
+    monkeypatch.delenv(place.VARIABLE, raising=False)
+    with pytest.raises(FileNotFoundError, match=f"set {place.VARIABLE}"):
+        place.open_place()
+    assert not (tmp_path / "nowhere").exists()

@@ -246,6 +246,11 @@ def test_a_path_of_another_run_is_loaded_once(tmp_path):
     assert again.restore()["step"] == 5, "its own checkpoints come first"
 
 
+def test_a_path_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="^checkpoint.resume=.*there is no such folder; it may be auto, never, or a path$"):
+        Small(tmp_path, resume=str(tmp_path / "nowhere")).restore()
+
+
 def test_model_only_takes_the_weights_and_starts_at_step_zero(tmp_path):
     first = Small(tmp_path / "a").train(3)
     first.checkpointer.finish()
