@@ -136,7 +136,7 @@ def test_a_running_save_is_awaited_and_said(tmp_path, monkeypatch):
     small = Small(tmp_path).train(1)
     assert complete(tmp_path) == [], "the loop did not wait for the disk"
     with Heard() as heard:
-        threading.Timer(0.05, release.set).start()
+        threading.Timer(0.5, release.set).start()
         small.train(1)
     small.checkpointer.finish()
     assert any("still being written" in line for line in heard)
