@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 HEADS = ("causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base")
-WORDS = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
+WORDS = (
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+)
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
 # Looked through in this order when neither the configuration nor the caller names a class: an encoder that could also
 # decode (BERT) is a masked model, and a pair of both (T5, BART) translates.
@@ -105,6 +112,11 @@ def build(
     return model_class(config, head)(config).train()
 
 
+def has_tensor_plan(model: nn.Module) -> bool:
+    """Whether the library ships a tensor-parallel plan with the model."""
+    return bool(getattr(model, "_tp_plan", None))
+
+
 def tensor_words(model: nn.Module) -> dict[str, str]:
     """The model's own tensor-parallel plan, module pattern -> word, as the library ships it; empty when it ships none.
 
@@ -120,7 +132,8 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
             continue
         if word not in WORDS:
             raise ValueError(
-                f"{type(model).__name__} ships a tensor-parallel plan with {pattern}: {word}, which is not translated"
+                f"{type(model).__name__} ships a tensor-parallel plan with {pattern}: {word}, which is not translated; give "
+                "one with model.tensor_plan={pattern: word} or package.module:function, or set mesh.tensor=1"
             )
         found[pattern] = word
     return found

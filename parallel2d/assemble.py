@@ -56,7 +56,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
     check_compilation(config.compile, shape.tensor)
     kept_operators(config.activation_checkpointing.keep)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    check_offload(config.cpu_offload, device_type)
+    check_offload(config.cpu_offload, device_type, shape.replicate)
     check_float8(config.precision, device_type)
     parts = build_model(config.model)
     plan_groups(parts.module, config.optimizer)
@@ -305,22 +305,22 @@ def plan_tensor_axis(config: TrainConfig, parts: ModelParts, shape: MeshShape) -
     """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model cannot be split so."""
     if shape.tensor == 1:
         return None
-    if parts.tensor_plan is None:
-        raise ConfigError(
-            f"mesh.tensor={shape.tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give one with "
-            "model.tensor_plan={pattern: word} or package.module:function, or set mesh.tensor=1"
-        )
     if isinstance(config.model, LlamaModel) and config.train.seq_len % shape.tensor:
         raise ConfigError(
             f"train.seq_len={config.train.seq_len} must be a multiple of mesh.tensor={shape.tensor}: norms run on slices of "
             "the sequence"
         )
     try:
-        plan = parts.tensor_plan(parts.module, shape.tensor)
-        resolve_plan(parts.module, plan, shape.tensor)
-        return plan
+        plan = parts.tensor_plan(parts.module, shape.tensor) if parts.tensor_plan is not None else None
+        if plan:
+            resolve_plan(parts.module, plan, shape.tensor)
+            return plan
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    raise ConfigError(
+        f"mesh.tensor={shape.tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give one with "
+        "model.tensor_plan={pattern: word} or package.module:function, or set mesh.tensor=1"
+    )
 
 
 def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> None:

@@ -52,7 +52,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "precision": dict(PRECISIONS),
     "activation_checkpointing": dict(CHECKPOINTINGS),
     "compile": dict(COMPILES),
-    "sync": {"exact": SyncConfig()},
+    "sync": {"every_step": SyncConfig()},
     "optimizer": dict(OPTIMIZERS),
     "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
     "checkpoint": {"default": CheckpointConfig()},

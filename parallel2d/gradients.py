@@ -20,8 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The global ``norm_type``-norm of all gradients, a scalar tensor equal on every rank. Collective.
 
-    fp64 when the gradients are, fp32 otherwise. Zero when no parameter has a gradient.
+    fp64 when the gradients are, fp32 otherwise. Zero when no parameter has a gradient. Raises ValueError for a ``norm_type`` that is
+    not above 0.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be above 0, such as 2 or inf")
     infinite = math.isinf(norm_type)
     total, dtype = torch.zeros((), dtype=torch.float64), torch.float32
     for split, gradients in _by_split(parameters).items():

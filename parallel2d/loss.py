@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import mesh_shape, sum_over_data_ranks
 
 IGNORED = -100  # a target that is not a valid token, as in torch's cross_entropy
 _CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
@@ -31,22 +31,6 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
     total = torch.as_tensor(valid_tokens, dtype=torch.float64, device=mesh.device_type).clone()
     sum_over_data_ranks(total, mesh)
     return torch.where(total > 0, mesh_shape(mesh).data_ranks / total.clamp(min=1), 0.0)
-
-
-def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sums ``value`` (floating point) in place over the replicate and shard axes. Collective.
-
-    Tensor ranks hold copies, not parts. When the mesh is the whole world, as it nearly always is, one all-reduce does and the
-    copies are divided out.
-    """
-    shape = mesh_shape(mesh)
-    if mesh.size() == dist.get_world_size():
-        dist.all_reduce(value)
-        return value.div_(shape.tensor) if shape.tensor > 1 else value
-    for axis in ("shard", "replicate"):
-        if getattr(shape, axis) > 1:
-            dist.all_reduce(value, group=mesh.get_group(axis))
-    return value
 
 
 def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:

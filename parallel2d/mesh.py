@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import ConfigError, MeshConfig
+from parallel2d.config import ConfigError, MeshConfig, ParallelConfig
 
 log = logging.getLogger(__name__)
 
@@ -256,8 +256,10 @@ def build_mesh(
     """The `DeviceMesh` of this job, its axes named ``replicate``, ``shard`` and, when larger than one, ``tensor``.
 
     Collective: every rank calls it after ``init_process_group``. ``topology`` defaults to the one found by asking the ranks.
-    Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link by accident.
+    Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link by accident, and for another
+    strategy than those of `parallel2d.config.STRATEGIES`.
     """
+    strategy = ParallelConfig(strategy).resolved().strategy.name
     if isinstance(spec, MeshConfig):
         allow_cross_node = allow_cross_node or spec.allow_cross_node
         spec = MeshSpec.from_config(spec)
@@ -272,18 +274,22 @@ def build_mesh(
     device_type = device_type or (accelerator.type if accelerator else "cpu")
     names = AXES if shape.tensor > 1 else AXES[:2]
     mesh = DeviceMesh(device_type, ranks if shape.tensor > 1 else ranks[..., 0], mesh_dim_names=names)
-    _inherit_timeout(mesh)
+    for axis in range(mesh.ndim):
+        inherit_timeout(mesh.get_group(axis), mesh.device_type)
     return mesh
 
 
-def _inherit_timeout(mesh: DeviceMesh) -> None:
-    """Lets collectives on the mesh's own groups time out like those of the world; torch gives new groups its own default."""
-    device = torch.device(mesh.device_type)
-    options = getattr(dist.distributed_c10d._get_default_group()._get_backend(device), "options", None)
-    if options is None:  # a backend that never waits (the fake one)
-        return
-    for axis in range(mesh.ndim):
-        dist.distributed_c10d._set_pg_timeout(options._timeout, mesh.get_group(axis))
+def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
+    """Lets collectives on ``group`` time out like those of the world; torch gives new groups its own default."""
+    default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    options = getattr(default, "options", None)
+    if options is not None:  # the fake backend never waits
+        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+
+
+def has_cpu_backend() -> bool:
+    """Whether the default process group can send CPU tensors."""
+    return torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
@@ -293,6 +299,22 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
         raise ConfigError(f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}")
     sizes = dict(zip(names, mesh.shape, strict=True))  # mesh[name] would make a mesh of its own, a millisecond each
     return MeshShape(sizes.get("replicate", 1), sizes.get("shard", 1), sizes.get("tensor", 1))
+
+
+def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Sums ``value`` (floating point) in place over the replicate and shard axes. Collective.
+
+    Tensor ranks hold copies, not parts. When the mesh is the whole world, as it nearly always is, one all-reduce does and the
+    copies are divided out.
+    """
+    shape = mesh_shape(mesh)
+    if mesh.size() == dist.get_world_size():
+        dist.all_reduce(value)
+        return value.div_(shape.tensor) if shape.tensor > 1 else value
+    for axis in ("shard", "replicate"):
+        if getattr(shape, axis) > 1:
+            dist.all_reduce(value, group=mesh.get_group(axis))
+    return value
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:

@@ -87,7 +87,6 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
     try:
         with build_on_meta():
             module = huggingface.build(config.path, config.architecture, config.arguments, config.head)
-        words = huggingface.tensor_words(module)
     except ImportError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
@@ -101,7 +100,7 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
             "or images alone; train it with parallel2d.parallelize in a loop of your own: docs/models.md, 'Models that read something "
             "else', has the lines"
         )
-    plan = _given_plan(config.tensor_plan) or ((lambda _model, _tensor: words) if words else None)
+    plan = _given_plan(config.tensor_plan) or (_own_plan if huggingface.has_tensor_plan(module) else None)
     weights = None
     if config.load_weights and config.path is not None and has_weights(config.path):
         weights = functools.partial(load_pretrained, path=config.path)
@@ -126,6 +125,11 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
         return loss(output, targets[..., huggingface.context_of(targets.shape[-1]) :])
 
     return ModelParts(module, None, plan, loss_of_suffix, vocab_size, weights, huggingface.context_of)
+
+
+def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
+    """The plan that the library ships with the model. Raises ValueError for words in it that are not translated."""
+    return huggingface.tensor_words(model)
 
 
 def _given_plan(plan: Any) -> Callable[[Any, int], Mapping[str, object]] | None:

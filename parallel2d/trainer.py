@@ -29,15 +29,15 @@ from parallel2d.claim import RunClaim
 from parallel2d.config import ConfigError, TrainConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
 from parallel2d.gradients import scale_gradients, squared_norm_share
-from parallel2d.loss import sum_over_data_ranks
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.metrics.clock import PhaseClock
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.model import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.parallelize.sharding import DTYPES
 from parallel2d.progress import Outcome, Progress
-from parallel2d.sync import accumulate
+from parallel2d.sync import GradientSync, accumulate
+from parallel2d.sync.engine import engines_in
 
 
 def _nothing() -> None:
@@ -76,6 +76,8 @@ class Trainer:
         self.preempted = False
         self.after_first_step: Callable[[], object] = _nothing  # called once, when the first step of this process is done
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # Agreeing on which parameters were used rides on the step's agreement, where nothing must come before it
+        self._engine = next((e for e in engines_in(model) if isinstance(e, GradientSync) and e.defer_agreement()), None)
         self._data_ranks = mesh_shape(mesh).data_ranks
         # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
         self._counts = float(mesh_shape(mesh).tensor == 1 or mesh.get_local_rank("tensor") == 0)
@@ -215,10 +217,13 @@ class Trainer:
         flags = torch.tensor([signals.preemption_requested(), self.checkpointer.time_is_up()], dtype=torch.float64)
         places = torch.zeros(dist.get_world_size(), len(self._measured), dtype=torch.float64)
         places[dist.get_rank()] = torch.tensor(self._measured, dtype=torch.float64)
-        vector = torch.cat([sums.nan_to_num(0.0, 0.0, 0.0), broken, torch.cat([flags, places.flatten()]).to(self.device)])
+        used = self._engine.vector() if self._engine else torch.zeros(0, dtype=torch.float64)
+        vector = torch.cat([sums.nan_to_num(0.0, 0.0, 0.0), broken, torch.cat([flags, places.flatten(), used]).to(self.device)])
         dist.all_reduce(vector)
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_norm, not_finite, preempted, due = vector[:8].tolist()
         self._upcoming_tokens = int(upcoming_tokens)
+        if self._engine:
+            self._engine.agree_on(vector[8 + places.numel() :].cpu())
         return Outcome(
             loss=math.nan if not_finite else loss_sum / max(tokens, 1.0),
             grad_norm=math.nan if not_finite else math.sqrt(squared_norm) / self.scaler.scale,
@@ -227,7 +232,7 @@ class Trainer:
             finite=not not_finite,
             preempted=preempted > 0,
             save_is_due=due > 0,
-            ranks=vector[8:].view(places.shape).tolist(),
+            ranks=vector[8 : 8 + places.numel()].view(places.shape).tolist(),
         )
 
     def _update(self, outcome: Outcome) -> None:

@@ -25,7 +25,7 @@ from parallel2d import (
 )
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
-from parallel2d.loss import sum_over_data_ranks
+from parallel2d.mesh import sum_over_data_ranks
 from parallel2d.models.llama import tensor_plan
 from parallel2d.parallelize import parallelize
 

@@ -345,7 +345,7 @@ class Bytes(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" and "reduce" in str(function):
+        if function.namespace == "c10d" and "reduce" in str(function) and not training.is_agreement(function, args):
             flat = torch.utils._pytree.tree_leaves(args[1] if "reduce_scatter" in str(function) else args[0])
             self.elements += sum(tensor.numel() for tensor in flat if isinstance(tensor, torch.Tensor))
         return function(*args, **(kwargs or {}))

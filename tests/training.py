@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from parallel2d import (
     token_weight,
 )
 from parallel2d.config import PrecisionConfig
-from parallel2d.loss import sum_over_data_ranks
+from parallel2d.mesh import sum_over_data_ranks
 from parallel2d.models.llama import Block, Llama, tensor_plan
 from parallel2d.parallelize.sharding import DTYPES
 
@@ -254,3 +255,14 @@ def differences(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, floa
         "weights": [float(abs(run["weights"][name] - value).max()) for name, value in expected["weights"].items()],
     }
     return {name: max(value if math.isfinite(value) else math.inf for value in values) for name, values in found.items()}
+
+
+def is_agreement(function, args):
+    """Whether a call that reaches a process group is the all-reduce by which all ranks agree on used parameters: that on the group
+    of all ranks, where gradients never travel."""
+    groups = [dist.ProcessGroup.unbox(leaf) for leaf in torch.utils._pytree.tree_leaves(args) if is_process_group(leaf)]
+    return "allreduce" in str(function) and dist.group.WORLD in groups
+
+
+def is_process_group(value):
+    return isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup")

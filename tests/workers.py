@@ -15,6 +15,7 @@ import signal
 import tempfile
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -54,16 +55,27 @@ class MeshGroups:
     """
 
     def __init__(self) -> None:
+        import torch.distributed as dist
         from torch.distributed import device_mesh
 
         self.kept: dict[tuple[Any, ...], Any] = {}
-        self._make = device_mesh.new_group
+        self._taken: Counter[tuple[Any, ...]] = Counter()  # groups that a test may have only once
+        self._make = dist.new_group
         device_mesh.new_group = self._kept_or_new
+        dist.new_group = self._kept_or_new
 
-    def _kept_or_new(self, ranks: list[int] | None = None, backend: str | None = None, **options: Any) -> Any:
-        key = (tuple(ranks or ()), backend)
+    def _kept_or_new(self, ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
+        from parallel2d.sync.engine import GROUP_NAME
+
+        key: tuple[Any, ...] = (tuple(ranks or ()), options.get("backend"))
+        name = options.get("group_desc") or ""
+        if name == GROUP_NAME:  # one for each model
+            self._taken[key] += 1
+            key = (*key, self._taken[key])
+        elif not name.startswith("mesh_"):
+            return self._make(ranks, *args, **options)
         if key not in self.kept:
-            self.kept[key] = self._make(ranks=ranks, backend=backend, **options)
+            self.kept[key] = self._make(ranks, *args, **options)
         return self.kept[key]
 
     def forget_others(self) -> None:
@@ -72,6 +84,7 @@ class MeshGroups:
 
         from parallel2d.runtime import forget_meshes
 
+        self._taken.clear()
         kept = [dist.group.WORLD, *self.kept.values()]
         earlier = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
         if not earlier:

@@ -199,6 +199,7 @@ class TrainConfig:
             activation_checkpointing=self.activation_checkpointing,
             compile=self.compile,
             prefetch=self.prefetch,
+            sync=self.sync,
             cpu_offload=self.cpu_offload,
             allow_cross_node=self.mesh.allow_cross_node,
         )

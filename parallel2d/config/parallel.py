@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +11,14 @@ from parallel2d.config.options import ConfigError, option
 
 STRATEGY_NAMES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
-# What a tensor-parallel plan may say of a module; see parallelize/tensor_parallel.py. The last three are Hugging Face's words.
+# What a tensor-parallel plan may say of a module; see parallelize/tensor_parallel.py. The last four are Hugging Face's words.
 TENSOR_WORDS = (
     "colwise",
     "rowwise",
     "sequence",
     "replicate",
     "colwise_gather_output",
+    "rowwise_split_input",
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
@@ -142,6 +144,10 @@ class SyncConfig:
     # Under gradient accumulation, per micro-batch: full = reduce-scatter and all-reduce (most bytes); reduce_scatter_only =
     # the replicate axis moves once per global batch; none = nothing moves before the last one (full gradients in memory)
     during_accumulation: str = option("reduce_scatter_only", choices=("full", "reduce_scatter_only", "none"))
+    # What reduces gradients over the replicate axis: parallel2d = by parameter, right for any routing of data through the model, added
+    # in fp32 at least; torch = the second axis of fully_shard, for comparison, without these guarantees
+    engine: str = option("parallel2d", choices=("parallel2d", "torch"))
+    bucket_mib: float = option(4.0, above=0)  # gradients of neighbouring small groups that cross the replicate axis in one piece
 
 
 @dataclass
@@ -157,6 +163,7 @@ class ParallelConfig:
     activation_checkpointing: ActivationCheckpointingConfig | str = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig | str = field(default_factory=CompileConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the optimizer runs there; a step is slower by
     # both copies and by the CPU's optimizer
     cpu_offload: bool = False
@@ -180,7 +187,9 @@ class ParallelConfig:
             value = getattr(self, name)
             if isinstance(value, str) and presets:
                 if value not in presets:
-                    hint = strategy_answer(value) if name == "strategy" else None
+                    near = difflib.get_close_matches(value, presets, n=1, cutoff=0.5)
+                    meant = f"did you mean {near[0]}?" if near else None
+                    hint = (strategy_answer(value) if name == "strategy" else None) or meant
                     raise ConfigError(f"{name}={value!r} is not one of {', '.join(presets)}" + (f"; {hint}" if hint else ""))
                 value = presets[value]
             if not isinstance(value, kind):
@@ -205,6 +214,7 @@ class ResolvedParallelConfig:
     activation_checkpointing: ActivationCheckpointingConfig
     compile: CompileConfig
     prefetch: PrefetchConfig
+    sync: SyncConfig
     cpu_offload: bool
     allow_cross_node: bool
 
@@ -220,4 +230,5 @@ _PRESETS: dict[str, tuple[dict[str, Any], type]] = {
     "activation_checkpointing": (CHECKPOINTINGS, ActivationCheckpointingConfig),
     "compile": (COMPILES, CompileConfig),
     "prefetch": ({}, PrefetchConfig),
+    "sync": ({}, SyncConfig),
 }

@@ -40,15 +40,19 @@ from parallel2d.parallelize.initialization import (
 from parallel2d.parallelize.misuse import (
     check_arguments,
     check_no_optimizer,
+    check_parameters,
     check_same_torch,
     check_tensor_ranks_share_data,
+    explain_calls,
     refuse_direct_forward,
 )
 from parallel2d.parallelize.prefetch import prefetch_parameters
-from parallel2d.parallelize.sharding import DTYPES, cast_storage, check_offload, fp32_modules, shard
+from parallel2d.parallelize.scalars import keep_whole, scalar_places
+from parallel2d.parallelize.sharding import DTYPES, cast_storage, check_offload, fp32_modules, shard, synchronize
 from parallel2d.parallelize.structure import find_blocks
 from parallel2d.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.parallelize.weights import hand_over, scatter
+from parallel2d.sync import clear_with_gradients
 
 __all__ = ["build_on_meta", "parallelize"]
 
@@ -100,10 +104,11 @@ def parallelize(
     topology = topology or Topology.gather()
     check_placement(mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor), topology, settings.allow_cross_node)
 
-    check_offload(settings.cpu_offload, mesh.device_type)
+    check_offload(settings.cpu_offload, mesh.device_type, shape.replicate)
     check_float8(settings.precision, mesh.device_type)
     check_same_torch()
     check_no_optimizer(model)
+    check_parameters(model)
     kept = hand_over(model, broadcast_from) if broadcast_from is not None else None
     check_same_structure(model)
     on_meta = has_meta_parameters(model, seed if kept is None else 0)
@@ -124,7 +129,10 @@ def parallelize(
     budget = settings.activation_checkpointing
     compile_blocks(model, blocks, settings.compile, shape.tensor, budget.memory_budget if budget.name == "budget" else None)
     groups = bucket_modules(model, blocks, settings.bucketing, fp32)
-    shard(model, mesh, groups, settings, fp32, ignored_parameters(model, left_out, mesh.device_type))
+    left = ignored_parameters(model, left_out, mesh.device_type)
+    scalars = scalar_places(model, left)
+    shard(model, mesh, groups, settings, fp32, left | set(scalars))
+    synchronize(model, mesh, settings, topology, fp32, keep_whole(model, mesh, scalars.values()))
     select_without_hooks(model, settings.activation_checkpointing)
     prefetch_parameters(model, mesh, settings.prefetch)
     if on_meta:
@@ -135,6 +143,8 @@ def parallelize(
         assert seed is not None
         initial.write(model, seed, mesh.device_type, given=weights(model) if weights is not None else ())
     refuse_direct_forward(model)
+    explain_calls(model)
+    clear_with_gradients(model)
     check_tensor_ranks_share_data(model, mesh)
     return model
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from parallel2d.config import BucketingConfig, ConfigError
-from parallel2d.parallelize.structure import owning_modules, parameter_bytes
+from parallel2d.parallelize.structure import own_parameters, owning_modules, parameter_bytes
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,10 @@ def bucket_modules(
 ) -> list[list[nn.Module]]:
     """Groups of modules below the root, children before parents; modules with tied parameters always share a group.
 
-    ``apart``: ids of modules that are a group each whatever the policy. Raises `ConfigError` when one of them is tied to another.
+    ``apart``: ids of modules that are a group each whatever the policy; so are those with complex parameters in a model that has
+    real ones. Raises `ConfigError` when one of them is tied to another.
     """
+    fp32, apart = set(apart), {*apart, *_complex_modules(model)}
     name = config.name
     if name == "none":
         log.info("bucketing=none: a group per single parameter is not possible; the finest, a group per layer, is used")
@@ -47,9 +49,26 @@ def bucket_modules(
     merged = _merge_tied(model, groups)
     alone = [module for group in merged if len(group) == 1 for module in group]
     if missing := set(apart) - {id(module) for module in alone}:
-        name = next(name for name, module in model.named_modules() if id(module) in missing)
-        raise ConfigError(f"precision.fp32_modules: {name} is tied to, or is, a module outside of them; choose both or none")
+        name, why = next(
+            (name, "precision.fp32_modules" if id(module) in fp32 else "complex parameters are gathered apart")
+            for name, module in model.named_modules()
+            if id(module) in missing
+        )
+        raise ConfigError(f"{why}: {name} is tied to, or is, a module outside of them; choose both or none")
     return _innermost_first(model, merged)
+
+
+def _complex_modules(model: nn.Module) -> set[int]:
+    """Ids of modules whose trained parameters are all complex; empty when nothing in the model is real. What is gathered together
+    has one dtype."""
+    if all(parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad):
+        return set()
+    found = set()
+    for _, module in owning_modules(model):
+        own = [parameter for parameter in own_parameters(module) if parameter.requires_grad]
+        if module is not model and own and all(parameter.is_complex() for parameter in own):
+            found.add(id(module))
+    return found
 
 
 def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:

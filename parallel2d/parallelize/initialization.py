@@ -136,8 +136,7 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     """Raises `ConfigError` when ranks hold different weights, which sharding would mix silently. Collective."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        data = parameter.detach().double()
-        digest.update(f"{name} {tuple(parameter.shape)} {data.sum().item()} {data.square().sum().item()}".encode())
+        digest.update(f"{name} {tuple(parameter.shape)} {_sums(parameter.detach())}".encode())
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
@@ -146,6 +145,13 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
             f"ranks {different} hold other weights than rank 0: build the model under the same torch.manual_seed on every "
             "rank, or under parallel2d.build_on_meta with seed="
         )
+
+
+def _sums(data: Tensor) -> tuple[float, float]:
+    """Of the values and of their squares, in 64 bits."""
+    data = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
+    data = data.double() if data.is_floating_point() else data.long()
+    return data.sum().item(), data.square().sum().item()
 
 
 def module_seed(seed: int, name: str) -> int:
@@ -180,7 +186,7 @@ class InitialWeights:
                 parameter = destinations[canonical_name(name)]
                 if value.is_meta or id(parameter) in written:
                     continue
-                if value.isnan().any():
+                if _is_unset(value):
                     unset.append(name)
                 written.add(id(parameter))
                 copy_slice(parameter, value)
@@ -266,10 +272,24 @@ class InitialWeights:
 
 
 def _empty_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
-    """Drawn in fp32 whatever it is stored in, so that every precision starts from the same values; NaN until set."""
-    if not parameter.is_floating_point():
-        return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
-    return nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32), parameter.requires_grad)
+    """Drawn in 32 bits whatever it is stored in, so that every precision starts from the same values; `_is_unset` until set."""
+    shape, dtype = parameter.shape, parameter.dtype
+    if dtype.is_complex:
+        unset = torch.full(shape, complex(torch.nan, torch.nan), dtype=torch.complex64)
+    elif dtype.is_floating_point:
+        unset = torch.full(shape, torch.nan, dtype=torch.float32)
+    elif dtype == torch.bool:
+        return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    else:
+        unset = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
+    return nn.Parameter(unset, parameter.requires_grad)
+
+
+def _is_unset(value: Tensor) -> bool:
+    """Whether an initializer left a part of ``value``, or an integer ``value`` as a whole, as `_empty_on_cpu` made it."""
+    if value.is_floating_point() or value.is_complex():
+        return bool(value.isnan().any())
+    return value.dtype != torch.bool and value.numel() > 0 and bool((value == torch.iinfo(value.dtype).max).all())
 
 
 def plan_weights(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None) -> InitialWeights:

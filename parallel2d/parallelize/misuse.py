@@ -10,6 +10,8 @@ import functools
 import gc
 import hashlib
 import socket
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.config import ConfigError, ParallelConfig
+from parallel2d.parallelize.structure import canonical_name
 
 
 def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
@@ -57,6 +60,137 @@ def check_no_optimizer(model: nn.Module) -> None:
                 f"{type(found).__name__} was built before parallelize: it holds parameters that sharding replaces, and would "
                 "train nothing; build it after, on the parameters of the model that parallelize returns"
             )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raises `ConfigError`, with the name, for a parameter of which sharding would lose something without a word: a hook, a copy of
+    the reference, an update that its module writes. And for one without a size."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"{name} has no size yet: run one forward pass of the model before parallelize, or give its sizes")
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{name} has a gradient hook, which would never be called, because sharding replaces the parameter: call "
+                "register_post_accumulate_grad_hook on the parameters of the model that parallelize returns"
+            )
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{prefix or 'the model'} has max_norm={module.max_norm}: it rescales rows of its weight in forward, which writes to a "
+                "gathered copy and is lost; use max_norm=None and rescale the weight after the optimizer's step"
+            )
+        if type(module).__setattr__ is not nn.Module.__setattr__:
+            continue  # it keeps its own references up to date, as recurrent layers do
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_modules", "_buffers"):
+                continue
+            for held in _parameters_in(value):
+                if id(held) in names or held.requires_grad:
+                    known = names.get(id(held), "a parameter that the model does not know")
+                    raise ConfigError(
+                        f"{prefix + '.' if prefix else ''}{attribute} holds {known} in a plain {type(value).__name__}: it would keep "
+                        "the value of today, because sharding replaces parameters; use nn.ParameterList or nn.ParameterDict, or ask "
+                        "the module that owns it"
+                    )
+
+
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    """Those in ``value`` and in the plain containers inside it."""
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _parameters_in(inner)
+    elif isinstance(value, list | tuple | set):
+        for inner in value:
+            yield from _parameters_in(inner)
+
+
+def explain_calls(model: nn.Module) -> None:
+    """Gives calls for which parameters are not gathered an error that says what to do: a block before the model, methods other than
+    forward, and arguments that a block changes in place."""
+    early = []
+    sharded = {path for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    for path, module in model.named_modules():
+        if path in sharded:
+            name = canonical_name(path)
+            _explain_methods(module, name)
+            _refuse_changed_arguments(module, name)
+            if path:
+                early.append(module.register_forward_pre_hook(functools.partial(_refuse_early, name, model), prepend=True))
+
+    def forget(_module: nn.Module, _inputs: Any) -> None:
+        while early:
+            early.pop().remove()
+
+    model.register_forward_pre_hook(forget, prepend=True)
+
+
+def _refuse_early(name: str, root: nn.Module, _module: nn.Module, _inputs: Any) -> None:
+    assert isinstance(root, FSDPModule)
+    if root._get_fsdp_state()._is_root is None:
+        raise RuntimeError(
+            f"{name} was called before the model that it is a part of: call the model first, or the method that calls {name} through "
+            "torch.distributed.fsdp.register_fsdp_forward_method(model, name of the method)"
+        )
+
+
+def _explain_methods(module: nn.Module, name: str) -> None:
+    """Wraps the public methods of the class that defines ``module``'s forward."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    for method, function in vars(owner).items():
+        if isinstance(function, FunctionType) and not method.startswith("_") and method != "forward":
+            vars(module)[method] = functools.wraps(function)(_explained(module, name, method))
+
+
+def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
+    assert isinstance(module, FSDPModule)
+    call, state = getattr(module, method), module._get_fsdp_state()
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error) or state._training_state == TrainingState.FORWARD:
+                raise
+            raise RuntimeError(
+                f"{name or type(module).__name__.removeprefix('FSDP')}.{method} computes with parameters that only a call of the "
+                f"module gathers: call torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once after parallelize"
+            ) from error
+
+    return explained
+
+
+def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
+    """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was given: the sharding engine gives it a
+    copy, so the caller would never see what was added."""
+    given: list[Any] = []
+
+    def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append((args, kwargs))
+
+    def compare(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        if not given:  # an earlier hook has raised
+            return
+        for before, after in zip(_containers_in(given.pop()), _containers_in((args, kwargs)), strict=False):
+            if before is not after and len(before) != len(after):
+                raise RuntimeError(
+                    f"{name or type(module).__name__.removeprefix('FSDP')} changed a {type(before).__name__} that it was given, and "
+                    "the caller would not see it, because sharded modules get copies of their arguments: return the values instead"
+                )
+
+    module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+    module.register_forward_hook(compare, with_kwargs=True, always_call=True)
+
+
+def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    """The plain lists and dicts in ``value`` and in each other, those outside of them first."""
+    if type(value) in (list, dict):
+        yield value
+    if type(value) in (list, tuple, dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _containers_in(inner)
 
 
 def refuse_direct_forward(model: nn.Module) -> None:

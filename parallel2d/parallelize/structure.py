@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -30,15 +30,22 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
+def is_called(module: nn.Module) -> bool:
+    """Whether ``module`` has a forward. Containers, such as ``ParameterList``, have none: what is around them uses their
+    parameters, and belongs together with them."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
 def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that own parameters themselves, in definition order; what is inside an `ATOMIC` module belongs to it."""
+    """Modules that own parameters themselves or in containers, in definition order; what is inside an `ATOMIC` module belongs to
+    it."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
         if isinstance(module, ATOMIC):
             found.append((name, module))
             return
-        if any(parameter is not None for parameter in module._parameters.values()):
+        if is_called(module) and next(own_parameters(module), None) is not None:
             found.append((name, module))
         for child_name, child in module.named_children():
             visit(f"{name}.{child_name}" if name else child_name, child)
@@ -100,7 +107,7 @@ def find_blocks(
         return isinstance(parent, nn.ModuleList | nn.Sequential) and has_structure(child) and _owns(child)
 
     def siblings(parent: nn.Module, child: nn.Module) -> bool:
-        return sum(type(other) is type(child) for other in parent.children()) > 1 and _owns(child)
+        return sum(type(other) is type(child) for other in parent.children()) > 1 and _owns(child) and is_called(child)
 
     return (
         _outermost(model, listed)
@@ -122,6 +129,14 @@ def candidate_classes(model: nn.Module) -> str:
 def owns_itself(module: nn.Module) -> bool:
     """Whether ``module`` holds parameters itself, not only below it."""
     return any(parameter is not None for parameter in module._parameters.values())
+
+
+def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of ``module`` itself and of containers in it."""
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    for child in module.children():
+        if not is_called(child):
+            yield from own_parameters(child)
 
 
 def _owns(module: nn.Module) -> bool:

@@ -8,10 +8,10 @@ A plan maps patterns of module names to a torch ``ParallelStyle`` or to a word:
     replicate   stays whole, said on purpose
     colwise_gather_output             colwise, and the output is gathered: a head whose logits any loss can read
     replicated_with_grad_allreduce    whole weights on split heads (a norm of queries and keys); their gradients are summed
-
+    rowwise_split_input               rowwise, and the input is whole: what a gathered colwise one feeds
     embedding_rowwise                 rowwise, of an Embedding
 
-The last three are words of Hugging Face's own plans. A layer under a word takes and
+The last four are words of Hugging Face's own plans. A layer under a word takes and
 returns whole activations, but for the split between a colwise and its rowwise; so a plan may name any part of a model.
 """
 
@@ -194,9 +194,9 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
         if word != "rowwise" and word != "embedding_rowwise":
             raise ValueError(f"{name}: an Embedding is split colwise or rowwise, not {word}")
         return RowwiseParallel(input_layouts=Replicate())
-    if word == "rowwise":
+    if word.startswith("rowwise"):
         _must_divide(name, "in_features", module.in_features, tensor)
-        return RowwiseParallel()
+        return RowwiseParallel() if word == "rowwise" else RowwiseParallel(input_layouts=Replicate())
     if word == "colwise_gather_output":
         return ColwiseParallel(output_layouts=Replicate())
     _must_divide(name, "out_features", module.out_features, tensor)

@@ -1,6 +1,16 @@
-"""What crosses the replicate axis, and when. Modules sharded by `parallel2d.parallelize` flow in; they are told, before each
-micro-batch, which of its collectives to run."""
+"""What crosses the replicate axis, and when."""
 
-from parallel2d.sync.accumulation import accumulate, no_sync
+from parallel2d.sync.accumulation import accumulate, clear_with_gradients, discard_accumulated, no_sync
+from parallel2d.sync.engine import GradientSync, register_sync_hook, replicate_group
+from parallel2d.sync.torch_engine import TorchSync
 
-__all__ = ["accumulate", "no_sync"]
+__all__ = [
+    "GradientSync",
+    "TorchSync",
+    "accumulate",
+    "clear_with_gradients",
+    "discard_accumulated",
+    "no_sync",
+    "register_sync_hook",
+    "replicate_group",
+]

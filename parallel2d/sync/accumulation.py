@@ -1,43 +1,55 @@
 """Gradient accumulation: which micro-batch moves gradients over which axis.
 
 [Note: once per global batch] The sum of gradients over micro-batches commutes with the reduction over replicas, so one reduction of
-the sum is enough. ``reduce_scatter_only`` keeps the sharded sum of each group and all-reduces it with the last micro-batch: the
-slow axis moves once. ``none`` keeps full gradients and moves nothing before the last (least bytes, most memory). ``full``
-reduces every micro-batch: least memory when a gradient buffer per group is too much.
+the sum is enough. ``reduce_scatter_only`` adds up sharded gradients and averages them over the replicas after the last micro-batch:
+the slow axis moves once. ``none`` keeps full gradients and moves nothing before the last (least bytes, most memory). ``full``
+reduces every micro-batch over both axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallel2d.sync.engine import engines_in
+
 Batch = TypeVar("Batch")
 
 MODES = ("full", "reduce_scatter_only", "none")
 
 
-def accumulate(model: nn.Module, micro_batches: Sequence[Batch], mode: str = "reduce_scatter_only") -> Iterator[Batch]:
+def accumulate(model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only") -> Iterator[Batch]:
     """Yields the micro-batches of one global batch; ``model`` is set up for each before it is yielded.
 
     Run forward and backward inside the loop. Whatever ends the loop early, an exception or ``break`` included, what was
     accumulated apart from ``.grad`` is dropped and the model synchronizes fully afterwards. Raises ValueError for an unknown
     mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
+    _check_mode(mode)
+    remaining = iter(micro_batches)
+    batch = next(remaining, _NOTHING)
     try:
-        for index, micro_batch in enumerate(micro_batches):
-            _synchronize(model, mode, last=index == len(micro_batches) - 1)
-            yield micro_batch
+        while batch is not _NOTHING:
+            following = next(remaining, _NOTHING)
+            _synchronize(model, mode, last=following is _NOTHING)
+            yield batch  # type: ignore[misc]
+            batch = following
+        for engine in engines_in(model):
+            if engine.pending:  # the last micro-batch had no backward pass on this rank
+                engine.finish()
     except BaseException:
         discard_accumulated(model)
         raise
     finally:
         _synchronize(model, "full", last=True)
+
+
+_NOTHING = object()
 
 
 @contextmanager
@@ -46,8 +58,7 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
 
     ``mode="none"`` keeps even the reduce-scatter back. Safe against exceptions.
     """
-    if mode not in MODES:
-        raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
+    _check_mode(mode)
     _synchronize(model, mode, last=False)
     try:
         yield
@@ -59,20 +70,31 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
 
 
 def discard_accumulated(model: nn.Module) -> None:
-    """Drops what an interrupted forward or backward left behind: the sharding engine is ready for the next one, and partial
-    gradient sums that it holds outside of ``.grad``, where ``zero_grad`` does not reach them, are not added to the next global batch."""
+    """Drops what an interrupted forward or backward left behind: the sharding engine is ready for the next one, and gradient sums
+    that are kept outside of ``.grad``, where ``zero_grad`` does not reach them, are not added to the next global batch."""
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if state._is_root:  # known from the first forward on; before it there is nothing to drop
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:  # known from the first forward on
             module.reset_iter_state()
-        for group in state._fsdp_param_groups:
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.unsharded_param.grad = None
+    for engine in engines_in(model):
+        engine.reset()
+
+
+def clear_with_gradients(model: nn.Module) -> None:
+    """Lets ``model.zero_grad()`` drop what `discard_accumulated` drops too: sums that are kept outside of ``.grad``."""
+    zero_grad = model.zero_grad
+
+    @functools.wraps(zero_grad)
+    def clear(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        for engine in engines_in(model):
+            engine.reset()
+
+    model.zero_grad = clear  # type: ignore[method-assign]
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
 
 
 def _synchronize(model: nn.Module, mode: str, last: bool) -> None:

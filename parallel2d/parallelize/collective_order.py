@@ -1,0 +1,341 @@
+"""Checks that all ranks of a shard group issue the same collectives in the same order.
+
+[Note: one order of collectives] The ranks of a shard group gather and reduce each group of
+parameters together, so all must run the same groups in the same order. A model that decides by its
+data which blocks to run may break that on some ranks: torch then pairs collectives of different
+groups, silently where they are equal in size, and hangs or aborts where they are not. So each
+collective is entered in a table in shared memory before it is issued, and compared with what the
+others have entered at the same position. Entering is serialized by a file lock, so of two ranks
+that differ the later one knows it before it issues anything. It then joins what the others have
+issued already, with data that nobody will use, so that none of them waits in vain, and raises; the
+others see the mark it left at their next collective, and raise the same. Afterwards all ranks have
+issued the same collectives, and the group can go on being used.
+
+Ranks on several hosts share no memory. They keep a hash of what they issued, which is compared at
+the end of each backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from parallel2d.config import ConfigError
+
+RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
+
+# Kinds of entries
+GATHER, SCATTER, EXCHANGE, END = range(4)
+_DOING = ("gathers", "reduces", "reduces", "ends its backward pass")
+
+_DTYPES = (
+    torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64,
+    torch.complex128, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+class OutOfOrder(ConfigError):  # noqa: N818 (it says what happened)
+    """Ranks of one shard group do not run the same groups of parameters."""
+
+
+class CollectiveOrder:
+    """The order of the collectives of one shard group, for all models on it.
+
+    See [Note: one order of collectives]. Made by `of`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, table: _Table | None, device_type: str) -> None:
+        self._group, self._table, self._device_type = group, table, device_type
+        self._ranks = dist.get_process_group_ranks(group)
+        self._models: dict[int, Sequence[str]] = {}
+        self._added = 0
+        self._hash = hashlib.sha256()
+        self._recent: list[int] = []  # entries since the last end, for messages
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, one_host: bool, device_type: str) -> CollectiveOrder:
+        """That of ``group``, made when first asked for. Collective over the group.
+
+        ``one_host``: whether all its ranks run on one machine. ``device_type``: of the parameters.
+        """
+        known = _orders.get(group)
+        if known is None:
+            table = _Table.shared_by(group) if one_host and group.size() > 1 else None
+            known = _orders[group] = cls(group, table, device_type)
+        return known
+
+    def add_model(self, names: Sequence[str]) -> int:
+        """The number of a model whose groups have these names; the same on every rank."""
+        number = self._added % 4096  # 12 bits of an entry
+        self._models[number] = names
+        self._added += 1
+        return number
+
+    def enter(self, kind: int, model: int, index: int, numel: int = 0, dtype: torch.dtype = torch.uint8) -> None:
+        """To be called before the collective is issued: group ``index`` of ``model``, with this
+        much payload. Raises `OutOfOrder` when another rank does something else."""
+        code = kind | _DTYPES.index(dtype) << 2 | model << 8 | index << 20
+        if self._table is None:
+            self._hash.update(code.to_bytes(8, "little"))
+            self._recent = [*self._recent[-RING:], code]
+            return
+        with self._table.locked():
+            if self._table.raised_elsewhere:
+                missed = self._table.catch_up()
+            elif different := self._table.differing(code):
+                missed = self._table.raise_flag(code, different)
+            else:
+                self._table.add(code, numel)
+                return
+        for other, size in missed:
+            self._join(other, size)
+        raise OutOfOrder(self._message(*self._table.flag))
+
+    def end_backward(self) -> None:
+        """This rank's backward pass has ended. Raises `OutOfOrder` as `enter` does."""
+        self.enter(END, 0, 0)
+
+    def acknowledge(self) -> None:
+        """Goes on after another rank has raised `OutOfOrder`."""
+        self._recent = []
+        if self._table is not None:
+            with self._table.locked():
+                if self._table.raised_elsewhere:
+                    self._table.catch_up()
+
+    def digest(self) -> int:
+        """32 bits over what was issued since the last call; 0 where entries were compared one by
+        one."""
+        if self._table is not None:
+            return 0
+        value = int.from_bytes(self._hash.digest()[:4], "little")
+        self._hash = hashlib.sha256()
+        return value
+
+    def differing_on_other_hosts(self) -> str:
+        """The message when digests differ. Collective over the group."""
+        every: list[list[int]] = [[]] * self._group.size()
+        dist.all_gather_object(every, self._recent, group=self._group)
+        for position in range(max(map(len, every))):
+            found = [codes[position] if position < len(codes) else END for codes in every]
+            for rank, code in zip(self._ranks, found, strict=True):
+                if code != found[0]:
+                    return self._message(rank, code, self._ranks[0], found[0])
+        return "ranks of a shard group issued different collectives"
+
+    def _join(self, code: int, numel: int) -> None:
+        """Takes part in a collective that others have issued, with data that nobody will use."""
+        kind, dtype, size = code & 3, _DTYPES[code >> 2 & 63], self._group.size()
+        on = torch.device(self._device_type, torch.accelerator.current_device_index()) if self._device_type != "cpu" else None
+        if kind == GATHER:
+            whole = torch.empty(numel, dtype=dtype, device=on)
+            dist.all_gather_single(whole, whole[: numel // size].clone(), group=self._group)
+        elif kind == SCATTER:
+            whole = torch.zeros(numel, dtype=dtype, device=on)
+            dist.reduce_scatter_single(whole[: numel // size].clone(), whole, group=self._group)
+        elif kind == EXCHANGE:
+            whole = torch.zeros(numel, dtype=dtype, device=on)
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=self._group)
+
+    def _message(self, rank: int, code: int, other_rank: int, other: int) -> str:
+        return (
+            f"rank {rank} {self._describe(code)} while rank {other_rank} of the same shard group "
+            f"{self._describe(other)}. Parameters are gathered and reduced by all ranks of a shard "
+            "group together, so all must run the same groups of modules in the same order. Let the "
+            "ranks of a shard group take the same route, put modules that are chosen between into "
+            "one group (bucketing=block with their common block), or shard over one rank"
+        )
+
+    def _describe(self, code: int) -> str:
+        kind, model, index = code & 3, code >> 8 & 4095, code >> 20
+        if kind == END:
+            return _DOING[END]
+        return f"{_DOING[kind]} {self._models[model][index] or 'the root module'}"
+
+
+_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
+
+
+class _Table:
+    """Entries of each rank of a group, in a file in shared memory that has no name any more.
+
+    Layout, in 8-byte integers: the number of flags raised so far; of the last one the position at
+    which all ranks begin again, and (rank, code) of both that differed; then for each rank how many
+    entries it has made, and rings of codes and sizes.
+    """
+
+    _HEAD, _RANK = 6, 1 + 2 * RING
+
+    def __init__(self, file: int, own: int, ranks: Sequence[int]) -> None:
+        self._file, self._ranks = file, ranks
+        self._memory = mmap.mmap(file, self.bytes_for(len(ranks)))
+        self._cells = memoryview(self._memory).cast("q")
+        self._starts = [self._HEAD + number * self._RANK for number in range(len(ranks))]
+        self._own, self._peers = self._starts[own], [s for s in self._starts if s != self._starts[own]]
+        self._rank = ranks[own]
+        self._position = self._seen = 0
+
+    @classmethod
+    def bytes_for(cls, ranks: int) -> int:
+        return 8 * (cls._HEAD + ranks * cls._RANK)
+
+    @classmethod
+    def shared_by(cls, group: dist.ProcessGroup) -> _Table | None:
+        """None, on every rank, when some cannot open what the first one made: containers on one
+        host have file systems of their own. Collective."""
+        ranks = dist.get_process_group_ranks(group)
+        path = [""]
+        if group.rank() == 0:
+            place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            made, path[0] = tempfile.mkstemp(prefix="parallel2d-order-", dir=place)
+            os.truncate(made, cls.bytes_for(len(ranks)))
+            os.close(made)
+        dist.broadcast_object_list(path, src=ranks[0], group=group)
+        try:
+            file = os.open(path[0], os.O_RDWR | os.O_CLOEXEC)  # of its own: locks belong to openings
+        except OSError:
+            file = -1
+        opened = [False] * len(ranks)
+        dist.all_gather_object(opened, file >= 0, group=group)
+        if group.rank() == 0:
+            os.unlink(path[0])
+        if not all(opened):
+            return None
+        return cls(file, group.rank(), ranks)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @property
+    def raised_elsewhere(self) -> bool:
+        return self._cells[0] != self._seen
+
+    @property
+    def flag(self) -> tuple[int, int, int, int]:
+        """(rank, code) of both that differed."""
+        return tuple(self._cells[2:6])  # type: ignore[return-value]
+
+    def differing(self, code: int) -> tuple[int, int] | None:
+        """(rank, code) of another rank that has entered something else at this position."""
+        slot = 1 + self._position % RING
+        for start, rank in zip(self._starts, self._ranks, strict=True):
+            ahead = self._cells[start] - self._position
+            if start != self._own and 0 < ahead <= RING and self._cells[start + slot] != code:
+                return rank, self._cells[start + slot]
+        return None
+
+    def add(self, code: int, numel: int) -> None:
+        slot = self._own + 1 + self._position % RING
+        self._cells[slot], self._cells[slot + RING] = code, numel
+        self._position += 1
+        self._cells[self._own] = self._position
+
+    def raise_flag(self, code: int, other: tuple[int, int]) -> list[tuple[int, int]]:
+        """Tells the others. Returns (code, size) of what they have issued from here on."""
+        end = max(self._cells[start] for start in self._starts)
+        self._cells[1] = end
+        for place, value in enumerate((self._rank, code, *other), start=2):
+            self._cells[place] = value
+        self._cells[0] += 1
+        return self.catch_up()
+
+    def catch_up(self) -> list[tuple[int, int]]:
+        """Goes to where all ranks begin again after the flag. Returns what is missing until there."""
+        end, missed = self._cells[1], []
+        for position in range(self._position, end):
+            slot = 1 + position % RING
+            start = next(start for start in self._starts if self._cells[start] > position)
+            entry = self._cells[start + slot], self._cells[start + slot + RING]
+            missed.append(entry)
+            self.add(*entry)
+        self._seen = self._cells[0]
+        return missed
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError, BufferError):
+            self._cells.release()
+            self._memory.close()
+            os.close(self._file)
+
+
+Failed = Callable[[OutOfOrder], BaseException]
+
+
+class OrderedAllGather(AllGather):
+    """The all-gather of one group of parameters, entered in the order before it is issued."""
+
+    def __init__(self, order: CollectiveOrder, model: int, index: int, failed: Failed) -> None:
+        self._order, self._model, self._index, self._failed = order, model, index, failed
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        try:
+            self._order.enter(GATHER, self._model, self._index, output_tensor.numel(), output_tensor.dtype)
+        except OutOfOrder as error:
+            raise self._failed(error) from None
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class OrderedReduceScatter(ReduceScatter):
+    """The reduce-scatter of one group of gradients, entered in the order before it is issued.
+
+    A payload of fewer than 32 bits is exchanged and added in fp32, so that each contribution and
+    the result are rounded once, not every partial sum (Megatron-LM and VeOmni do the same). The
+    bytes are those of a reduce-scatter that costs what it should.
+    """
+
+    def __init__(self, order: CollectiveOrder, model: int, index: int, failed: Failed) -> None:
+        self._order, self._model, self._index, self._failed = order, model, index, failed
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        narrow = input_tensor.dtype.itemsize < 4
+        try:
+            self._order.enter(EXCHANGE if narrow else SCATTER, self._model, self._index, input_tensor.numel(), input_tensor.dtype)
+        except OutOfOrder as error:
+            raise self._failed(error) from None
+        if not narrow:
+            return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        assert not async_op, "the engine never asks for it"
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
+        if op == dist.ReduceOp.AVG:
+            total /= group.size()
+        output_tensor.copy_(total)
+        return None

@@ -1,0 +1,311 @@
+"""The private parts of torch's `fully_shard` that this package reaches, all in one place.
+
+Each use says why it is needed and which public interface or issue would make it unnecessary.
+Written for torch 2.13; `tests/test_fsdp_internals.py` lists what another version lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+
+from parallel2d.config import ConfigError
+
+# What this module reaches, for the test: class or object, names.
+REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
+    (FSDPState, ("_root_post_backward_final_callback",)),
+    (FSDPParamGroup, ("post_backward", "_init_mp_dtypes", "_to_sharded", "wait_for_unshard")),
+    (
+        FSDPParam,
+        (
+            "accumulate_unsharded_grad_if_needed",
+            "to_accumulated_grad_if_needed",
+            "to_sharded_dtensor",
+            "unsharded_param",
+        ),
+    ),
+    (TrainingState, ("IDLE", "FORWARD")),
+    (torch._C, ("_current_graph_task_id",)),
+)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass: a forward that runs now is a
+    recomputation of activations. torch has no public name for this."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def states(model: nn.Module) -> list[FSDPState]:
+    """What `fully_shard` keeps for each group of modules that it was given, each once. It holds the
+    groups of parameters, for which there is no public accessor."""
+    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    return list(dict.fromkeys(found))
+
+
+def groups(model: nn.Module) -> list[FSDPParamGroup]:
+    """Torch's groups of parameters, each once, in the order of the modules that own them."""
+    found: dict[int, FSDPParamGroup] = {}
+    for state in states(model):
+        for group in state._fsdp_param_groups:
+            found.setdefault(id(group), group)
+    return list(found.values())
+
+
+def reduce_over_shard_alone(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Takes the replicate axis away from the engine; parameters keep their placements on both axes.
+
+    With it `fully_shard` keeps the partial sums of an accumulation as one flat buffer that does not
+    know which parameters it holds (`_partial_reduce_output`), so micro-batches that use different
+    parameters are added into each other. A public way to shard on one axis of a mesh and keep the
+    placements of both would make this unnecessary.
+    """
+    info = FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+    for group in groups(model):
+        holders: list[Any] = [group, *group.fsdp_params]
+        for holder in holders:
+            if holder.post_forward_mesh_info is not None:
+                holder.post_forward_mesh_info = info
+            holder.mesh_info = info
+
+
+def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
+    """Calls ``callback`` at the end of every backward pass, after all groups have been reduced.
+
+    The engine queues such a callback itself, in the first hook of a backward; ours follows it.
+    ``Variable._execution_engine.queue_callback``, the other way, is private too.
+    """
+
+    def wrapped(original: Callable[[], None]) -> Callable[[], None]:
+        def final() -> None:
+            original()
+            callback()
+
+        return final
+
+    for state in states(model):
+        original = state._root_post_backward_final_callback
+        state._root_post_backward_final_callback = wrapped(original)  # type: ignore[method-assign]
+
+
+class ShardedGroup:
+    """One group of parameters that are gathered and reduced together, as the rest of the package
+    sees it."""
+
+    def __init__(self, group: FSDPParamGroup, name: str) -> None:
+        self._group, self.name = group, name
+        self.wire = torch.float32
+        self.parameters = [ShardedParameter(parameter) for parameter in group.fsdp_params]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self._group.modules
+
+    @property
+    def trained(self) -> list[ShardedParameter]:
+        """Those that require gradients."""
+        return [parameter for parameter in self.parameters if parameter.sharded.requires_grad]
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether this backward moves gradients over the shard axis (`set_requires_gradient_sync`)."""
+        return self._group.reduce_grads
+
+    @property
+    def crosses_replicas(self) -> bool:
+        """Whether this backward is to be reduced over replicas too (`set_requires_all_reduce`)."""
+        return self._group.reduce_grads and self._group.all_reduce_grads
+
+    def fill_unused(self, fill: bool) -> None:
+        """Whether parameters without a gradient contribute zeros in the next reduction."""
+        self._group.reduce_scatter_unused_params = fill
+
+    def on_forward(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` at each forward of the group that autograd records."""
+
+        def count(_module: nn.Module, _inputs: Any) -> None:
+            if torch.is_grad_enabled() and not in_backward():
+                callback()
+
+        self._group.modules[0].register_forward_pre_hook(count)
+
+    def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Calls ``before`` when autograd has the group's gradients and they are not reduced yet,
+        and ``after`` when the sharded ones have been accumulated.
+
+        `register_post_accumulate_grad_hook` on the sharded parameters comes after that as well, but
+        nothing public comes before, where gradients of another dtype or of parts must be repaired
+        (pytorch issues 190626, 194628, 196996).
+        """
+        original = self._group.post_backward
+
+        @torch._dynamo.disable(recursive=True)
+        def post_backward(*unused: Any) -> None:
+            before()
+            original(*unused)
+            after()
+
+        self._group.post_backward = post_backward  # type: ignore[method-assign]
+
+    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
+        """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
+        and sends them in ``wire``.
+
+        The engine adds partial sums in the dtype in which parameters are stored, or that of the
+        wire (pytorch issue 194628), and looks both up once, before the first forward. Raises
+        `ConfigError` for trained parameters of several dtypes.
+        """
+        self.wire = wire
+        stored = sorted({parameter.sharded.dtype for parameter in self.trained}, key=str)
+        if not stored:
+            return
+        if len(stored) > 1:
+            raise ConfigError(
+                f"{self.name or 'the root module'} is gathered in one piece, and its trained parameters are "
+                f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
+                "bucketing=layer, or store them in one dtype"
+            )
+        wide = torch.promote_types(wide, stored[0])
+        narrow = wire if wire.itemsize < 4 else None
+        if stored[0] != wide or narrow:
+            self._replace_dtypes(wide, narrow)
+
+    def _replace_dtypes(self, wide: torch.dtype, narrow: torch.dtype | None) -> None:
+        original = self._group._init_mp_dtypes
+        for parameter in self.parameters:
+            parameter.gradient_dtype = wide
+
+        def look_up() -> None:
+            original()
+            group = self._group
+            group._orig_dtype = wide
+            group._reduce_dtype = narrow or group._reduce_dtype
+            for parameter in group.fsdp_params:
+                parameter.reduce_dtype = wide
+                if parameter.sharded_param.requires_grad:
+                    parameter.sharded_param.grad_dtype = None  # any: it differs from the parameter's
+
+        self._group._init_mp_dtypes = look_up  # type: ignore[method-assign]
+
+    def wait_for_gradients(self, stream: torch.Stream) -> None:
+        """Lets ``stream`` wait for the sharded gradients. The engine makes them in streams of its
+        own."""
+        event = self._group._post_reduce_event
+        if event is not None:
+            stream.wait_event(event)
+
+    def discard(self) -> None:
+        """Drops unsharded partial sums, which are kept outside of ``.grad``."""
+        self._group._partial_reduce_output = None
+        for parameter in self._group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.unsharded_param.grad = None
+
+
+class ShardedParameter:
+    """One parameter of a group: the sharded one that the optimizer has, and the whole one that
+    autograd sees."""
+
+    def __init__(self, parameter: FSDPParam) -> None:
+        self._parameter = parameter
+        self._hooks: dict[int, Any] = {}
+        self.gradient_dtype = parameter.sharded_param.dtype
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """Asked for each time: allocation and loading replace it."""
+        return self._parameter.sharded_param
+
+    @property
+    def _whole(self) -> nn.Parameter | None:
+        """None before the first forward."""
+        return getattr(self._parameter, "_unsharded_param", None)
+
+    @property
+    def has_whole_gradient(self) -> bool:
+        """Whether this rank has a gradient of it that is not reduced over the shard axis."""
+        if self._parameter.unsharded_accumulated_grad is not None:
+            return True
+        return self._whole is not None and self._whole.grad is not None
+
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether earlier micro-batches left an unreduced sum."""
+        return self._parameter.unsharded_accumulated_grad is not None
+
+    def accumulate(self) -> None:
+        """Turns the gradient into an unreduced sum in the wide dtype, zeros if there is none, so
+        that all gradients of a group have one dtype (pytorch issue 196996)."""
+        parameter, whole = self._parameter, self._whole
+        if whole is None or parameter.unsharded_accumulated_grad is not None:
+            return
+        if whole.grad is not None:
+            parameter.unsharded_accumulated_grad = whole.grad.to(parameter.reduce_dtype or whole.grad.dtype)
+            whole.grad = None
+        else:
+            dtype = parameter.reduce_dtype or whole.dtype
+            parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
+
+    @property
+    def part(self) -> Tensor | None:
+        """The gradient of a weight that stayed whole while its inputs were split over the tensor
+        axis: a part of a sum, in the dtype that computes. None for others."""
+        grad = self._whole.grad if self._whole is not None else None
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            return grad._local_tensor
+        return None
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        whole = self._whole
+        assert isinstance(whole, DTensor)
+        return whole.device_mesh.get_group()
+
+    def set_sum_of_parts(self, total: Tensor) -> None:
+        whole = self._whole
+        assert isinstance(whole, DTensor)
+        whole.grad = DTensor.from_local(total, whole.device_mesh, whole.placements, run_check=False)
+
+    @property
+    def local_gradient(self) -> Tensor | None:
+        """This rank's part of the reduced gradient."""
+        grad = self._parameter.sharded_param.grad
+        return None if grad is None else grad._local_tensor  # type: ignore[attr-defined]
+
+    def set_gradient(self, local: Tensor | None) -> None:
+        """Sets the reduced gradient from this rank's part."""
+        gradient = None if local is None else self._parameter.to_sharded_dtensor(local)
+        self._parameter.sharded_param.grad = gradient
+
+    @property
+    def local_size(self) -> torch.Size:
+        return self._parameter.sharded_size
+
+    def take_hooks(self) -> list[Callable[[Tensor], object]]:
+        """Removes and returns what `register_post_accumulate_grad_hook` has registered. The engine
+        calls such hooks when a gradient is reduced over the shard axis alone."""
+        hooks = self.sharded._post_accumulate_grad_hooks
+        if not hooks:
+            return []
+        self._hooks = dict(hooks)
+        hooks.clear()
+        return list(self._hooks.values())
+
+    def give_hooks_back(self) -> None:
+        """Registers again what `take_hooks` has removed."""
+        hooks = self.sharded._post_accumulate_grad_hooks
+        if hooks is not None:
+            hooks.update(self._hooks)
+        self._hooks = {}

@@ -1,0 +1,107 @@
+"""How the gradients of a bucket become their mean over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel2d.sync.bucket import Bucket
+
+Wait = Callable[[], None]  # returns when the mean stands in the bucket's buffer
+Hook = Callable[[Any, Any], Any]
+
+
+class Reduction(Protocol):
+    """A way to reduce a bucket over the replicate axis."""
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """Reductions that may have begun and not ended; None: any number, they hold no memory."""
+
+    def start(self, bucket: Bucket) -> Wait:
+        """Begins to average ``bucket.buffer()`` over the replicas, in place. Collective: every
+        replica starts the same buckets in the same order."""
+
+
+class AllReduce:
+    """An all-reduce in place, in the dtype of the gradients or in a narrower one of 32 bits."""
+
+    most_in_flight = None
+
+    def __init__(self, group: dist.ProcessGroup, wire: torch.dtype | None) -> None:
+        self._group, self._wire = group, wire
+
+    def start(self, bucket: Bucket) -> Wait:
+        flat = bucket.buffer()
+        sent = flat if self._wire is None else flat.to(self._wire)
+        work = dist.all_reduce(sent, dist.ReduceOp.AVG, group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            if sent is not flat:
+                flat.copy_(sent)
+
+        return wait
+
+
+class RoundedExchange:
+    """Fewer than 32 bits on the wire, added in fp32.
+
+    An all-to-all brings each rank its piece of every replica's gradients; it adds them in fp32,
+    and an all-gather spreads the mean. Each contribution and the mean are rounded once, and all
+    replicas get the same values. An all-reduce in such a dtype would round every partial sum.
+    Bytes: those of an all-reduce.
+    """
+
+    most_in_flight = 2  # each holds two buffers in the dtype of the wire
+
+    def __init__(self, group: dist.ProcessGroup, wire: torch.dtype) -> None:
+        self._group, self._wire = group, wire
+
+    def start(self, bucket: Bucket) -> Wait:
+        flat, ranks = bucket.buffer(), self._group.size()
+        padding = -flat.numel() % ranks
+        sent = torch.nn.functional.pad(flat, (0, padding)).to(self._wire)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            mean = received.view(ranks, -1).sum(0, dtype=torch.float32).div_(ranks).to(self._wire)
+            dist.all_gather_single(sent, mean, group=self._group)
+            flat.copy_(sent[: flat.numel()])
+
+        return wait
+
+
+class HookReduction:
+    """A function of the user's; see `parallel2d.register_sync_hook`."""
+
+    most_in_flight = None
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self._state, self._hook = state, hook
+
+    def start(self, bucket: Bucket) -> Wait:
+        flat = bucket.buffer()
+        answer = self._hook(self._state, bucket)
+
+        def wait() -> None:
+            result = answer.wait() if isinstance(answer, torch.futures.Future) else answer
+            if isinstance(result, list | tuple):  # what the future of some collectives holds
+                (result,) = result
+            if isinstance(result, Tensor) and result.data_ptr() != flat.data_ptr():
+                flat.copy_(result.view(-1))
+
+        return wait
+
+
+def reduction_for(group: dist.ProcessGroup, wire: torch.dtype, gradients: torch.dtype) -> Reduction:
+    """The reduction that sends ``wire`` and adds in fp32 at least. ``gradients``: their dtype."""
+    if wire.itemsize < 4:
+        return RoundedExchange(group, wire)
+    return AllReduce(group, wire if wire.itemsize < gradients.to_real().itemsize else None)

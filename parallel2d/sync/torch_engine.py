@@ -1,0 +1,34 @@
+"""``sync.engine=torch``: the second axis of `fully_shard` reduces over the replicas.
+
+It stays for comparison. Its partial sums do not know which parameters they hold, so parameters that
+ranks or micro-batches use differently may get each other's gradients; it adds in the dtype of the
+wire; and it takes no hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from parallel2d.sync.engine import register_engine
+from parallel2d.sync.group import Group
+
+
+class TorchSync:
+    """What `parallel2d.sync` asks of an engine, where torch does the rest."""
+
+    pending = False
+    replicate_group = None
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        register_engine(model, self)
+
+    def finish(self) -> None:
+        """Nothing is left to do: backward has reduced everything."""
+
+    def reset(self) -> None:
+        """Drops partial sums that an interrupted global batch left behind."""
+        for group in self._groups:
+            group.discard()

@@ -1,0 +1,114 @@
+"""Every gradient lands in its own parameter, whatever ranks and micro-batches use which: all compared with one plain process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from gradient_cases import CASES, DIM, Route
+
+from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, data_coordinate, no_sync, parallelize
+from parallel2d.config import BucketingConfig, PrecisionConfig
+from parallel2d.mesh import mesh_shape
+
+FP64 = PrecisionConfig("fp64", "fp64", "fp64", "fp64")
+STEPS = 2
+
+
+def batch(route):
+    generator = torch.Generator().manual_seed(route.rank * 100 + route.micro * 10 + route.step)
+    return torch.randn(3, DIM, dtype=torch.float64, generator=generator)
+
+
+def expected_gradients(model, data_ranks, shards, micros, step):
+    """Of the mean over the data ranks of the sum over micro-batches, in one process."""
+    for rank in range(data_ranks):
+        for micro in range(micros):
+            route = Route(rank, rank // shards, micro, step)
+            (model.loss(batch(route), route) / data_ranks).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def largest_difference(model, expected):
+    """Over all parameters; infinite where only one of both has a gradient."""
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        one, other = parameter.grad, expected[name]
+        if one is None or other is None:
+            worst = max(worst, 0.0 if one is other else float("inf"))
+            continue
+        worst = max(worst, (one.full_tensor() - other).abs().max().item())
+    return worst
+
+
+def backward_passes(model, routes, mode):
+    """One global batch, through `accumulate` or in a loop of one's own."""
+    forward = type(model).loss
+    if mode.startswith("own_"):
+        how = mode.removeprefix("own_")
+        held = no_sync(model, how) if how in ("none", "reduce_scatter_only") else contextlib.nullcontext()
+        with held:
+            for route in routes[:-1]:
+                forward(model, batch(route), route).backward()
+        forward(model, batch(routes[-1]), routes[-1]).backward()
+        return
+    for route in accumulate(model, routes, mode):
+        forward(model, batch(route), route).backward()
+
+
+def differences(sizes, strategy, bucketing, mode, micros, names):
+    """By case: the largest difference of any gradient on this rank, in two steps."""
+    mesh = build_mesh(MeshSpec(**sizes), strategy)
+    shape = mesh_shape(mesh)
+    rank = data_coordinate(mesh)
+    found = {}
+    for name in names:
+        torch.manual_seed(3)
+        reference = CASES[name]().double()
+        settings = ParallelConfig(strategy, bucketing, FP64)
+        model = parallelize(copy.deepcopy(reference), mesh, settings)
+        worst = 0.0
+        for step in range(STEPS):
+            expected = expected_gradients(reference, shape.data_ranks, shape.shard, micros, step)
+            backward_passes(model, [Route(rank, rank // shape.shard, m, step) for m in range(micros)], mode)
+            worst = max(worst, largest_difference(model, expected))
+            model.zero_grad()
+        found[name] = worst
+    return found
+
+
+EVERYTHING = BucketingConfig("size", float("inf"))
+LAYOUTS = [
+    ({"replicate": 2, "shard": 2}, "hybrid", "block", "reduce_scatter_only", 2),
+    ({"replicate": 2, "shard": 2}, "hybrid", "layer", "none", 2),
+    ({"replicate": 2, "shard": 2}, "hybrid_zero2", "block", "full", 2),
+    ({"replicate": 4, "shard": 1}, "ddp", "block", "reduce_scatter_only", 5),
+    ({"replicate": 4, "shard": 1}, "ddp", "layer", "own_none", 2),
+    ({"replicate": 1, "shard": 4}, "zero3", "block", "none", 2),
+    ({"replicate": 1, "shard": 4}, "zero2", "block", "own_plain", 2),
+    ({"replicate": 2, "shard": 2}, "hybrid", "block", "own_reduce_scatter_only", 5),
+    ({"replicate": 2, "shard": 2}, "hybrid", EVERYTHING, "own_plain", 3),
+]  # fmt: skip
+
+
+def cases(sizes, bucketing):
+    """Those that this layout can run: ranks of a shard group have to choose the same groups of modules, and the parameters of a
+    group have one dtype."""
+    if sizes["shard"] == 1:
+        return [name for name in CASES if name != "Complex" or bucketing != EVERYTHING]
+    if bucketing == "layer":
+        return ["Everything", "ByMicroBatch", "FirstUsedLate", "Detached"]
+    return [name for name in CASES if name not in ("Conv", "Complex") or (name == "Conv") == (bucketing == EVERYTHING)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy", "bucketing", "mode", "micros"),
+    [*LAYOUTS[:4], *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[4:])],
+)
+def test_gradients_are_those_of_one_process(ranks, sizes, strategy, bucketing, mode, micros):
+    for found in ranks.run(4, differences, sizes, strategy, bucketing, mode, micros, cases(sizes, bucketing)):
+        assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}
