@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from parallel2d.parallelize import build_on_meta, parallelize
     from parallel2d.parallelize.context import model_sharded_context
     from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
-    from parallel2d.sync import accumulate, no_sync
+    from parallel2d.sync import accumulate, no_sync, register_sync_hook, replicate_group
     from parallel2d.weights import load_pretrained, load_state, summon_full_params
     from parallel2d.weights.summon import apply_full, sharded_modules
 
@@ -47,6 +47,8 @@ _MODULES = {
     "mesh_shape": "mesh",
     "model_sharded_context": "parallelize.context",
     "no_sync": "sync",
+    "register_sync_hook": "sync",
+    "replicate_group": "sync",
     "parallelize": "parallelize",
     "reduce": "runtime",
     "rekey_optimizer_state": "checkpoint.whole",
@@ -86,7 +88,9 @@ __all__ = [
     "no_sync",
     "parallelize",
     "reduce",
+    "register_sync_hook",
     "rekey_optimizer_state",
+    "replicate_group",
     "set_learning_rate",
     "setup",
     "sharded_modules",

@@ -8,8 +8,19 @@ import training
 from torch import nn
 from workers import WorkerError
 
-from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, build_on_meta, data_coordinate, parallelize
+from parallel2d import (
+    ConfigError,
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    build_on_meta,
+    clip_gradient_norm,
+    data_coordinate,
+    no_sync,
+    parallelize,
+)
 from parallel2d.config import BucketingConfig
+from parallel2d.parallelize.sharding import check_offload
 
 
 def _sharded(sizes=None):
@@ -142,3 +153,208 @@ def test_arguments_of_another_kind_are_one_clear_message(ranks):
     assert classes.startswith("bucketing.blocks are names of classes, in quotes, got [<class")
     assert ddp.startswith("strategy=ddp keeps a full copy per rank, so mesh.shard=2 must be 1")
     assert zero2.startswith("strategy=zero2 shards over all ranks, so mesh.replicate=2 must be 1")
+
+
+class Holder(nn.Module):
+    """A linear layer, and its weight or another parameter in a place that sharding does not know."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        if place == "list":
+            self.kept = [self.layer.weight]
+        elif place == "dict of tuples":
+            self.kept = {"x": (nn.Parameter(torch.ones(3)),)}
+        elif place == "attribute":
+            self.__dict__["kept"] = self.layer.weight
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def _hooked_weight(kind):
+    layer = nn.Linear(4, 4)
+    getattr(layer.weight, kind)(lambda gradient: None)
+    return layer
+
+
+UNSUITED = {
+    "hook": (lambda: _hooked_weight("register_hook"), "0.weight has a gradient hook"),
+    "hook after": (lambda: _hooked_weight("register_post_accumulate_grad_hook"), "0.weight has a gradient hook"),
+    "lazy": (lambda: nn.LazyLinear(4), "0.weight has no size yet"),
+    "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "0 has max_norm=1.0"),
+    "list": (lambda: Holder("list"), "0.kept holds 0.layer.weight in a plain list"),
+    "dict": (lambda: Holder("dict of tuples"), "0.kept holds a parameter that the model does not know in a plain dict"),
+    "attribute": (lambda: Holder("attribute"), "0.kept holds 0.layer.weight in a plain Parameter"),
+}
+
+
+def _unsuited():
+    """What parallelize says of each."""
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    told = {}
+    for name, (build, _) in UNSUITED.items():
+        torch.manual_seed(0)
+        with pytest.raises(ConfigError) as error:
+            parallelize(nn.Sequential(build(), nn.Linear(4, 4)), mesh)
+        told[name] = str(error.value)
+    return told
+
+
+def test_what_sharding_would_lose_is_refused_by_name(ranks):
+    for told in ranks.run(2, _unsuited):
+        assert all(told[name].startswith(expected) for name, (_, expected) in UNSUITED.items()), told
+
+
+class Appending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, losses):
+        x = self.two(self.one(x))
+        losses.append(x.mean())
+        return x
+
+
+class Encoder(nn.Module):
+    def __init__(self, block=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() if block else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def encode(self, x):
+        return self.head(self.blocks[0](x))
+
+    def project(self, x):
+        return self.head(x)
+
+    def forward(self, x):
+        losses = []
+        for block in self.blocks:
+            x = block(x, losses) if isinstance(block, Appending) else block(x)
+        return self.head(x).sum() + sum(losses)
+
+
+def _explained():
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    x, told = torch.ones(2, 4), []
+
+    def model(block=None):
+        torch.manual_seed(0)
+        return parallelize(Encoder(block), mesh)
+
+    def penalty():
+        inputs = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model()(inputs).sum(), inputs, create_graph=True)
+        slope.square().sum().backward()
+
+    def late_hook():
+        changed = model()
+        next(changed.parameters()).register_hook(lambda gradient: gradient * 2)
+        changed(x).backward()
+
+    for call in (
+        lambda: model().blocks[1](x), lambda: model().encode(x), lambda: model().project(x), lambda: model(Appending)(x),
+        penalty, late_hook,
+    ):  # fmt: skip
+        with pytest.raises((RuntimeError, ConfigError)) as error:
+            call()
+        told.append(str(error.value))
+    works = model()
+    torch.distributed.fsdp.register_fsdp_forward_method(works, "encode")
+    works.encode(x).sum().backward()
+    return told
+
+
+def test_calls_that_find_no_whole_parameters_say_what_to_do(ranks):
+    for told in ranks.run(2, _explained):
+        assert told[0].startswith("blocks.1 was called before the model")
+        assert told[1].startswith("blocks.0 was called before the model")
+        assert told[2].startswith("Encoder.project computes with parameters that only a call of the module gathers")
+        assert "register_fsdp_forward_method(module, 'project')" in told[2]
+        assert told[3].startswith("blocks.0 changed a list that it was given") or told[3].startswith("blocks.1 changed a list")
+        assert told[4].startswith("backward(create_graph=True) reached blocks.1")
+        assert told[5].startswith("register_hook was called on a parameter")
+
+
+def _zero_grad(mode):
+    torch.manual_seed(0)
+    model = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(MeshSpec(), "hybrid"))
+    found = []
+    for lost in (True, False):
+        if lost:
+            with no_sync(model, mode):
+                model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        found.append([p.grad.full_tensor().clone() for p in model.parameters()])
+        model.zero_grad()
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["none", "reduce_scatter_only", "full"])
+def test_zero_grad_drops_what_no_sync_has_left(ranks, mode):
+    assert all(ranks.run(2, _zero_grad, mode))
+
+
+class Spectral(nn.Module):
+    def __init__(self, dtype=torch.complex64):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 1 + 1j, dtype=dtype))
+
+    def forward(self, x):
+        return (x * self.weight).real
+
+
+def _kinds_of_numbers():
+    """What is said of complex and integer parameters."""
+    mesh, rank = build_mesh(MeshSpec(), "hybrid"), torch.distributed.get_rank()
+
+    def unset():
+        with build_on_meta():
+            model = nn.Sequential(Spectral(), nn.Linear(4, 4))
+        parallelize(model, mesh, seed=0)
+
+    def different(value):
+        torch.manual_seed(0)
+        model = nn.Sequential(Spectral(), nn.Linear(4, 4))
+        if isinstance(value, complex):
+            model[0].weight.data.fill_(value)
+        else:
+            model.table = nn.Parameter(torch.tensor([2**62, value]), requires_grad=False)
+        parallelize(model, mesh)
+
+    def narrow():
+        torch.manual_seed(0)
+        parallelize(nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="bf16"))
+
+    told = []
+    for call in (unset, narrow, lambda: different(1 + 1j * rank), lambda: different(2**53 + rank)):
+        with pytest.raises(ConfigError) as error:
+            call()
+        told.append(str(error.value))
+    torch.manual_seed(0)
+    wide = parallelize(nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="fp64"))
+    return told, wide[0].weight.dtype
+
+
+def test_complex_and_integer_parameters_are_compared_and_set_as_a_whole(ranks):
+    for told, dtype in ranks.run(2, _kinds_of_numbers):
+        assert told[0].startswith("no initializer sets 0.weight")
+        assert told[1].startswith("precision.param=bf16: 0.weight is complex")
+        assert told[2].startswith("ranks [1] hold other weights than rank 0")
+        assert told[3].startswith("ranks [1] hold other weights than rank 0")
+        assert dtype == torch.complex128
+
+
+def test_a_norm_of_type_zero_and_an_unknown_strategy_are_refused(ranks):
+    with pytest.raises(ValueError, match="norm_type=0 must be above 0"):
+        clip_gradient_norm([], 1.0, norm_type=0)
+    with pytest.raises(WorkerError, match=r"strategy='ddpp' is not one of .*did you mean ddp\?"):
+        ranks.run(2, build_mesh, None, "ddpp")
+
+
+def test_offloading_with_replicas_is_refused_as_long_as_torch_corrupts_it():
+    with pytest.raises(ConfigError, match="cpu_offload=true with 2 replicas .*pull request 180665"):
+        check_offload(True, "cuda", replicate=2)

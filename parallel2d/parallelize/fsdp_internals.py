@@ -26,7 +26,7 @@ from parallel2d.config import ConfigError
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
     (FSDPState, ("_root_post_backward_final_callback",)),
-    (FSDPParamGroup, ("post_backward", "_init_mp_dtypes", "_to_sharded", "wait_for_unshard")),
+    (FSDPParamGroup, ("post_backward", "_init_mp_dtypes", "_reduce_scatter_process_group")),
     (
         FSDPParam,
         (
@@ -177,11 +177,11 @@ class ShardedGroup:
                 "bucketing=layer, or store them in one dtype"
             )
         wide = torch.promote_types(wide, stored[0])
-        narrow = wire if wire.itemsize < 4 else None
-        if stored[0] != wide or narrow:
-            self._replace_dtypes(wide, narrow)
+        if stored[0] != wide or wire.itemsize < 4:
+            alone = self._group._reduce_scatter_process_group.size() == 1  # nothing is sent
+            self._replace_dtypes(wide, wide if alone or wire.itemsize >= 4 else wire)
 
-    def _replace_dtypes(self, wide: torch.dtype, narrow: torch.dtype | None) -> None:
+    def _replace_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         original = self._group._init_mp_dtypes
         for parameter in self.parameters:
             parameter.gradient_dtype = wide
@@ -190,7 +190,7 @@ class ShardedGroup:
             original()
             group = self._group
             group._orig_dtype = wide
-            group._reduce_dtype = narrow or group._reduce_dtype
+            group._reduce_dtype = wire
             for parameter in group.fsdp_params:
                 parameter.reduce_dtype = wide
                 if parameter.sharded_param.requires_grad:
@@ -274,9 +274,11 @@ class ShardedParameter:
         return whole.device_mesh.get_group()
 
     def set_sum_of_parts(self, total: Tensor) -> None:
+        """Makes ``total``, in the wide dtype, the unreduced sum of the gradient."""
         whole = self._whole
         assert isinstance(whole, DTensor)
-        whole.grad = DTensor.from_local(total, whole.device_mesh, whole.placements, run_check=False)
+        sums = DTensor.from_local(total, whole.device_mesh, whole.placements, run_check=False)
+        self._parameter.unsharded_accumulated_grad, whole.grad = sums, None
 
     @property
     def local_gradient(self) -> Tensor | None:

@@ -87,7 +87,7 @@ class Bucket:
                 view.zero_()
             else:
                 view.copy_(local)
-                _keep_until_done(local)
+                keep_until_done(local)
             parameter.set_gradient(view)
             begin += size.numel()
         return flat
@@ -120,7 +120,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return found[0].as_strided((end - begin,), (1,), begin)
 
 
-def _keep_until_done(tensor: Tensor) -> None:
+def keep_until_done(tensor: Tensor) -> None:
     """Memory from another stream must not be given out again before the copy here is done."""
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))

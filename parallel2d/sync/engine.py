@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import ConfigError
 from parallel2d.mesh import has_cpu_backend, inherit_timeout, mesh_shape, sum_over_data_ranks
-from parallel2d.sync.bucket import Bucket
+from parallel2d.sync.bucket import Bucket, keep_until_done
 from parallel2d.sync.group import Group, GroupParameter
 from parallel2d.sync.reduction import Hook, HookReduction, Reduction, Wait, reduction_for
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether gradients were added since ranks last agreed on them."""
+        """Whether gradients were added that are not reduced over the replicas."""
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
@@ -110,6 +110,8 @@ class _GroupState:
     forwards: int = 0  # that autograd recorded and no backward pass has ended since
     final: bool = False  # its gradients will not change any more in this backward pass
     fired: bool = False  # its reduction over the shard axis has begun in this backward pass
+    averaged: bool = False  # what its gradients hold is the mean over all data ranks already
+    earlier: list[tuple[GroupParameter, Tensor]] = field(default_factory=list)  # see `_set_aside`
     hooks: list[tuple[GroupParameter, list[Callable[[Tensor], object]]]] = field(default_factory=list)
 
 
@@ -145,7 +147,8 @@ class GradientSync:
         self._stream: torch.Stream | None = None
         self._next = 0
         self._in_flight: list[tuple[Bucket, Wait]] = []
-        self._pending = False  # gradients were added since all ranks agreed on them
+        self._pending = False  # gradients were added that are not reduced over the replicas
+        self._agreed = True  # on what gradients hold
         self._deferred = False  # the trainer agrees on used parameters
         self._fault = ""  # why this rank cannot go on: all ranks are told when they agree
         if self._owns_replicas:
@@ -173,6 +176,7 @@ class GradientSync:
                 "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
             )
         state.fired = self._pending = True
+        self._agreed = False
         for number, parameter in enumerate(group.parameters):
             if parameter.has_whole_gradient:
                 used[number] = True
@@ -180,6 +184,12 @@ class GradientSync:
                 used[number] = False
         if not group.reduces_gradients:
             return
+        if self._final_dtype is not None:
+            _widen(group.trained)
+        if not group.crosses_replicas:
+            state.averaged = False
+        elif self._owns_replicas:
+            self._set_aside(state)
         # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
         trained = group.trained
         any_gradient = any(parameter.has_whole_gradient for parameter in trained)
@@ -191,6 +201,18 @@ class GradientSync:
             _sum_parts(trained)
         if self._owns_replicas:
             state.hooks = [(parameter, hooks) for parameter in trained if (hooks := parameter.take_hooks())]
+
+    def _set_aside(self, state: _GroupState) -> None:
+        """Takes gradients out that are averaged already, where sending them once more would round
+        them once more; `_await_oldest` adds them again."""
+        averaged, state.averaged = state.averaged, False
+        if not averaged or state.group.wire.itemsize >= 4:
+            return
+        for parameter in state.group.trained:
+            local = parameter.local_gradient
+            if local is not None:
+                state.earlier.append((parameter, local))
+                parameter.set_gradient(None)
 
     def _after(self, state: _GroupState) -> None:
         """The group's sharded gradients have been accumulated."""
@@ -255,9 +277,10 @@ class GradientSync:
         while reduction.most_in_flight is not None and len(self._in_flight) >= reduction.most_in_flight:
             self._await_oldest()
         with self._on_stream():
-            if self._stream is not None:
-                for group in bucket.groups:
+            for group in bucket.groups:
+                if self._stream is not None:
                     group.wait_for_gradients(self._stream)
+                self._set_aside(self._state_of(group))
             fill()
             with torch.profiler.record_function(f"replicate: bucket {bucket.index()}"):
                 self._in_flight.append((bucket, reduction.start(bucket)))
@@ -266,6 +289,13 @@ class GradientSync:
         bucket, wait = self._in_flight.pop(0)
         with self._on_stream(), torch.profiler.record_function(f"replicate: wait {bucket.index()}"):
             wait()
+            for state in map(self._state_of, bucket.groups):
+                for parameter, earlier in state.earlier:
+                    local = parameter.local_gradient
+                    if local is not None:  # not where the global batch was abandoned
+                        local.add_(earlier)
+                        keep_until_done(earlier)
+                state.earlier = []
 
     def _complete(self, state: _GroupState) -> None:
         """The group's gradients are those of all data ranks: casts them, then calls their hooks."""
@@ -278,7 +308,7 @@ class GradientSync:
             for hook in hooks:
                 hook(parameter.sharded)
         state.hooks = []
-        state.final = False
+        state.final, state.averaged = False, True
 
     def _reduction_of(self, bucket: Bucket) -> Reduction:
         dtypes = bucket.wire, bucket.trained[0].gradient_dtype
@@ -362,6 +392,7 @@ class GradientSync:
                 used[number] = next(anywhere)
                 if not used[number]:
                     parameter.sharded.grad = None
+        self._agreed = True
 
     def _hook_never_called(self) -> str:
         """The message for a hook that sits where autograd never comes by; empty when there is none."""
@@ -455,13 +486,14 @@ class GradientSync:
         while self._in_flight:
             self._await_oldest()
         self._join_stream()
-        if self._pending:
+        if not self._agreed:
             for state in self._states:
                 for parameter in state.group.trained:
                     parameter.sharded.grad = None
-        self._next, self._pending = 0, False
+        self._next, self._pending, self._agreed = 0, False, True
         for state in self._states:
             state.forwards, state.final, state.fired = 0, False, False
+            state.earlier = []
             for parameter, _ in state.hooks:
                 parameter.give_hooks_back()
             state.hooks = []
@@ -472,7 +504,7 @@ class GradientSync:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients were added since ranks last agreed on them."""
+        """Whether gradients were added that are not reduced over the replicas."""
         return self._pending
 
 
@@ -499,7 +531,7 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
             group, as ``bucket.buffer()``, a flat tensor in the dtype of gradients; `Bucket` has the
             methods of torch's ``GradBucket``. It returns a future of their mean over the replicas,
             or the mean itself, or None if it has changed the buffer in place. It runs on every
-            replica for the same buckets in the same order.
+            replica for the same buckets in the same order, one after the other.
         state: handed to the hook; default: the process group of the replicate axis.
 
     The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work, among them
@@ -527,9 +559,18 @@ def _with_replicas(model: nn.Module) -> GradientSync:
     return engine
 
 
+def _widen(parameters: Sequence[GroupParameter]) -> None:
+    """Casts gradients of earlier backward passes back to the dtype in which they are added."""
+    for parameter in parameters:
+        local = parameter.local_gradient
+        if local is not None and local.dtype != parameter.gradient_dtype:
+            parameter.set_gradient(local.to(parameter.gradient_dtype))
+
+
 @torch.no_grad()
 def _sum_parts(parameters: Sequence[GroupParameter]) -> None:
-    """Adds the parts of gradients over the tensor axis in fp32 and rounds each sum once.
+    """Adds the parts of gradients over the tensor axis in fp32 and keeps the sums there, all of the
+    group's gradients with them.
 
     The sharding engine would add them in the dtype that computes (pytorch issue 190626).
     """
@@ -541,8 +582,10 @@ def _sum_parts(parameters: Sequence[GroupParameter]) -> None:
     dist.all_reduce(flat, group=narrow[0][0].tensor_group)
     begin = 0
     for parameter, part in narrow:
-        parameter.set_sum_of_parts(flat[begin : begin + part.numel()].view(part.shape).to(part.dtype))
+        parameter.set_sum_of_parts(flat[begin : begin + part.numel()].view(part.shape))
         begin += part.numel()
+    for parameter in parameters:
+        parameter.accumulate()
 
 
 def _own_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -37,7 +37,7 @@ class GroupParameter(Protocol):
         """That of the tensor axis, where there are parts."""
 
     def set_sum_of_parts(self, total: Tensor) -> None:
-        """Replaces the part by the sum over the tensor axis."""
+        """Makes the sum over the tensor axis, in the wide dtype, the unreduced gradient."""
 
     @property
     def local_gradient(self) -> Tensor | None:

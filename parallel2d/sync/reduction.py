@@ -81,7 +81,7 @@ class RoundedExchange:
 class HookReduction:
     """A function of the user's; see `parallel2d.register_sync_hook`."""
 
-    most_in_flight = None
+    most_in_flight = 1  # hooks may go on with other collectives, which all replicas must start in one order
 
     def __init__(self, state: Any, hook: Hook) -> None:
         self._state, self._hook = state, hook
@@ -91,11 +91,14 @@ class HookReduction:
         answer = self._hook(self._state, bucket)
 
         def wait() -> None:
-            result = answer.wait() if isinstance(answer, torch.futures.Future) else answer
+            result = answer.wait() if isinstance(answer, torch._C.Future) else answer
             if isinstance(result, list | tuple):  # what the future of some collectives holds
                 (result,) = result
-            if isinstance(result, Tensor) and result.data_ptr() != flat.data_ptr():
-                flat.copy_(result.view(-1))
+            if isinstance(result, Tensor):
+                if result.data_ptr() != flat.data_ptr():
+                    flat.copy_(result.view(-1))
+            elif result is not None:
+                raise TypeError(f"a sync hook returns a future of a tensor, a tensor or None, not {result!r}")
 
         return wait
 

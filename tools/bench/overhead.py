@@ -1,10 +1,11 @@
 """What parallel2d costs over a hand-written FSDP2 loop: CPU-seconds per step on the same model, data and mesh, run alternately.
 
-    python tools/bench/overhead.py [--rounds 12] [--steps 10] [--against unmeasured]
+    python tools/bench/overhead.py [--rounds 12] [--steps 10] [--against unmeasured|torch]
 
 Each loop has four worker processes of its own, so that neither sees what the other wraps or allocates; they take turns, so that
 whatever else the machine does falls on both. ``--against unmeasured``: the other loop is this trainer too, with communication not
-measured, no TensorBoard and a row written only every thousand steps. Prints, per round and over all rounds, the ratio of CPU-seconds
+measured, no TensorBoard and a row written only every thousand steps. ``--against torch``: it is this trainer with
+``sync.engine=torch``. Prints, per round and over all rounds, the ratio of CPU-seconds
 (user + system of all ranks); the median over rounds is the figure.
 """
 
@@ -121,6 +122,10 @@ def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> A
         folder = os.path.join(folder, kind)
         os.makedirs(folder, exist_ok=True)
         words += ["metrics.communication=false", "metrics.tensorboard=false", "metrics.log_every=1000"]
+    if kind == "torch":
+        folder = os.path.join(folder, kind)
+        os.makedirs(folder, exist_ok=True)
+        words += ["sync.engine=torch"]
     if kind != "hand-written":
         return Ours(folder, words, Place(rank, WORLD, rank, 0, 1, "torchrun"))
     config = compose_config(words)
@@ -175,7 +180,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--against", choices=("hand-written", "unmeasured"), default="hand-written")
+    parser.add_argument("--against", choices=("hand-written", "unmeasured", "torch"), default="hand-written")
     parser.add_argument("overrides", nargs="*", help="config overrides for the trainer, as for parallel2d.train")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,403 @@
+"""The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, and what ends a run of ranks that
+take different routes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradient_cases import DIM, ByRank, Case, Everything, Route
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from workers import WorkerError
+
+from parallel2d import (
+    ConfigError,
+    MeshSpec,
+    ParallelConfig,
+    Topology,
+    accumulate,
+    build_mesh,
+    data_coordinate,
+    parallelize,
+    register_sync_hook,
+    replicate_group,
+)
+from parallel2d.config import PrecisionConfig, SyncConfig
+from parallel2d.mesh import mesh_shape
+from parallel2d.parallelize import collective_order, fsdp_internals
+
+HYBRID = MeshSpec(replicate=2, shard=2)
+
+
+def sharded(case=Everything, strategy="hybrid", spec=HYBRID, **config):
+    torch.manual_seed(3)
+    mesh = build_mesh(spec, strategy)
+    return parallelize(case(), mesh, ParallelConfig(strategy, **config)), mesh
+
+
+def batch(rank, micro=0):
+    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * rank + micro))
+
+
+def backward(model, mesh, micro=0):
+    rank = data_coordinate(mesh)
+    model.loss(batch(rank, micro), Route(rank, rank // mesh_shape(mesh).shard, micro, 0)).backward()
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.full_tensor().clone() for p in model.parameters()]
+
+
+# Hooks
+
+
+def mean_in_place(state, bucket):
+    dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=state)
+
+
+def mean_in_a_future(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=state, async_op=True)
+    return work.get_future()
+
+
+def mean_of_a_copy(state, bucket):
+    work = dist.all_reduce(bucket.buffer().clone(), dist.ReduceOp.AVG, group=state, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def mean_by_hand(state, bucket):
+    """From a copy, through every method that a bucket has."""
+    assert bucket.buffer().numel() >= sum(g.numel() for g in bucket.gradients())
+    assert [p.to_local().shape for p in bucket.parameters()] == [g.shape for g in bucket.gradients()]
+    seen.append((bucket.index(), bucket.is_last()))
+    mean = bucket.buffer() / 2
+    dist.all_reduce(mean, group=state)
+    bucket.set_buffer(mean)
+
+
+seen: list[tuple[int, bool]] = []
+
+
+def _hooked():
+    found = {}
+    model, mesh = sharded(ByRank, sync=SyncConfig(bucket_mib=0.001))
+    group = replicate_group(model)
+    backward(model, mesh)
+    expected = gradients(model)
+    power = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=DIM, start_powerSGD_iter=2, use_error_feedback=False)
+    for name, hook, state in (
+        ("in place", mean_in_place, None),
+        ("future", mean_in_a_future, group),
+        ("of a copy", mean_of_a_copy, None),
+        ("by hand", mean_by_hand, None),
+        ("allreduce_hook", default_hooks.allreduce_hook, None),
+        ("bf16", default_hooks.bf16_compress_hook, None),
+        ("powerSGD", powerSGD_hook.powerSGD_hook, power),
+    ):
+        register_sync_hook(model, hook, state)
+        for _ in range(4 if name == "powerSGD" else 1):
+            model.zero_grad()
+            backward(model, mesh)
+        pairs = [(a, b) for a, b in zip(gradients(model), expected, strict=True) if b is not None]
+        assert all(a is not None for a, _ in pairs)
+        found[name] = max(((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in pairs)
+    return found, list(seen)
+
+
+def test_a_hook_reduces_each_bucket_and_torchs_own_hooks_work(ranks):
+    for found, buckets in ranks.run(4, _hooked):
+        assert max(found[name] for name in ("in place", "future", "of a copy", "by hand", "allreduce_hook")) < 1e-6
+        assert 1e-5 < found["bf16"] < 1e-2
+        assert found["powerSGD"] < 1.0  # of low rank: an approximation
+        assert buckets == [(n, n == len(buckets) - 1) for n in range(len(buckets))]
+        assert len(buckets) > 2
+
+
+def _hook_without_replicas(spec, **sync):
+    model, _ = sharded(spec=spec, strategy="hybrid", sync=SyncConfig(**sync))
+    register_sync_hook(model, mean_in_place)
+
+
+@pytest.mark.parametrize(("spec", "sync"), [(MeshSpec(shard=4), {}), (HYBRID, {"engine": "torch"})])
+def test_a_hook_is_refused_where_nothing_of_ours_crosses_replicas(ranks, spec, sync):
+    with pytest.raises(WorkerError, match="no gradients cross a replicate axis here") as error:
+        ranks.run(4, _hook_without_replicas, spec, **sync)
+    assert error.value.kind == "ConfigError"
+
+
+def _accumulate_hooks():
+    """When hooks of parameters run, and what they see."""
+    model, mesh = sharded(ByRank)
+    heard = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: heard.setdefault(name, p.grad.full_tensor().clone()))
+    backward(model, mesh)
+    return all(
+        torch.equal(heard[name], p.grad.full_tensor()) if p.grad is not None else name not in heard
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
+
+
+def test_hooks_after_accumulation_see_the_mean_over_all_ranks(ranks):
+    assert all(ranks.run(4, _accumulate_hooks))
+
+
+# Dtypes
+
+
+class Additions(TorchDispatchMode):
+    """Dtypes in which collectives add, in which tensors are exchanged, and in which sums are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+        self.sent = set()
+        self.summed = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = str(function)
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if "c10d" in name and "reduce" in name:
+            self.dtypes |= {tensor.dtype for tensor in tensors}
+        elif "c10d" in name and "alltoall" in name:
+            self.sent |= {tensor.dtype for tensor in tensors}
+        elif name.startswith("aten.sum.dim") and (kwargs or {}).get("dtype"):
+            self.summed.add(out.dtype)
+        return out
+
+
+def _additions(precision, spec, strategy, mode):
+    model, mesh = sharded(strategy=strategy, spec=spec, precision=precision)
+    found = Additions()
+    for micro in accumulate(model, range(3), mode):
+        rank = data_coordinate(mesh)
+        loss = model.loss(batch(rank, micro), Route(rank, 0, micro, 0))
+        with found:
+            loss.backward()
+    return found.dtypes, found.sent, found.summed, {p.grad.dtype for p in model.parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("spec", "strategy", "mode"), [
+    (HYBRID, "hybrid", "reduce_scatter_only"), (HYBRID, "hybrid", "full"), (HYBRID, "hybrid_zero2", "none"),
+    (MeshSpec(), "ddp", "reduce_scatter_only"), (MeshSpec(), "zero3", "none"),
+])  # fmt: skip
+def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode):
+    for dtypes, sent, summed, kept in ranks.run(4, _additions, "bf16_reduce_bf16", spec, strategy, mode):
+        assert torch.bfloat16 not in dtypes
+        assert summed == {torch.float32}
+        assert sent == {torch.bfloat16}
+        assert kept == {torch.float32}
+
+
+def _errors(precision, micros, mode, steps=1):
+    """The mean relative error of gradients, from fp64, where the same data goes through the model in ``micros`` parts."""
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+    expected = copy.deepcopy(model).double()
+    mesh = build_mesh(HYBRID, "hybrid")
+    model = parallelize(model, mesh, ParallelConfig("hybrid", precision=precision))
+    rank = data_coordinate(mesh)
+
+    def data(number):
+        return torch.randn(64, 32, generator=torch.Generator().manual_seed(number))
+
+    for _ in range(steps):
+        for number in range(4 * micros):
+            expected(data(number).double()).square().sum().backward()
+        for micro in accumulate(model, range(micros), mode):
+            (model(data(rank * micros + micro)).float().square().sum() * 4).backward()
+        pairs = list(zip(model.parameters(), expected.parameters(), strict=True))
+        found = [((p.grad.full_tensor().double() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs]
+        model.zero_grad()
+        expected.zero_grad()
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("mode", ["reduce_scatter_only", "none", "full"])
+def test_many_micro_batches_round_no_more_than_one(ranks, mode):
+    one = ranks.run(4, _errors, "bf16_reduce_bf16", 1, mode)[0]
+    assert ranks.run(4, _errors, "bf16_reduce_bf16", 16, mode, steps=2)[0] <= 1.05 * one
+
+
+def _tensor_errors(tensor):
+    """The relative errors of norms, biases and routers with a tensor axis, by kind, from fp64; one data rank."""
+    mesh = build_mesh(MeshSpec(tensor=tensor), "zero3")
+    plan = {"*.norm": "sequence", "*.router": "sequence", "*.up": "colwise", "*.down": "rowwise"}
+    found = {}
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = nn.Sequential(Routed(), Routed())
+        expected = copy.deepcopy(model).double()
+        x = torch.randn(4, 256, 64, generator=torch.Generator().manual_seed(seed))
+        (expected(x.double()) - x.roll(1)).square().sum().backward()
+        model = parallelize(model, mesh, ParallelConfig("zero3", precision="bf16"), tensor_plan=plan if tensor > 1 else None)
+        (model(x).float() - x.roll(1)).square().sum().backward()
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+            kind = next((kind for kind in ("norm", "router", "bias") if kind in name), "matrix")
+            found.setdefault(kind, []).append(((p.grad.full_tensor().double() - q.grad).norm() / q.grad.norm()).item())
+    return {kind: sum(errors) / len(errors) for kind, errors in found.items()}
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down, self.router = nn.RMSNorm(64), nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(torch.nn.functional.silu(self.up(h))) * self.router(h).softmax(-1)[..., :1]
+
+
+def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_rank(ranks):
+    alone = ranks.run(1, _tensor_errors, 1)[0]
+    for tensor in (2, 4):
+        split = ranks.run(tensor, _tensor_errors, tensor)[0]
+        assert all(split[kind] <= 1.05 * alone[kind] for kind in alone), (alone, split)
+
+
+# Ranks of a shard group on different routes
+
+
+class WholeBlocks(Case):
+    """Rank 1 skips a block."""
+
+    def run(self, number, block, x, route):
+        return torch.zeros_like(x) if route.rank == 1 and number == 1 and route.step == 0 else block(x, 0)
+
+
+def _different_routes(one_host, strategy, mode):
+    """The error; then another global batch on which all agree, and the gradients of a model that never saw the first."""
+    spec = HYBRID if strategy.startswith("hybrid") else MeshSpec()
+    mesh = build_mesh(spec, strategy)
+    rank = dist.get_rank()
+    hosts = ("here",) * 4 if one_host else tuple(f"host{rank}" for rank in range(4))
+    topology = Topology(hosts)
+    torch.manual_seed(3)
+    model = WholeBlocks()
+    expected = copy.deepcopy(model)
+    config = ParallelConfig(strategy, allow_cross_node=True)
+    model = parallelize(model, mesh, config, topology=topology)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    try:
+        for micro in accumulate(model, range(2), mode):
+            model.loss(batch(rank, micro), Route(rank, rank // 2, micro, 0)).backward()
+        told = "nothing"
+    except ConfigError as error:
+        told = str(error)
+    assert all(p.grad is None for p in model.parameters()) or not one_host
+    model.zero_grad()
+    assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True))
+    for micro in accumulate(model, range(2), mode):
+        model.loss(batch(rank, micro), Route(rank, rank // 2, micro, 1)).backward()
+    for other in range(4):
+        for micro in range(2):
+            (expected.loss(batch(other, micro), Route(other, other // 2, micro, 1)) / 4).backward()
+    worst = max(
+        (p.grad.full_tensor() - q.grad).abs().max().item() if q.grad is not None else float(p.grad is not None)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
+    return told, worst
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [
+    ("hybrid", "reduce_scatter_only"), ("zero3", "none"), ("hybrid_zero2", "full"),
+])  # fmt: skip
+def test_a_block_that_some_ranks_of_a_shard_group_skip_is_refused_on_every_rank(ranks, strategy, mode):
+    answers = ranks.run(4, _different_routes, True, strategy, mode)
+    for told, worst in answers:
+        assert "of the same shard group" in told
+        assert "blocks.1" in told
+        assert "rank 1 " in told
+        assert worst < 1e-5
+    assert len({told for told, _ in answers}) == 1
+
+
+def _hashes_differ():
+    mesh = build_mesh(HYBRID, "hybrid")
+    order = collective_order.CollectiveOrder(mesh.get_group("shard"), None, "cpu")
+    model = order.add_model(["first", "second"])
+    rank = dist.get_rank()
+    order.enter(collective_order.GATHER, model, 0)
+    order.enter(collective_order.GATHER, model, int(rank == 1))
+    digests = [0] * 4
+    dist.all_gather_object(digests, order.digest())
+    return digests, order.differing_on_other_hosts(), order.digest()
+
+
+def test_ranks_on_several_hosts_compare_hashes(ranks):
+    answers = ranks.run(4, _hashes_differ)
+    digests = answers[0][0]
+    assert digests[0] != digests[1]
+    assert digests[0] == digests[2] == digests[3]
+    for rank, (_, told, _) in enumerate(answers):
+        assert ("rank 1 gathers second" in told) == (rank < 2)
+    assert len({after for _, _, after in answers}) == 1, "a digest is of what came since the last"
+
+
+# More than one model; what torch's engine refuses
+
+
+def _two_models():
+    """Two models in one loss, an average of the first beside them, each stepped in turn."""
+    mesh = build_mesh(HYBRID, "hybrid")
+    torch.manual_seed(1)
+    plain = [ByRank(), Everything()]
+    ours = [parallelize(copy.deepcopy(model), mesh, ParallelConfig("hybrid", precision="fp64")) for model in plain]
+    plain = [model.double() for model in plain]
+    average = [p.detach().clone() for p in ours[0].parameters()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (*ours, *plain)]
+    rank = dist.get_rank()
+
+    def loss(models, rank):
+        route = Route(rank, rank // 2, 0, 0)
+        x = batch(rank).double()
+        return models[1](models[0](x, route), route).square().mean() + models[0].loss(x, route)
+
+    for _ in range(3):
+        loss(ours, rank).backward()
+        for other in range(4):
+            (loss(plain, other) / 4).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch._foreach_lerp_(average, [p.detach() for p in ours[0].parameters()], 0.5)
+    pairs = [
+        (p, q) for one, other in zip(ours, plain, strict=True) for p, q in zip(one.parameters(), other.parameters(), strict=True)
+    ]
+    return max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
+
+
+def test_two_models_share_a_loss(ranks):
+    assert max(ranks.run(4, _two_models)) < 1e-9
+
+
+def _with_torch(what):
+    torch.manual_seed(0)
+    model, precision = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "fp32"
+    if what == "a scalar":
+        model.scale = nn.Parameter(torch.tensor(1.0))
+    else:
+        precision = PrecisionConfig(param="bf16", reduce="bf16", keep_low_precision_gradients=True)
+    parallelize(
+        model, build_mesh(HYBRID, "hybrid"), ParallelConfig("hybrid", precision=precision, sync=SyncConfig(engine="torch"))
+    )
+
+
+@pytest.mark.parametrize("what", ["a scalar", "narrow gradients"])
+def test_torchs_engine_says_what_it_cannot_do(ranks, what):
+    with pytest.raises(WorkerError, match=r"sync.engine=torch: .* a matter of sync.engine=parallel2d alone") as error:
+        ranks.run(4, _with_torch, what)
+    assert error.value.kind == "ConfigError"
+
+
+def test_private_names_of_torch_are_there():
+    missing = [
+        f"{owner.__name__}.{name}" for owner, names in fsdp_internals.REACHED for name in names if not hasattr(owner, name)
+    ]
+    assert missing == [], f"torch {torch.__version__} lacks them: see parallel2d/parallelize/fsdp_internals.py"
