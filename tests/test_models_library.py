@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -17,9 +19,11 @@ from test_policies import _Lines
 from torch import nn
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, data_coordinate, mesh_shape, parallelize
-from parallel2d.config import ConfigError, HuggingFaceModel
+from parallel2d.assemble import plan_tensor_axis
+from parallel2d.config import ConfigError, HuggingFaceModel, TrainConfig
 from parallel2d.gradients import clip_gradient_norm
-from parallel2d.model import build_model
+from parallel2d.mesh import MeshShape
+from parallel2d.model import _given_plan, _own_plan, build_model
 from parallel2d.models import huggingface
 
 LIBRARY = pytest.mark.extras("transformers")
@@ -29,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
     "qwen3": {**GROUPED, "head_dim": 4},
     "mixtral": {**GROUPED, "num_local_experts": 4, "experts_implementation": "eager"},
+    "olmoe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    "phi3": {**GROUPED, "bos_token_id": 1, "eos_token_id": 2},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 31, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "bos_token_id": 0, "eos_token_id": 0},
     "bert": {**HEADS, "vocab_size": 31, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -143,7 +149,7 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
 
 
 @LIBRARY
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "olmoe", "phi3"])
 def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind):
     compare(ranks.run(4, run, kind, {"tensor": 2}, {"strategy": "hybrid"})[0], expected(ranks, kind))
 
@@ -152,6 +158,58 @@ def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind):
 def test_tied_embeddings_of_a_library_model_are_split_together(ranks):
     tied = ranks.run(4, run, "llama", {"tensor": 2}, {"strategy": "zero3"}, {"tie_word_embeddings": True})[0]
     compare(tied, expected(ranks, "llama", True))
+
+
+def _clip(strategy):
+    """CLIP, whose temperature has no dimensions: the largest difference of weights after three steps, from one process."""
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {**HEADS, "vocab_size": 31, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    vision = {**HEADS, "image_size": 8, "patch_size": 4}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).double()
+    expected = copy.deepcopy(model)
+    mesh = build_mesh(MeshSpec(), strategy)
+    model = parallelize(model, mesh, ParallelConfig(strategy, precision="fp64"))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, expected)]
+    rank, count = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+
+    def loss(each, step, rank):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        tokens = torch.randint(3, 31, (2, 6), generator=generator)
+        images = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return F.cross_entropy(each(input_ids=tokens, pixel_values=images).logits_per_image, torch.arange(2))
+
+    for step in range(STEPS):
+        loss(model, step, rank).backward()
+        for other in range(count):
+            (loss(expected, step, other) / count).backward()
+        norm = nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        assert clip_gradient_norm(model.parameters(), 1.0).item() == pytest.approx(norm.item(), rel=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.logit_scale.shape == ()
+    assert model.logit_scale.item() != torch.tensor(2.6592).item()
+    return max((training.whole(p) - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+@LIBRARY
+@pytest.mark.parametrize("strategy", ["hybrid", "ddp", "zero3"])
+def test_a_parameter_without_dimensions_is_trained_like_the_others(ranks, strategy):
+    assert max(ranks.run(4, _clip, strategy)) < 1e-9
+
+
+@LIBRARY
+def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
+    model = huggingface.build(architecture="llama", arguments=MODELS["llama"])
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
+    parts = SimpleNamespace(module=model, tensor_plan=_own_plan)
+    assert plan_tensor_axis(TrainConfig(), parts, MeshShape(2, 2, 1)) is None
+    with pytest.raises(ConfigError, match="up_proj: sideways, which is not translated; give one with model.tensor_plan="):
+        plan_tensor_axis(TrainConfig(model=HuggingFaceModel()), parts, MeshShape(2, 1, 2))
+    given = SimpleNamespace(module=model, tensor_plan=_given_plan({"model.layers.*.mlp.up_proj": "replicate"}))
+    assert plan_tensor_axis(TrainConfig(model=HuggingFaceModel()), given, MeshShape(2, 1, 2))
 
 
 def _whole_on_every_rank(kind: str) -> list[str]:

@@ -241,6 +241,15 @@ class ShardedParameter:
         return self._whole is not None and self._whole.grad is not None
 
     @property
+    def whole_gradient_dtype(self) -> torch.dtype | None:
+        """Of the gradient of this pass that is not reduced over the shard axis, or of zeros in its
+        place; None before the first forward."""
+        whole = self._whole
+        if whole is None:
+            return None
+        return whole.dtype if whole.grad is None else whole.grad.dtype
+
+    @property
     def is_accumulated(self) -> bool:
         """Whether earlier micro-batches left an unreduced sum."""
         return self._parameter.unsharded_accumulated_grad is not None
@@ -251,11 +260,11 @@ class ShardedParameter:
         parameter, whole = self._parameter, self._whole
         if whole is None or parameter.unsharded_accumulated_grad is not None:
             return
+        dtype = self.gradient_dtype
         if whole.grad is not None:
-            parameter.unsharded_accumulated_grad = whole.grad.to(parameter.reduce_dtype or whole.grad.dtype)
+            parameter.unsharded_accumulated_grad = whole.grad.to(dtype)
             whole.grad = None
         else:
-            dtype = parameter.reduce_dtype or whole.dtype
             parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
 
     @property

@@ -168,17 +168,20 @@ def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
     given: list[Any] = []
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        given.append((args, kwargs))
+        given.append({**dict(enumerate(args)), **kwargs})
 
     def compare(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         if not given:  # an earlier hook has raised
             return
-        for before, after in zip(_containers_in(given.pop()), _containers_in((args, kwargs)), strict=False):
-            if before is not after and len(before) != len(after):
-                raise RuntimeError(
-                    f"{name or type(module).__name__.removeprefix('FSDP')} changed a {type(before).__name__} that it was given, and "
-                    "the caller would not see it, because sharded modules get copies of their arguments: return the values instead"
-                )
+        received, arguments = {**dict(enumerate(args)), **kwargs}, given.pop()
+        for key in arguments.keys() & received.keys():
+            for before, after in zip(_containers_in(arguments[key]), _containers_in(received[key]), strict=False):
+                if before is not after and len(before) != len(after):
+                    raise RuntimeError(
+                        f"{name or type(module).__name__.removeprefix('FSDP')} changed a {type(before).__name__} that it was given, "
+                        "and the caller would not see it, because sharded modules get copies of their arguments: return the "
+                        "values instead"
+                    )
 
     module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
     module.register_forward_hook(compare, with_kwargs=True, always_call=True)

@@ -194,7 +194,9 @@ class GradientSync:
         trained = group.trained
         any_gradient = any(parameter.has_whole_gradient for parameter in trained)
         group.fill_unused(any_gradient or state.forwards > 0)
-        if any(parameter.is_accumulated for parameter in trained):
+        # One dtype for all: sums of micro-batches are wide, and a module may cast its own weights.
+        dtypes = {parameter.whole_gradient_dtype for parameter in trained} - {None}
+        if len(dtypes) > 1 or any(parameter.is_accumulated for parameter in trained):
             for parameter in trained:
                 parameter.accumulate()
         else:

@@ -22,6 +22,11 @@ class GroupParameter(Protocol):
         """Whether this rank has a gradient of it that is not reduced over the shard axis."""
 
     @property
+    def whole_gradient_dtype(self) -> torch.dtype | None:
+        """Of the gradient of this pass that is not reduced over the shard axis, or of zeros in its
+        place; None before the first forward."""
+
+    @property
     def is_accumulated(self) -> bool:
         """Whether earlier micro-batches left an unreduced sum."""
 
