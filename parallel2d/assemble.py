@@ -219,7 +219,7 @@ def predict_activations(
         functools.partial(sample.example, plan.micro_batch_size, floating=computes_in),
         accumulation=plan.accumulation,
         during_accumulation=config.sync.during_accumulation,
-        reduce_dtype=DTYPES[config.precision.reduce],
+        reduce_dtype=torch.float32 if config.sync.engine == "parallel2d" else None,
     )
 
 

@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as functional
 import training
 
 from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, build_on_meta, cross_entropy_sum, mesh_shape, parallelize
-from parallel2d.config import PrecisionConfig
+from parallel2d.config import PrecisionConfig, SyncConfig
 from parallel2d.data.batch import token_sequences
 from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
 from parallel2d.metrics.prediction import Deviation, count_tensor_axis, predict_communication
@@ -139,6 +139,8 @@ LAYOUTS = {
     "ddp": ({}, {"strategy": "ddp"}),
     "tensor": ({"tensor": 2}, {"strategy": "zero3"}),
     "bf16": ({}, {"strategy": "hybrid", "precision": "bf16"}),
+    "bf16_reduce_bf16": ({}, {"strategy": "hybrid", "precision": "bf16_reduce_bf16"}),
+    "torch": ({}, {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": SyncConfig(engine="torch")}),
 }
 
 

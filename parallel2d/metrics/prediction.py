@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from parallel2d.mesh import mesh_shape
 from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
 from parallel2d.parallelize.twin import on_fake_tensors
+from parallel2d.sync import GradientSync
+from parallel2d.sync.engine import engines_in
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +37,20 @@ def predict_communication(
     ``model``: after `parallelize`. Per group of parameters (Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, FSDP): an all-gather
     per micro-batch for forward, another one for backward where parameters are freed in between; a reduce-scatter of the
     gradients per micro-batch, or once with ``none``; an all-reduce of the sharded gradients once, or per micro-batch with
-    ``full``. Parameters count as they travel: padded to the shard axis, in the dtype they are gathered or reduced in. The
+    ``full``. Parameters count as they travel: padded to the shard axis, in the dtype they are gathered or reduced in. Gradients in
+    fewer than 32 bits are exchanged all to all instead, over the shard axis and, with an all-gather of the means, over the replicas. The
     ``tensor`` axis moves activations, which depend on the model's plan: `count_tensor_axis`.
     """
     shape = mesh_shape(mesh)
     device = mesh.device_type
     replicate = shard = 0.0
+    exchanges = any(isinstance(engine, GradientSync) for engine in engines_in(model))
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         for group in module._get_fsdp_state()._fsdp_param_groups:
             reshard = group.post_forward_mesh_info is not None
-            gathered = reduced = reduced_local = 0
+            gathered = reduced = reduced_local = narrow = 0
             policy = group.mp_policy
             for parameter in group.fsdp_params:
                 local = parameter._sharded_param_data.numel()
@@ -55,11 +59,12 @@ def predict_communication(
                 if parameter.sharded_param.requires_grad:
                     travels = (policy.reduce_dtype or policy.param_dtype or stored).itemsize
                     reduced += local * shape.shard * travels
+                    narrow += exchanges and travels < 4
                     reduced_local += local * travels
             gathers = accumulation * (2 if reshard else 1)
             shard += gathers * sent_bytes("all_gather", gathered, shape.shard, device)
             scatters = 1 if during_accumulation == "none" else accumulation
-            shard += scatters * sent_bytes("reduce_scatter", reduced, shape.shard, device)
+            shard += scatters * sent_bytes("all_to_all" if narrow else "reduce_scatter", reduced, shape.shard, device)
             reductions = accumulation if during_accumulation == "full" else 1
             replicate += reductions * sent_bytes("all_reduce", reduced_local, shape.replicate, device)
     predicted = {"comm/replicate/bytes": replicate, "comm/shard/bytes": shard}
@@ -83,8 +88,8 @@ def count_tensor_axis(
     ``twin``: from `parallel2d.parallelize.twin.tensor_twin`; ``example(device)``: inputs and targets of one micro-batch. It runs forward
     and backward on tensors without storage, on every rank alike; its collectives are counted instead of run, by the same meter that
     measures. Then come those that sharding adds before it reduces: the gradients of weights that stayed whole while their inputs were
-    split are summed over the axis, in every backward, or once with ``none``, then in ``reduce_dtype``. Empty, and the reason logged,
-    for a model that such tensors cannot run.
+    split are summed over the axis, in every backward, or once with ``none``, in ``reduce_dtype`` (default: their own). Empty, and the
+    reason logged, for a model that such tensors cannot run.
     """
     once = during_accumulation == "none" and accumulation > 1
     devices = range(torch.cuda.device_count())
@@ -99,7 +104,7 @@ def count_tensor_axis(
                 loss(twin(inputs), targets).backward()
                 passes = meter.read()[_TENSOR_BYTES]
                 meter.start()
-                _make_gradients_whole(twin, reduce_dtype if once else None)
+                _make_gradients_whole(twin, reduce_dtype)
                 gradients = meter.read()[_TENSOR_BYTES]
             return {KEYS[_TENSOR_BYTES]: accumulation * passes + (1 if once else accumulation) * gradients}
         except Exception as error:  # a model may look at values, which neither has: then nothing is predicted, and said so
@@ -114,7 +119,8 @@ def _make_gradients_whole(model: nn.Module, dtype: torch.dtype | None) -> None:
     for parameter in model.parameters():
         gradient = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-            gradient.to(dtype or gradient.dtype).redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+            wide: Any = gradient.to(torch.promote_types(gradient.dtype, dtype or gradient.dtype))
+            wide.redistribute(placements=parameter.placements)
 
 
 class Deviation:

@@ -412,19 +412,18 @@ class GradientSync:
         return torch.tensor([flag for used in self._used for flag in used], dtype=torch.float64)
 
     def _digests(self) -> Tensor:
-        """A hash and its square, in the place of this replica: equal on all ranks of a shard group
-        if the sum of squares is that of equal numbers."""
-        digests = torch.zeros(mesh_shape(self.mesh).replicate, 2, dtype=torch.float64)
+        """One, a hash and its square, in the place of this replica. The hashes of a shard group are
+        equal if the sum of squares is that of equal numbers."""
+        digests = torch.zeros(mesh_shape(self.mesh).replicate, 3, dtype=torch.float64)
         if self._order is not None:
             value = self._order.digest() % 2**20
             replica = self.mesh.get_local_rank("replicate")
-            digests[replica] = torch.tensor([value, value**2], dtype=torch.float64)
+            digests[replica] = torch.tensor([1, value, value**2], dtype=torch.float64)
         return digests.flatten()
 
     def _check_digests(self, summed: Tensor) -> None:
-        shape = mesh_shape(self.mesh)
-        total, squares = summed.view(shape.replicate, 2).unbind(1)
-        different = squares * shape.shard * shape.tensor != total**2
+        ranks, total, squares = summed.view(-1, 3).unbind(1)
+        different = squares * ranks != total**2
         if not different.any():
             return
         text = ""
