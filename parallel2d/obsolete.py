@@ -117,7 +117,9 @@ OPTIONS: dict[str, Obsolete] = {
     "gradient_checkpointing": Obsolete("transformers", "activation_checkpointing=full or selective"),
     # Gradients
     "find_unused_parameters": Obsolete(
-        _DDP, "leave it out: a parameter without gradient is no error; what must be used alike is each rank's graph"
+        _DDP,
+        "leave it out: a parameter without gradient is no error, and ranks may use different ones; only the groups of modules that "
+        "are gathered together must be run by all ranks of a shard group",
     ),
     "gradient_as_bucket_view": Obsolete(_DDP, "leave it out: reduced gradients are views of their group's buffer already"),
     "static_graph": Obsolete(_DDP, "leave it out: nothing is recorded from the first iteration"),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from test_parallelize import CollectiveCounter
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
 from training import is_agreement
 
@@ -77,6 +78,7 @@ def namespace(code: str) -> dict[str, Any]:
     x = (torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)) % 8  # tensor ranks share their data
     names |= {
         "torch": torch, "nn": nn, "MyModel": MyModel, "Block": Block, "module": module, "bare": bare, "mesh": mesh, "config": config,
+        "bf16_compress_hook": default_hooks.bf16_compress_hook,
         "x": x, "micro_batches": [x, x], "rank": rank, "f": halve, "original": [p.detach().clone() for p in module.parameters()],
     }  # fmt: skip
     if not re.search(r"\b(model(?! = )|state|parts|whole)\b", code):
@@ -231,6 +233,13 @@ def replicas_are_reduced_once(names):
 def two_by_two(names):
     assert names["mesh"].mesh.tolist() == [[0, 1], [2, 3]]
     assert names["mesh"].mesh_dim_names == ("replicate", "shard")
+
+
+@check("FullySharded", "register_comm_hook")
+def gradients_were_bf16_on_the_way(names):
+    assert step_counts(names) == {"allgather": 6, "reduce_scatter": 3, "allreduce": 1}
+    gradients = [p.grad.to_local() for p in names["model"].parameters()]
+    assert all(g.dtype == torch.float32 and torch.equal(g, g.bfloat16().float()) for g in gradients)
 
 
 @check("FullySharded", "MixedPrecision(keep_low_precision_grads")
@@ -516,7 +525,3 @@ def fails_on_two(code: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def has_comm_hooks() -> bool:
-    return hasattr(namespace("model")["model"], "register_comm_hook")

@@ -22,7 +22,7 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from coming_from_checks import fails, fails_on_two, has_comm_hooks, run_cell
+from coming_from_checks import fails, fails_on_two, run_cell
 
 import parallel2d
 from parallel2d import ConfigError
@@ -98,10 +98,6 @@ def test_python_that_starts_and_ends_the_process_group(row):
     exec(compile("\n".join(row.code), row.left, "exec"), names)
     assert names["runtime"].topology.world_size == 1
     assert not dist.is_initialized()
-
-
-def test_hooks_of_ones_own_do_not_exist(ranks):
-    assert not any(ranks.run(4, has_comm_hooks))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def differences(sizes, strategy, bucketing, mode, micros, names):
         torch.manual_seed(3)
         reference = CASES[name]().double()
         settings = ParallelConfig(strategy, bucketing, FP64)
-        model = parallelize(copy.deepcopy(reference), mesh, settings)
+        plan = {"blocks.*.experts.*.0": "colwise", "blocks.*.experts.*.2": "rowwise"} if shape.tensor > 1 else None
+        model = parallelize(copy.deepcopy(reference), mesh, settings, tensor_plan=plan)
         worst = 0.0
         for step in range(STEPS):
             expected = expected_gradients(reference, shape.data_ranks, shape.shard, micros, step)
@@ -87,7 +88,9 @@ LAYOUTS = [
     ({"replicate": 2, "shard": 2}, "hybrid", "layer", "none", 2),
     ({"replicate": 2, "shard": 2}, "hybrid_zero2", "block", "full", 2),
     ({"replicate": 4, "shard": 1}, "ddp", "block", "reduce_scatter_only", 5),
+    ({"replicate": 2, "shard": 1, "tensor": 2}, "ddp", "block", "none", 3),
     ({"replicate": 4, "shard": 1}, "ddp", "layer", "own_none", 2),
+    ({"replicate": 1, "shard": 2, "tensor": 2}, "zero3", "block", "full", 2),
     ({"replicate": 1, "shard": 4}, "zero3", "block", "none", 2),
     ({"replicate": 1, "shard": 4}, "zero2", "block", "own_plain", 2),
     ({"replicate": 2, "shard": 2}, "hybrid", "block", "own_reduce_scatter_only", 5),
@@ -98,6 +101,8 @@ LAYOUTS = [
 def cases(sizes, bucketing):
     """Those that this layout can run: ranks of a shard group have to choose the same groups of modules, and the parameters of a
     group have one dtype."""
+    if "tensor" in sizes:  # sizes that the axis divides, and a weight that is not tied to a split one
+        return [name for name in CASES if name not in ("Complex", "Conv", "UnequalByBoth", "OneRankAlone", "Tied")]
     if sizes["shard"] == 1:
         return [name for name in CASES if name != "Complex" or bucketing != EVERYTHING]
     if bucketing == "layer":

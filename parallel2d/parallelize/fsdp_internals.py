@@ -1,7 +1,7 @@
 """The private parts of torch's `fully_shard` that this package reaches, all in one place.
 
 Each use says why it is needed and which public interface or issue would make it unnecessary.
-Written for torch 2.13; `tests/test_fsdp_internals.py` lists what another version lacks.
+Written for torch 2.13; `tests/test_sync.py` lists what another version lacks.
 """
 
 from __future__ import annotations
