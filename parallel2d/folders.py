@@ -1,15 +1,54 @@
 """Folders that live as long as the process which starts a node's workers, for what must outlive the workers.
 
-A place (a temporary folder, shared memory) flows in, the path of a folder in it flows out. It is named after that process's id and start
-time, since an id alone is given out again, inside a folder of this user and this process-id namespace, where ids of others mean nothing.
+They are named after that process's id and start time, since an id alone is given out again, inside a folder of this user and this
+process-id namespace, where ids of others mean nothing. Temporary folders are open to all users, and these names can be guessed: so
+both levels are made private, and nothing in them is believed that others could have put there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import stat
+import tempfile
+
+
+def temporary_place() -> str:
+    """Where launchers keep their records: the user's runtime folder if it is private, otherwise the temporary folder."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return runtime if runtime and is_private(runtime) else tempfile.gettempdir()
+
+
+def make_private(path: str) -> None:
+    """Makes the folder if it does not exist, readable by this user alone. Raises OSError when it is a link, no folder, or belongs to
+    another user."""
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(path, mode=0o700)
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link is not followed)", path)
+    if status.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, f"belongs to user {status.st_uid}, not to {os.getuid()}", path)
+    if status.st_mode & 0o077:
+        os.chmod(path, 0o700)
+
+
+def make_own(path: str) -> None:
+    """Makes a folder that `folder_of` names, and the one around it, private. Raises OSError as `make_private` does."""
+    make_private(os.path.dirname(path))
+    make_private(path)
+
+
+def is_private(path: str) -> bool:
+    """Whether it is a folder, no link, of this user, that nobody else can write to."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def around(place: str) -> str:

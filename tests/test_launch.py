@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,9 @@ import pytest
 from parallel2d import folders
 from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.data import BatchPlan
-from parallel2d.launch.agent import _Agent
+from parallel2d.launch import agreement
+from parallel2d.launch.agent import _Agent, launcher_environment
+from parallel2d.launch.place import AGENT
 from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import LONGEST_PAUSE_S, Restarts
 from parallel2d.mesh import MeshSpec, Topology
@@ -240,6 +243,44 @@ def test_folders_of_launchers_that_are_gone_are_removed(tmp_path):
     assert not os.path.exists(gone)
     folders.remove(mine)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkeypatch):
+    folder = Path(folders.folder_of(os.getpid(), str(tmp_path)))
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(NotADirectoryError, match="a link is not followed"):
+        folders.make_own(str(folder))
+    folder.unlink()
+    folder.parent.chmod(0o777)
+    folders.make_own(str(folder))
+    assert folder.parent.stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
+    (folder / "job.json").write_text('{"run_dir": "here", "config": "there"}')
+    assert agreement._recorded_job(str(folder)) == {"run_dir": "here", "config": "there"}
+    folder.parent.chmod(0o770)
+    assert agreement._recorded_job(str(folder)) is None
+    folder.parent.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert agreement._recorded_job(str(folder)) is None
+    with pytest.raises(PermissionError, match="belongs to user"):
+        folders.make_own(str(folder))
+    squatted = Path(folders.around(str(tmp_path)))
+    squatted.mkdir()  # of the user who runs this test, as that of another
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with pytest.raises(ConfigError, match="belongs to user .* set TMPDIR to a folder of your own"), launcher_environment({}):
+        pass
+
+
+def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for variable in ("XDG_RUNTIME_DIR", AGENT, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    agreement._record_job({"run_dir": "a", "config": "b"})
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    agreement._record_job({"run_dir": "a", "config": "b"})
+    assert agreement._recorded_job(agreement.launcher_folder()) == {"run_dir": "a", "config": "b"}
 
 
 def test_the_store_command_listens_where_it_is_told():

@@ -300,6 +300,16 @@ def test_a_report_of_one_run_lies_in_it(tmp_path):
     assert "| run | - | ? x ? x ? | 10 |" in (run / "report.md").read_text()
 
 
+def test_a_report_follows_no_link_out_of_the_run(tmp_path):
+    run, outside = make_run(tmp_path / "run"), tmp_path / "outside"
+    outside.write_text("mine")
+    (run / "report.md").symlink_to(outside)
+    assert report([str(run)]) == 0
+    assert outside.read_text() == "mine"
+    assert not (run / "report.md").is_symlink()
+    assert sorted(path.name for path in run.glob("report*")) == ["report.html", "report.md"]
+
+
 @pytest.mark.parametrize("what", ["missing", "empty", "torn", "layout"])
 def test_a_report_of_something_else_is_one_message(tmp_path, capsys, what):
     folder = tmp_path / "run"

@@ -73,7 +73,7 @@ def reference(dtype: torch.dtype, steps: int) -> dict[str, Any]:
     return training.reference(initial_model(), steps=steps, dtype=dtype)
 
 
-def layout(strategy: str, bucketing: str, engine: str) -> dict[str, Any]:
+def layout(strategy: str, bucketing: str, engine: str = "parallel2d") -> dict[str, Any]:
     from parallel2d.config import BucketingConfig, SyncConfig
 
     return {

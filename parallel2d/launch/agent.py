@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -69,15 +68,10 @@ def last_step(folder: str) -> int:
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     """This launcher's folders, one for records and one in shared memory for copies of the state, announced to its workers along with
-    ``environment``. All are gone afterwards. Yields the first."""
-    places = {AGENT: tempfile.gettempdir()}
+    ``environment``. All are gone afterwards. Yields the first. Raises `ConfigError` where somebody else holds a name of theirs."""
+    paths = {AGENT: _made(folders.temporary_place())}
     if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
-        places[VARIABLE] = SHARED_MEMORY
-    paths = {}
-    for variable, place in places.items():
-        folders.remove_stale(place)
-        paths[variable] = folders.folder_of(os.getpid(), place)
-        os.makedirs(paths[variable], mode=0o700, exist_ok=True)
+        paths[VARIABLE] = _made(SHARED_MEMORY)
     before = dict(os.environ)
     # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses of dead peers
     os.environ.update(environment, **paths, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
@@ -88,6 +82,18 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
         os.environ.update(before)
         for path in paths.values():
             folders.remove(path)
+
+
+def _made(place: str) -> str:
+    """This launcher's folder in ``place``. Raises `ConfigError` where somebody else holds its name."""
+    path = folders.folder_of(os.getpid(), place)
+    try:
+        folders.make_private(folders.around(place))
+        folders.remove_stale(place)
+        folders.make_own(path)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own") from None
+    return path
 
 
 def run_team(team: Team, meeting: Meeting) -> None:

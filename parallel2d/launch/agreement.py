@@ -16,7 +16,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,8 @@ def agree_on_job(place: Place, store: Any, arguments: Sequence[str]) -> compose.
     None when rank 0 had nothing to run (``--help``, ``--cfg``). See [Note: one run directory].
     """
     if place.local_rank == 0:
-        store.set(f"parallel2d/recorded/{place.node}", json.dumps(_recorded_job(launcher_folder())))
+        record = _recorded_job(launcher_folder()) if _is_started_again() else None
+        store.set(f"parallel2d/recorded/{place.node}", json.dumps(record))
     if place.rank == 0:
         records = [json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(place.nodes)]
         earlier = next((record for record in records if record), None)
@@ -78,7 +78,7 @@ def launcher_folder() -> str:
 
     Our own launchers announce theirs; that of another (torchrun) is named after it.
     """
-    return os.environ.get(AGENT) or folders.folder_of(os.getppid(), tempfile.gettempdir())
+    return os.environ.get(AGENT) or folders.folder_of(os.getppid(), folders.temporary_place())
 
 
 def recorded_run_dir(folder: str) -> str | None:
@@ -87,7 +87,15 @@ def recorded_run_dir(folder: str) -> str | None:
     return record["run_dir"] if record else None
 
 
+def _is_started_again() -> bool:
+    """Whether the process that starts the workers does so again when they fail, with the same command: our launchers and torchrun. Of
+    another, such as a shell or a notebook, the next job may be a different one."""
+    return AGENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _recorded_job(folder: str) -> dict[str, str] | None:
+    if not folders.is_private(folder) or not folders.is_private(os.path.dirname(folder)):
+        return None  # somebody else may have written it
     try:
         with open(os.path.join(folder, "job.json")) as file:
             record = json.load(file)
@@ -97,8 +105,13 @@ def _recorded_job(folder: str) -> dict[str, str] | None:
 
 
 def _record_job(job: Mapping[str, Any]) -> None:
+    if not _is_started_again():
+        return
     folder = launcher_folder()
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    try:
+        folders.make_own(folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own") from None
     path = os.path.join(folder, "job.json")
     with open(path + ".new", "w") as file:
         json.dump({"run_dir": job["run_dir"], "config": job["config"]}, file)

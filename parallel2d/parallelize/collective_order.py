@@ -58,12 +58,19 @@ class CollectiveOrder:
     """
 
     def __init__(self, group: dist.ProcessGroup, table: _Table | None, device_type: str) -> None:
-        self._group, self._table, self._device_type = group, table, device_type
+        self._reference = weakref.ref(group)  # the group is the key under which `of` keeps this
+        self._table, self._device_type = table, device_type
         self._ranks = dist.get_process_group_ranks(group)
         self._models: dict[int, Sequence[str]] = {}
         self._added = 0
         self._hash = hashlib.sha256()
         self._recent: list[int] = []  # entries since the last end, for messages
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        assert group is not None, "the process group was destroyed"
+        return group
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, one_host: bool, device_type: str) -> CollectiveOrder:

@@ -286,7 +286,7 @@ class ShardedParameter:
         """Makes ``total``, in the wide dtype, the unreduced sum of the gradient."""
         whole = self._whole
         assert isinstance(whole, DTensor)
-        sums = DTensor.from_local(total, whole.device_mesh, whole.placements, run_check=False)
+        sums = DTensor.from_local(total.to(self.gradient_dtype), whole.device_mesh, whole.placements, run_check=False)
         self._parameter.unsharded_accumulated_grad, whole.grad = sums, None
 
     @property

@@ -23,8 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = _tell_apart([read_run(path) for path in options.runs])
         os.makedirs(folder, exist_ok=True)
         for name, text in (("report.md", markdown(runs)), ("report.html", page(runs))):
-            with open(os.path.join(folder, name), "w") as file:
-                file.write(text)
+            _replace(os.path.join(folder, name), text)
             print(os.path.join(folder, name))
     except ConfigError as error:
         print(f"parallel2d: {error}", file=sys.stderr)
@@ -33,6 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"parallel2d: --out: {folder} cannot be written: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _replace(path: str, text: str) -> None:
+    """Writes a new file and renames it: a run may be somebody else's, and a link in it must not be followed."""
+    draft = f"{path}.{os.urandom(8).hex()}"
+    with open(draft, "x") as file:
+        file.write(text)
+    os.replace(draft, path)
 
 
 def _tell_apart(runs: list[Run]) -> list[Run]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -60,12 +59,12 @@ class Engine(Protocol):
         """Drops what an interrupted global batch left behind."""
 
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+_ENGINE = "_parallel2d_engine"  # an attribute of the model, which the engine holds too: both go together
 
 
 def register_engine(model: nn.Module, engine: Engine) -> None:
     """Makes ``engine`` that of ``model``."""
-    _engines[model] = engine
+    vars(model)[_ENGINE] = engine
 
 
 class Scalar(Protocol):
@@ -511,12 +510,12 @@ class GradientSync:
 
 def engines_in(model: nn.Module) -> list[Engine]:
     """Those of ``model`` and of modules below it."""
-    return [_engines[module] for module in model.modules() if module in _engines]
+    return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
 
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
-    found = _engines.get(model)
+    found: Engine | None = vars(model).get(_ENGINE)
     if found is None:
         raise ConfigError(
             f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that it returned, not a module of it"

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import shutil
-import stat
 from dataclasses import dataclass
 
 from parallel2d import folders
@@ -34,14 +33,14 @@ def open_place() -> Place:
     """The folder of this node, made if it does not exist. Raises OSError when it is not ours alone."""
     path = os.environ.get(VARIABLE)
     if path:
-        _make_private(path)
+        folders.make_private(path)
         return Place(os.path.abspath(path), _token(path), own=False)
     if not os.path.isdir(SHARED_MEMORY):
         raise FileNotFoundError(errno.ENOENT, f"no shared memory folder; set {VARIABLE} to one", SHARED_MEMORY)
-    _make_private(folders.around(SHARED_MEMORY))
+    folders.make_private(folders.around(SHARED_MEMORY))
     folders.remove_stale(SHARED_MEMORY)
     path = folders.folder_of(os.getppid(), SHARED_MEMORY)
-    _make_private(path)
+    folders.make_own(path)
     return Place(path, _token(path), own=True)
 
 
@@ -102,18 +101,6 @@ def _left_in(group: str) -> int:
     with open(os.path.join(group, "memory.stat")) as file:
         facts = dict(line.split() for line in file)
     return limit - current + int(facts["inactive_file"])
-
-
-def _make_private(path: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.makedirs(path, mode=0o700)
-    status = os.lstat(path)
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link is not followed)", path)
-    if status.st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, f"belongs to user {status.st_uid}, not to {os.getuid()}", path)
-    if status.st_mode & 0o077:
-        os.chmod(path, 0o700)
 
 
 def _token(root: str) -> str:
