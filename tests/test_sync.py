@@ -139,7 +139,6 @@ def _accumulate_hooks():
     return all(
         torch.equal(heard[name], p.grad.full_tensor()) if p.grad is not None else name not in heard
         for name, p in model.named_parameters()
-        if p.grad is not None
     )
 
 
@@ -393,6 +392,122 @@ def _two_models():
 
 def test_two_models_share_a_loss(ranks):
     assert max(ranks.run(4, _two_models)) < 1e-9
+
+
+class Uneven(Case):
+    """Parameters that two shard ranks divide unevenly, in blocks that replica 1 skips; and two ways in."""
+
+    widths = (3, 5)
+
+    def encode(self, x):
+        return self.first(x)
+
+    def decode(self, x, route):
+        for number, block in enumerate(self.blocks):
+            if route.replica == 0 or number != 1:
+                x = x + block(x, number % 2)
+        return self.last(x)
+
+    def forward(self, x, route):
+        return self.decode(self.encode(x), route)
+
+
+def _odd_loops():
+    """The largest difference from one process after each of several loops that people write; every group is a bucket."""
+    mesh = build_mesh(HYBRID, "hybrid")
+    rank = data_coordinate(mesh)
+    found = {}
+
+    def compare(name, strategy, ours, plain, case=Uneven):
+        torch.manual_seed(7)
+        expected = case().double()
+        config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(bucket_mib=1e-5))
+        model = parallelize(copy.deepcopy(expected), mesh, config)
+        ours(model, lambda micro=0: (batch(rank, micro).double(), Route(rank, rank // 2, micro, 0)))
+        for other in range(4):
+            plain(expected, lambda micro=0, other=other: (batch(other, micro).double(), Route(other, other // 2, micro, 0)))
+        model.unshard()  # gradients of sharded parameters are asked for by the names of the model: put these back
+        model.reshard()
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        found[name] = max(
+            (p.grad.full_tensor() - q.grad / 4).abs().max().item()
+            if None not in (p.grad, q.grad)
+            else 9.0 * (p.grad is not q.grad)
+            for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+        )
+
+    def once(model, data):
+        model.loss(*data()).backward()
+
+    def cleared_between(model, data):
+        once(model, data)
+        with torch.no_grad():
+            model.loss(*data())  # leaves gathered parameters in their places where they are not freed
+        loss = model.loss(*data())
+        model.zero_grad()
+        loss.backward()
+
+    def by_methods(model, data):
+        for name in ("encode", "decode"):
+            torch.distributed.fsdp.register_fsdp_forward_method(model, name)
+        x, route = data()
+        model.decode(model.encode(x), route).square().mean().backward()
+
+    def frozen_in_between(model, data):
+        for trained in (True, False, True):
+            model.blocks.requires_grad_(trained)
+            model.zero_grad()
+            once(model, data)
+
+    def retained(model, data):
+        x, route = data()
+        out = model(model(x, route), route)
+        out.square().mean().backward(retain_graph=True)
+        out.mean().backward()
+
+    def nothing_in_the_last(mode):
+        def loop(model, data):
+            for micro in accumulate(model, range(3), mode):
+                if micro < 2:
+                    model.loss(*data(micro)).backward()
+
+        return loop
+
+    def both(model, data):
+        model.loss(*data(0)).backward()
+        model.loss(*data(1)).backward()
+
+    for strategy in ("hybrid", "hybrid_zero2"):
+        compare(f"{strategy}: uneven", strategy, once, once)
+        compare(f"{strategy}: cleared between", strategy, cleared_between, once)
+        compare(f"{strategy}: methods", strategy, by_methods, once)
+        compare(f"{strategy}: frozen in between", strategy, frozen_in_between, once)
+        compare(f"{strategy}: retained", strategy, retained, retained)
+        for mode in ("reduce_scatter_only", "none", "full"):
+            compare(f"{strategy}: {mode}, nothing in the last", strategy, nothing_in_the_last(mode), both)
+    return found
+
+
+def test_loops_that_people_write_give_the_gradients_of_one_process(ranks):
+    for found in ranks.run(4, _odd_loops):
+        assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}
+
+
+def _first_run_late():
+    """In bf16: a group that has never run when the first micro-batch ends."""
+    torch.manual_seed(7)
+    mesh = build_mesh(HYBRID, "hybrid")
+    model = parallelize(Uneven(), mesh, ParallelConfig("hybrid", precision="bf16"))
+    rank = data_coordinate(mesh)
+    for micro in accumulate(model, range(2), "none"):
+        model.loss(batch(rank, micro), Route(rank, 1 - micro, micro, 0)).backward()
+    return all(p.grad is not None for name, p in model.named_parameters() if "blocks.1.experts.1" in name)
+
+
+def test_a_group_may_run_for_the_first_time_in_a_later_micro_batch(ranks):
+    assert all(ranks.run(4, _first_run_late))
 
 
 def _with_torch(what):

@@ -64,7 +64,8 @@ class CollectiveOrder:
         self._models: dict[int, Sequence[str]] = {}
         self._added = 0
         self._hash = hashlib.sha256()
-        self._recent: list[int] = []  # entries since the last end, for messages
+        self._recent: list[int] = []  # entries since the last digest
+        self._compared: list[int] = []  # those of the last digest, for messages
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -97,7 +98,7 @@ class CollectiveOrder:
         code = kind | _DTYPES.index(dtype) << 2 | model << 8 | index << 20
         if self._table is None:
             self._hash.update(code.to_bytes(8, "little"))
-            self._recent = [*self._recent[-RING:], code]
+            self._recent.append(code)
             return
         with self._table.locked():
             if self._table.raised_elsewhere:
@@ -130,12 +131,13 @@ class CollectiveOrder:
             return 0
         value = int.from_bytes(self._hash.digest()[:4], "little")
         self._hash = hashlib.sha256()
+        self._compared, self._recent = self._recent, []
         return value
 
     def differing_on_other_hosts(self) -> str:
         """The message when digests differ. Collective over the group."""
         every: list[list[int]] = [[]] * self._group.size()
-        dist.all_gather_object(every, self._recent, group=self._group)
+        dist.all_gather_object(every, self._compared, group=self._group)
         for position in range(max(map(len, every))):
             found = [codes[position] if position < len(codes) else END for codes in every]
             for rank, code in zip(self._ranks, found, strict=True):

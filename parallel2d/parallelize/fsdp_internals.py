@@ -26,7 +26,7 @@ from parallel2d.config import ConfigError
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
     (FSDPState, ("_root_post_backward_final_callback",)),
-    (FSDPParamGroup, ("post_backward", "_init_mp_dtypes", "_reduce_scatter_process_group")),
+    (FSDPParamGroup, ("pre_forward", "post_backward", "finalize_backward", "_init_mp_dtypes", "_reduce_scatter_process_group")),
     (
         FSDPParam,
         (
@@ -132,13 +132,17 @@ class ShardedGroup:
         self._group.reduce_scatter_unused_params = fill
 
     def on_forward(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` at each forward of the group that autograd records."""
+        """Calls ``callback`` at each forward of the group that autograd records, whatever method of
+        its modules it runs. Hooks of modules see calls of ``forward`` alone."""
+        original, group = self._group.pre_forward, self._group
 
-        def count(_module: nn.Module, _inputs: Any) -> None:
-            if torch.is_grad_enabled() and not in_backward():
+        def pre_forward(*given: Any) -> Any:
+            entering = group._training_state != TrainingState.FORWARD
+            if entering and torch.is_grad_enabled() and not in_backward():
                 callback()
+            return original(*given)
 
-        self._group.modules[0].register_forward_pre_hook(count)
+        group.pre_forward = pre_forward  # type: ignore[assignment, method-assign]
 
     def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Calls ``before`` when autograd has the group's gradients and they are not reduced yet,
@@ -153,7 +157,9 @@ class ShardedGroup:
         @torch._dynamo.disable(recursive=True)
         def post_backward(*unused: Any) -> None:
             before()
-            original(*unused)
+            # A group that never ran has no whole parameters, which torch asks for all the same.
+            if self._group.reduce_grads or any(hasattr(p, "_unsharded_param") for p in self._group.fsdp_params):
+                original(*unused)
             after()
 
         self._group.post_backward = post_backward  # type: ignore[method-assign]
@@ -167,8 +173,9 @@ class ShardedGroup:
         `ConfigError` for trained parameters of several dtypes.
         """
         self.wire = wire
-        stored = sorted({parameter.sharded.dtype for parameter in self.trained}, key=str)
-        if not stored:
+        trained = self.trained or [p for p in self.parameters if p.sharded.is_floating_point()]
+        stored = sorted({parameter.sharded.dtype for parameter in trained}, key=str)
+        if not stored or (len(stored) > 1 and not self.trained):
             return
         if len(stored) > 1:
             raise ConfigError(
@@ -197,6 +204,13 @@ class ShardedGroup:
                     parameter.sharded_param.grad_dtype = None  # any: it differs from the parameter's
 
         self._group._init_mp_dtypes = look_up  # type: ignore[method-assign]
+
+    def reduce_late(self) -> None:
+        """Reduces what earlier backward passes left, outside of a backward pass."""
+        with torch.no_grad():
+            self._group.post_backward()
+        self._group.finalize_backward()
+        self._group._training_state = TrainingState.IDLE
 
     def wait_for_gradients(self, stream: torch.Stream) -> None:
         """Lets ``stream`` wait for the sharded gradients. The engine makes them in streams of its

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallel2d.config import ConfigError
 from parallel2d.mesh import mesh_shape
 
 
@@ -64,6 +65,7 @@ class Scalar:
             if self._on_tensor_axis is not None:
                 value = DTensor.from_local(value, self._on_tensor_axis, [Replicate()], run_check=False)
             self._plain = nn.Parameter(value, parameter.requires_grad)
+        self._plain.requires_grad_(parameter.requires_grad)
         self._kept = parameter
         self._put(self._plain)
 
@@ -99,12 +101,16 @@ class Scalar:
 
 def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Each parameter without dimensions that is not in ``left_out`` -> the (module, attribute) where
-    it stands."""
+    it stands. Raises `ConfigError` for complex ones, and where the model has no others."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim == 0 and parameter not in left_out:
                 places.setdefault(parameter, []).append((module, name))
+                if parameter.is_complex():
+                    raise ConfigError(f"{name} is complex and has no dimensions: give it one, torch.zeros(1)")
+    if places and all(parameter in places or parameter in left_out for parameter in model.parameters()):
+        raise ConfigError("the model has parameters without dimensions alone: there is nothing to shard")
     return places
 
 

@@ -80,14 +80,15 @@ def discard_accumulated(model: nn.Module) -> None:
 
 
 def clear_with_gradients(model: nn.Module) -> None:
-    """Lets ``model.zero_grad()`` drop what `discard_accumulated` drops too: sums that are kept outside of ``.grad``."""
+    """Lets ``model.zero_grad()`` drop all gradients: also those of sharded parameters while gathered ones stand in their places, and
+    sums that are kept outside of ``.grad``."""
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)
     def clear(set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
         for engine in engines_in(model):
-            engine.reset()
+            engine.clear_gradients(set_to_none)
 
     model.zero_grad = clear  # type: ignore[method-assign]
 
@@ -101,4 +102,4 @@ def _synchronize(model: nn.Module, mode: str, last: bool) -> None:
     assert isinstance(model, FSDPModule), "the model did not come from parallel2d.parallelize"
     model.set_requires_gradient_sync(last or mode != "none")
     model.set_requires_all_reduce(last or mode == "full")
-    model.set_is_last_backward(last)
+    model.set_is_last_backward(last or mode == "full")

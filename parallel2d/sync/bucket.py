@@ -105,9 +105,10 @@ class Bucket:
 
 
 def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """One flat view that covers all of ``tensors``, where they share one storage, dense in it.
+    """One flat view of all ``tensors``; None unless they fill a piece of one storage without gaps.
 
-    Gaps between them, which hold padding, are covered too. None where they do not share it.
+    With gaps, which hold padding, its size would depend on how the gradients came about, and differ
+    between replicas.
     """
     found = [tensor for tensor in tensors if tensor is not None]
     if len(found) < len(tensors) or not found:
@@ -117,6 +118,8 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
         return None
     begin = min(tensor.storage_offset() for tensor in found)
     end = max(tensor.storage_offset() + tensor.numel() for tensor in found)
+    if end - begin != sum(tensor.numel() for tensor in found):
+        return None
     return found[0].as_strided((end - begin,), (1,), begin)
 
 

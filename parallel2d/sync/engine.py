@@ -55,6 +55,9 @@ class Engine(Protocol):
     def finish(self) -> None:
         """Reduces what is left of a global batch. Collective."""
 
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops all gradients."""
+
     def reset(self) -> None:
         """Drops what an interrupted global batch left behind."""
 
@@ -107,6 +110,7 @@ class _GroupState:
 
     group: Group
     forwards: int = 0  # that autograd recorded and no backward pass has ended since
+    repeats: bool = False  # it has run more than once before a backward pass, and may again
     final: bool = False  # its gradients will not change any more in this backward pass
     fired: bool = False  # its reduction over the shard axis has begun in this backward pass
     averaged: bool = False  # what its gradients hold is the mean over all data ranks already
@@ -163,7 +167,8 @@ class GradientSync:
     # What hooks of the sharding engine call
 
     def _count_forward(self, state: _GroupState) -> None:
-        state.forwards += 1
+        state.forwards = min(state.forwards + 1, 2)
+        state.repeats = state.repeats or state.forwards > 1
 
     def _before(self, state: _GroupState, used: list[bool]) -> None:
         """Autograd has the group's gradients of this pass; they are about to be reduced."""
@@ -174,6 +179,13 @@ class GradientSync:
                 "are not possible here, because its parameters are released after the first; the "
                 "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
             )
+        any_gradient = any(parameter.has_whole_gradient for parameter in group.trained)
+        if state.final and any_gradient:
+            raise RuntimeError(
+                f"{group.name or 'the root module'} got gradients twice in one backward pass, and the first "
+                "were on their way to other replicas: call the module, not parts of it, or use sync.engine=torch"
+            )
+        state.repeats = state.repeats or state.fired
         state.fired = self._pending = True
         self._agreed = False
         for number, parameter in enumerate(group.parameters):
@@ -191,7 +203,6 @@ class GradientSync:
             self._set_aside(state)
         # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
         trained = group.trained
-        any_gradient = any(parameter.has_whole_gradient for parameter in trained)
         group.fill_unused(any_gradient or state.forwards > 0)
         # One dtype for all: sums of micro-batches are wide, and a module may cast its own weights.
         dtypes = {parameter.whole_gradient_dtype for parameter in trained} - {None}
@@ -200,8 +211,7 @@ class GradientSync:
                 parameter.accumulate()
         else:
             _sum_parts(trained)
-        if self._owns_replicas:
-            state.hooks = [(parameter, hooks) for parameter in trained if (hooks := parameter.take_hooks())]
+        state.hooks = [(parameter, hooks) for parameter in trained if (hooks := parameter.take_hooks())]
 
     def _set_aside(self, state: _GroupState) -> None:
         """Takes gradients out that are averaged already, where sending them once more would round
@@ -221,14 +231,15 @@ class GradientSync:
             parameter.give_hooks_back()
         if not self._owns_replicas or not state.group.crosses_replicas:
             return
-        state.final = state.forwards <= 1  # one that ran twice fires twice: it waits for the end
+        # One that ran twice fires twice: it waits for the end.
+        state.final = state.forwards == 1 and not state.repeats
         self._launch(everything=False)
 
     def end_backward(self) -> None:
         """Called at the end of every backward pass."""
         crosses = any(state.group.crosses_replicas for state in self._states)
         for state in self._states:
-            state.forwards = min(max(state.forwards - state.fired, 0), 2)
+            state.forwards = max(state.forwards - state.fired, 0)
             state.fired = False
         if crosses:
             self.finish()
@@ -247,15 +258,17 @@ class GradientSync:
                 self._order.end_backward()
             except ConfigError as error:
                 raise self.abandon(error) from None
+        for state in self._states:  # none of them where a backward pass was the last
+            if any(parameter.has_whole_gradient for parameter in state.group.trained):
+                state.group.reduce_late()
+                state.fired = False
         self._launch(everything=True)
         while self._in_flight:
             self._await_oldest()
         self._join_stream()
         for state in self._states:
             self._complete(state)
-        self._next = 0
-        for bucket in self._buckets:
-            bucket.release()
+        self._next, self._buckets = 0, []  # filled anew: parameters may be frozen in between
         self._pending = False
         if not self._deferred:
             self._agree()
@@ -305,10 +318,6 @@ class GradientSync:
                 local = parameter.local_gradient
                 if local is not None and local.dtype != self._final_dtype:
                     parameter.set_gradient(local.to(self._final_dtype))
-        for parameter, hooks in state.hooks:
-            for hook in hooks:
-                hook(parameter.sharded)
-        state.hooks = []
         state.final, state.averaged = False, True
 
     def _reduction_of(self, bucket: Bucket) -> Reduction:
@@ -354,6 +363,9 @@ class GradientSync:
     def _join_stream(self) -> None:
         if self._stream is not None:
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
+        elif self.mesh.device_type != "cpu":
+            for state in self._states:
+                state.group.wait_for_gradients(torch.accelerator.current_stream())
 
     def register_hook(self, state: Any, hook: Hook) -> None:
         """Lets ``hook`` reduce the buckets; see `parallel2d.register_sync_hook`."""
@@ -393,6 +405,10 @@ class GradientSync:
                 used[number] = next(anywhere)
                 if not used[number]:
                     parameter.sharded.grad = None
+            for parameter, hooks in state.hooks:
+                for hook in hooks if parameter.sharded.grad is not None else ():
+                    hook(parameter.sharded)
+            state.hooks = []
         self._agreed = True
 
     def _hook_never_called(self) -> str:
@@ -480,6 +496,17 @@ class GradientSync:
         self.reset()
         return ConfigError(message)
 
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops all gradients, also those of sharded parameters that a gathered one stands for now."""
+        for state in self._states:
+            for parameter in state.group.trained:
+                local = parameter.local_gradient
+                if set_to_none:
+                    parameter.set_gradient(None)
+                elif local is not None:
+                    local.zero_()
+        self.reset()
+
     def reset(self) -> None:
         """Drops what an interrupted global batch left behind: sums that are not reduced over all
         data ranks."""
@@ -490,10 +517,9 @@ class GradientSync:
             for state in self._states:
                 for parameter in state.group.trained:
                     parameter.sharded.grad = None
-        self._next, self._pending, self._agreed = 0, False, True
+        self._next, self._pending, self._agreed, self._buckets = 0, False, True, []
         for state in self._states:
-            state.forwards, state.final, state.fired = 0, False, False
-            state.earlier = []
+            state.final, state.fired, state.earlier = False, False, []
             for parameter, _ in state.hooks:
                 parameter.give_hooks_back()
             state.hooks = []

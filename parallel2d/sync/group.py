@@ -97,6 +97,9 @@ class Group(Protocol):
     def on_forward(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` at each forward of the group that autograd records."""
 
+    def reduce_late(self) -> None:
+        """Reduces over the shard axis what earlier backward passes left. Collective."""
+
     def wait_for_gradients(self, stream: torch.Stream) -> None:
         """Lets ``stream`` wait for the reduced gradients."""
 

@@ -28,6 +28,17 @@ class TorchSync:
     def finish(self) -> None:
         """Nothing is left to do: backward has reduced everything."""
 
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops all gradients, also those of sharded parameters that a gathered one stands for now."""
+        for group in self._groups:
+            for parameter in group.trained:
+                local = parameter.local_gradient
+                if set_to_none:
+                    parameter.set_gradient(None)
+                elif local is not None:
+                    local.zero_()
+        self.reset()
+
     def reset(self) -> None:
         """Drops partial sums that an interrupted global batch left behind."""
         for group in self._groups:
