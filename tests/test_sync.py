@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from gradient_cases import DIM, ByRank, Case, Everything, Route
+from gradient_cases import DIM, ByRank, Case, Everything, Experts, Route
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +22,7 @@ from parallel2d import (
     accumulate,
     build_mesh,
     data_coordinate,
+    limit_waiting,
     parallelize,
     register_sync_hook,
     replicate_group,
@@ -333,6 +334,32 @@ def test_blocks_in_another_order_are_refused_on_every_rank(ranks, one_host, stra
         assert "of the same shard group" in told
         assert "rank 1 " in told
         assert worst < 1e-5
+
+
+class UnequalBlocks(WholeBlocks):
+    """The block that rank 1 skips has a size of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = Experts((11, 13))
+
+
+def _unequal_on_other_hosts():
+    mesh = build_mesh(MeshSpec(), "zero3")
+    rank = dist.get_rank()
+    topology = Topology(tuple(f"host{rank}" for rank in range(4)))
+    torch.manual_seed(3)
+    model = parallelize(UnequalBlocks(), mesh, ParallelConfig("zero3", allow_cross_node=True), topology=topology)
+    limit_waiting(5.0)
+    model.loss(batch(rank), Route(rank, 0, 0, 0)).backward()
+
+
+def test_what_torch_ends_by_an_error_on_several_hosts_is_explained(ranks):
+    with pytest.raises(
+        WorkerError, match=r"rank 1 gathers blocks.2 while rank 0 of the same shard group gathers blocks.1"
+    ) as error:
+        ranks.run(4, _unequal_on_other_hosts)
+    assert error.value.kind in ("OutOfOrder", "ConfigError")
 
 
 def _hashes_differ():

@@ -12,7 +12,8 @@ others see the mark it left at their next collective, and raise the same. Afterw
 issued the same collectives, and the group can go on being used.
 
 Ranks on several hosts share no memory. They keep a hash of what they issued, which is compared at
-the end of each backward pass.
+the end of each backward pass. Where collectives of different sizes were paired, torch fails or waits
+until its time-out: then the ranks compare what they issued through the store.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from parallel2d.config import ConfigError
 
+EXPLAIN_S = 10.0  # how long ranks wait for each other's entries after a collective has failed
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
 
 # Kinds of entries
@@ -99,6 +103,8 @@ class CollectiveOrder:
         if self._table is None:
             self._hash.update(code.to_bytes(8, "little"))
             self._recent.append(code)
+            if len(self._recent) > 4 * RING:  # evaluation without end: no digest is asked for
+                del self._recent[: 2 * RING]
             return
         with self._table.locked():
             if self._table.raised_elsewhere:
@@ -138,12 +144,33 @@ class CollectiveOrder:
         """The message when digests differ. Collective over the group."""
         every: list[list[int]] = [[]] * self._group.size()
         dist.all_gather_object(every, self._compared, group=self._group)
+        return self._first_difference(every) or "ranks of a shard group issued different collectives"
+
+    def explain(self, error: RuntimeError) -> Exception:
+        """What to raise for a collective that failed: `OutOfOrder` when ranks on other hosts issued
+        others, which torch ends by a time-out or an error of the transport. Ranks tell each other
+        through the store, since their group is lost. ``error`` itself where that says nothing."""
+        if self._table is not None:
+            return error
+        store, name = dist.distributed_c10d._get_default_store(), f"parallel2d/order/{self._group.group_name}"
+        try:
+            store.set(f"{name}/{dist.get_rank()}", json.dumps(self._recent))
+            keys = [f"{name}/{rank}" for rank in self._ranks]
+            store.wait(keys, timedelta(seconds=EXPLAIN_S))
+            every = [json.loads(store.get(key)) for key in keys]
+        except RuntimeError:  # DistError: some rank has failed otherwise, or the store is gone
+            return error
+        told = self._first_difference(every)
+        return OutOfOrder(told) if told else error
+
+    def _first_difference(self, every: list[list[int]]) -> str:
+        """The message for the first position at which ranks differ; empty when they do not."""
         for position in range(max(map(len, every))):
             found = [codes[position] if position < len(codes) else END for codes in every]
             for rank, code in zip(self._ranks, found, strict=True):
                 if code != found[0]:
                     return self._message(rank, code, self._ranks[0], found[0])
-        return "ranks of a shard group issued different collectives"
+        return ""
 
     def _join(self, code: int, numel: int) -> None:
         """Takes part in a collective that others have issued, with data that nobody will use."""
@@ -308,7 +335,10 @@ class OrderedAllGather(AllGather):
             self._order.enter(GATHER, self._model, self._index, output_tensor.numel(), output_tensor.dtype)
         except OutOfOrder as error:
             raise self._failed(error) from None
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        try:
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        except RuntimeError as error:
+            raise self._order.explain(error) from error
 
 
 class OrderedReduceScatter(ReduceScatter):
@@ -338,7 +368,15 @@ class OrderedReduceScatter(ReduceScatter):
             self._order.enter(EXCHANGE if narrow else SCATTER, self._model, self._index, input_tensor.numel(), input_tensor.dtype)
         except OutOfOrder as error:
             raise self._failed(error) from None
-        if not narrow:
+        try:
+            return self._reduce(output_tensor, input_tensor, group, op, async_op)
+        except RuntimeError as error:
+            raise self._order.explain(error) from error
+
+    def _reduce(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
+    ) -> dist.Work | None:
+        if input_tensor.dtype.itemsize >= 4:
             return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         assert not async_op, "the engine never asks for it"
         received = torch.empty_like(input_tensor)
