@@ -42,6 +42,16 @@ def make_own(path: str) -> None:
     make_private(path)
 
 
+def open_folder(process: int, place: str) -> str:
+    """The private folder in ``place`` of a launcher with this process id, made if it does not exist; those of launchers that are gone are
+    removed. Raises OSError as `make_private` does."""
+    make_private(around(place))
+    remove_stale(place)
+    path = folder_of(process, place)
+    make_own(path)
+    return path
+
+
 def is_private(path: str) -> bool:
     """Whether it is a folder, no link, of this user, that nobody else can write to."""
     try:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from parallel2d import folders
 from parallel2d.checkpoint.memory.place import SHARED_MEMORY, VARIABLE
 from parallel2d.config import ConfigError, LaunchConfig
-from parallel2d.launch.agreement import read_story
+from parallel2d.launch.agreement import held_by_nobody_else, read_story
 from parallel2d.launch.endings import StoreLost, WorkersFailed
 from parallel2d.launch.nursery import ForkedContext, Nursery
 from parallel2d.launch.place import AGENT
@@ -69,9 +69,11 @@ def last_step(folder: str) -> int:
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     """This launcher's folders, one for records and one in shared memory for copies of the state, announced to its workers along with
     ``environment``. All are gone afterwards. Yields the first. Raises `ConfigError` where somebody else holds a name of theirs."""
-    paths = {AGENT: _made(folders.temporary_place())}
+    places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
-        paths[VARIABLE] = _made(SHARED_MEMORY)
+        places[VARIABLE] = SHARED_MEMORY
+    with held_by_nobody_else():
+        paths = {variable: folders.open_folder(os.getpid(), place) for variable, place in places.items()}
     before = dict(os.environ)
     # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses of dead peers
     os.environ.update(environment, **paths, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
@@ -82,18 +84,6 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
         os.environ.update(before)
         for path in paths.values():
             folders.remove(path)
-
-
-def _made(place: str) -> str:
-    """This launcher's folder in ``place``. Raises `ConfigError` where somebody else holds its name."""
-    path = folders.folder_of(os.getpid(), place)
-    try:
-        folders.make_private(folders.around(place))
-        folders.remove_stale(place)
-        folders.make_own(path)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own") from None
-    return path
 
 
 def run_team(team: Team, meeting: Meeting) -> None:

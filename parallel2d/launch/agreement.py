@@ -87,6 +87,15 @@ def recorded_run_dir(folder: str) -> str | None:
     return record["run_dir"] if record else None
 
 
+@contextlib.contextmanager
+def held_by_nobody_else() -> Iterator[None]:
+    """Turns the OSError of a folder that cannot be made private into `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own") from None
+
+
 def _is_started_again() -> bool:
     """Whether the process that starts the workers does so again when they fail, with the same command: our launchers and torchrun. Of
     another, such as a shell or a notebook, the next job may be a different one."""
@@ -108,10 +117,8 @@ def _record_job(job: Mapping[str, Any]) -> None:
     if not _is_started_again():
         return
     folder = launcher_folder()
-    try:
+    with held_by_nobody_else():
         folders.make_own(folder)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own") from None
     path = os.path.join(folder, "job.json")
     with open(path + ".new", "w") as file:
         json.dump({"run_dir": job["run_dir"], "config": job["config"]}, file)

@@ -50,7 +50,8 @@ def predict_communication(
             continue
         for group in module._get_fsdp_state()._fsdp_param_groups:
             reshard = group.post_forward_mesh_info is not None
-            gathered = reduced = reduced_local = narrow = 0
+            gathered = reduced = reduced_local = 0
+            collective = "reduce_scatter"
             policy = group.mp_policy
             for parameter in group.fsdp_params:
                 local = parameter._sharded_param_data.numel()
@@ -59,12 +60,13 @@ def predict_communication(
                 if parameter.sharded_param.requires_grad:
                     travels = (policy.reduce_dtype or policy.param_dtype or stored).itemsize
                     reduced += local * shape.shard * travels
-                    narrow += exchanges and travels < 4
+                    if exchanges and travels < 4:
+                        collective = "all_to_all"
                     reduced_local += local * travels
             gathers = accumulation * (2 if reshard else 1)
             shard += gathers * sent_bytes("all_gather", gathered, shape.shard, device)
             scatters = 1 if during_accumulation == "none" else accumulation
-            shard += scatters * sent_bytes("all_to_all" if narrow else "reduce_scatter", reduced, shape.shard, device)
+            shard += scatters * sent_bytes(collective, reduced, shape.shard, device)
             reductions = accumulation if during_accumulation == "full" else 1
             replicate += reductions * sent_bytes("all_reduce", reduced_local, shape.replicate, device)
     predicted = {"comm/replicate/bytes": replicate, "comm/shard/bytes": shard}

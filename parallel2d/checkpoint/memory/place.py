@@ -37,10 +37,7 @@ def open_place() -> Place:
         return Place(os.path.abspath(path), _token(path), own=False)
     if not os.path.isdir(SHARED_MEMORY):
         raise FileNotFoundError(errno.ENOENT, f"no shared memory folder; set {VARIABLE} to one", SHARED_MEMORY)
-    folders.make_private(folders.around(SHARED_MEMORY))
-    folders.remove_stale(SHARED_MEMORY)
-    path = folders.folder_of(os.getppid(), SHARED_MEMORY)
-    folders.make_own(path)
+    path = folders.open_folder(os.getppid(), SHARED_MEMORY)
     return Place(path, _token(path), own=True)
 
 
