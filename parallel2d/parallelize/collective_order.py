@@ -12,22 +12,22 @@ others see the mark it left at their next collective, and raise the same. Afterw
 issued the same collectives, and the group can go on being used.
 
 Ranks on several hosts share no memory. They keep a hash of what they issued, which is compared at
-the end of each backward pass. Where collectives of different sizes were paired, torch fails or waits
-until its time-out: then the ranks compare what they issued through the store.
+the end of each backward pass. Where collectives of different sizes were paired, that is too late:
+gloo ends the process and NCCL waits for its time-out. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch
+compares sizes before each collective, at a cost, and names both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
-import json
 import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from parallel2d.config import ConfigError
 
-EXPLAIN_S = 10.0  # how long ranks wait for each other's entries after a collective has failed
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
 
 # Kinds of entries
@@ -146,23 +145,6 @@ class CollectiveOrder:
         dist.all_gather_object(every, self._compared, group=self._group)
         return self._first_difference(every) or "ranks of a shard group issued different collectives"
 
-    def explain(self, error: RuntimeError) -> Exception:
-        """What to raise for a collective that failed: `OutOfOrder` when ranks on other hosts issued
-        others, which torch ends by a time-out or an error of the transport. Ranks tell each other
-        through the store, since their group is lost. ``error`` itself where that says nothing."""
-        if self._table is not None:
-            return error
-        store, name = dist.distributed_c10d._get_default_store(), f"parallel2d/order/{self._group.group_name}"
-        try:
-            store.set(f"{name}/{dist.get_rank()}", json.dumps(self._recent))
-            keys = [f"{name}/{rank}" for rank in self._ranks]
-            store.wait(keys, timedelta(seconds=EXPLAIN_S))
-            every = [json.loads(store.get(key)) for key in keys]
-        except RuntimeError:  # DistError: some rank has failed otherwise, or the store is gone
-            return error
-        told = self._first_difference(every)
-        return OutOfOrder(told) if told else error
-
     def _first_difference(self, every: list[list[int]]) -> str:
         """The message for the first position at which ranks differ; empty when they do not."""
         for position in range(max(map(len, every))):
@@ -199,7 +181,7 @@ class CollectiveOrder:
         kind, model, index = code & 3, code >> 8 & 4095, code >> 20
         if kind == END:
             return _DOING[END]
-        return f"{_DOING[kind]} {self._models[model][index] or 'the root module'}"
+        return f"{_DOING[kind]} {self._models[model][index]}"
 
 
 _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
@@ -315,14 +297,26 @@ class _Table:
 Failed = Callable[[OutOfOrder], BaseException]
 
 
-class OrderedAllGather(AllGather):
-    """The all-gather of one group of parameters, entered in the order before it is issued."""
+class _Ordered:
+    """A collective of one group of parameters, entered in the order before it is issued."""
 
     def __init__(self, order: CollectiveOrder, model: int, index: int, failed: Failed) -> None:
         self._order, self._model, self._index, self._failed = order, model, index, failed
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def _issue(self, kind: int, payload: Tensor, issue: Callable[[], dist.Work | None]) -> dist.Work | None:
+        """Enters it and issues it. Raises what ``failed`` makes of `OutOfOrder`."""
+        try:
+            self._order.enter(kind, self._model, self._index, payload.numel(), payload.dtype)
+        except OutOfOrder as error:
+            raise self._failed(error) from None
+        return issue()
+
+
+class OrderedAllGather(_Ordered, AllGather):
+    """The all-gather of one group of parameters."""
 
     def __call__(
         self,
@@ -331,29 +325,17 @@ class OrderedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        try:
-            self._order.enter(GATHER, self._model, self._index, output_tensor.numel(), output_tensor.dtype)
-        except OutOfOrder as error:
-            raise self._failed(error) from None
-        try:
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        except RuntimeError as error:
-            raise self._order.explain(error) from error
+        gather = functools.partial(dist.all_gather_single, output_tensor, input_tensor, group=group, async_op=async_op)
+        return self._issue(GATHER, output_tensor, gather)
 
 
-class OrderedReduceScatter(ReduceScatter):
-    """The reduce-scatter of one group of gradients, entered in the order before it is issued.
+class OrderedReduceScatter(_Ordered, ReduceScatter):
+    """The reduce-scatter of one group of gradients.
 
     A payload of fewer than 32 bits is exchanged and added in fp32, so that each contribution and
     the result are rounded once, not every partial sum (Megatron-LM and VeOmni do the same). The
     bytes are those of a reduce-scatter that costs what it should.
     """
-
-    def __init__(self, order: CollectiveOrder, model: int, index: int, failed: Failed) -> None:
-        self._order, self._model, self._index, self._failed = order, model, index, failed
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -363,26 +345,20 @@ class OrderedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        narrow = input_tensor.dtype.itemsize < 4
-        try:
-            self._order.enter(EXCHANGE if narrow else SCATTER, self._model, self._index, input_tensor.numel(), input_tensor.dtype)
-        except OutOfOrder as error:
-            raise self._failed(error) from None
-        try:
-            return self._reduce(output_tensor, input_tensor, group, op, async_op)
-        except RuntimeError as error:
-            raise self._order.explain(error) from error
+        if input_tensor.dtype.itemsize < 4:
+            assert not async_op, "the engine never asks for it"
+            return self._issue(EXCHANGE, input_tensor, lambda: _exchange(output_tensor, input_tensor, group, op))
+        scatter = functools.partial(
+            dist.reduce_scatter_single, output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return self._issue(SCATTER, input_tensor, scatter)
 
-    def _reduce(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
-    ) -> dist.Work | None:
-        if input_tensor.dtype.itemsize >= 4:
-            return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        assert not async_op, "the engine never asks for it"
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
-        if op == dist.ReduceOp.AVG:
-            total /= group.size()
-        output_tensor.copy_(total)
-        return None
+
+def _exchange(output: Tensor, sent: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """A reduce-scatter that adds in fp32."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
+    if op == dist.ReduceOp.AVG:
+        total /= group.size()
+    output.copy_(total)

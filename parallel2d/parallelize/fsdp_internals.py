@@ -1,4 +1,4 @@
-"""The private parts of torch's `fully_shard` that this package reaches, all in one place.
+"""The private parts of torch's `fully_shard` that the reduction of gradients reaches.
 
 Each use says why it is needed and which public interface or issue would make it unnecessary.
 Written for torch 2.13; `tests/test_sync.py` lists what another version lacks.
@@ -39,6 +39,34 @@ REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (TrainingState, ("IDLE", "FORWARD")),
     (torch._C, ("_current_graph_task_id",)),
 )
+
+# What it reaches on their objects, once they have run.
+KEPT: dict[type, tuple[str, ...]] = {
+    FSDPState: ("_fsdp_param_groups",),
+    FSDPParamGroup: (
+        "modules",
+        "fsdp_params",
+        "mesh_info",
+        "post_forward_mesh_info",
+        "reduce_grads",
+        "all_reduce_grads",
+        "reduce_scatter_unused_params",
+        "_orig_dtype",
+        "_reduce_dtype",
+        "_training_state",
+        "_post_reduce_event",
+        "_partial_reduce_output",
+    ),
+    FSDPParam: (
+        "sharded_param",
+        "sharded_size",
+        "mesh_info",
+        "post_forward_mesh_info",
+        "reduce_dtype",
+        "unsharded_accumulated_grad",
+        "_unsharded_param",
+    ),
+}
 
 
 def in_backward() -> bool:
@@ -104,7 +132,7 @@ class ShardedGroup:
     sees it."""
 
     def __init__(self, group: FSDPParamGroup, name: str) -> None:
-        self._group, self.name = group, name
+        self._group, self.called = group, name or "the root module"
         self.wire = torch.float32
         self.parameters = [ShardedParameter(parameter) for parameter in group.fsdp_params]
 
@@ -179,7 +207,7 @@ class ShardedGroup:
             return
         if len(stored) > 1:
             raise ConfigError(
-                f"{self.name or 'the root module'} is gathered in one piece, and its trained parameters are "
+                f"{self.called} is gathered in one piece, and its trained parameters are "
                 f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
                 "bucketing=layer, or store them in one dtype"
             )

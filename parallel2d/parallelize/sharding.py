@@ -61,13 +61,20 @@ def cast_storage(model: nn.Module, precision: PrecisionConfig, fp32: Collection[
         for name, held in list(module._parameters.items()):
             if held in cast:
                 setattr(module, name, cast[held])
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffers is not None and (buffer.is_floating_point() or buffer.is_complex()):
-                if not buffer.is_complex():
-                    module._buffers[name] = buffer.to(DTYPES[buffers])
-                elif DTYPES[buffers].itemsize >= 4:
-                    module._buffers[name] = buffer.to(DTYPES[buffers].to_complex())
+        if buffers is not None:
+            _cast_buffers(module, DTYPES[buffers])
     return model
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Complex ones only to a dtype of 32 bits or more."""
+    for name, buffer in module._buffers.items():
+        if buffer is None:
+            continue
+        if buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
+        elif buffer.is_complex() and dtype.itemsize >= 4:
+            module._buffers[name] = buffer.to(dtype.to_complex())
 
 
 def _check_complex(name: str, precision: PrecisionConfig) -> None:
@@ -197,7 +204,7 @@ def synchronize(
     )
     fsdp_internals.after_backward(model, engine.end_backward)
     if order is not None:
-        number = order.add_model([group.name for group in groups])
+        number = order.add_model([group.called for group in groups])
         for index, group in enumerate(groups):
             for module in group.modules[:1]:
                 assert isinstance(module, FSDPModule)

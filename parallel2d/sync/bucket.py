@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from parallel2d.sync.group import Group, GroupParameter
+from parallel2d.sync.group import GroupParameter, ParameterGroup
 
 
 class Bucket:
@@ -18,7 +18,7 @@ class Bucket:
     `parameters`, `is_last`, `set_buffer`.
     """
 
-    def __init__(self, index: int, groups: Sequence[Group], last: bool) -> None:
+    def __init__(self, index: int, groups: Sequence[ParameterGroup], last: bool) -> None:
         self.groups = groups
         self._index, self._last = index, last
         self._flat: Tensor | None = None
@@ -98,10 +98,6 @@ class Bucket:
         numel = sum(parameter.local_size.numel() for parameter in parameters)
         first = parameters[0]
         self._flat = torch.zeros(numel, dtype=first.gradient_dtype, device=first.sharded.device)
-
-    def release(self) -> None:
-        """Forgets the flat tensor; the gradients that are views of it keep it alive."""
-        self._flat = None
 
 
 def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:

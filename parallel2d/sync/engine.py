@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.config import ConfigError
 from parallel2d.mesh import has_cpu_backend, inherit_timeout, mesh_shape, sum_over_data_ranks
 from parallel2d.sync.bucket import Bucket, keep_until_done
-from parallel2d.sync.group import Group, GroupParameter
+from parallel2d.sync.group import GroupParameter, ParameterGroup, clear_gradients
 from parallel2d.sync.reduction import Hook, HookReduction, Reduction, Wait, reduction_for
 
 
@@ -70,7 +70,7 @@ def register_engine(model: nn.Module, engine: Engine) -> None:
     vars(model)[_ENGINE] = engine
 
 
-class Scalar(Protocol):
+class ScalarGradient(Protocol):
     """A parameter without dimensions; see `parallel2d.parallelize.scalars`."""
 
     @property
@@ -87,7 +87,7 @@ class Scalar(Protocol):
         """Puts the parameter that the optimizer has in its place."""
 
 
-class Order(Protocol):
+class IssueOrder(Protocol):
     """The order of the collectives of this rank's shard group; see
     `parallel2d.parallelize.collective_order`."""
 
@@ -108,7 +108,7 @@ class Order(Protocol):
 class _GroupState:
     """Where a group stands in the current backward pass."""
 
-    group: Group
+    group: ParameterGroup
     forwards: int = 0  # that autograd recorded and no backward pass has ended since
     repeats: bool = False  # it has run more than once before a backward pass, and may again
     final: bool = False  # its gradients will not change any more in this backward pass
@@ -121,19 +121,20 @@ class _GroupState:
 class GradientSync:
     """The engine of one model; made by `parallel2d.parallelize`.
 
-    ``groups``: in the order in which backward ends them. ``final_dtype``: of gradients once they are reduced, if not that in which they
-    are added. ``scalars``: parameters that are whole on every rank.
+    ``groups``: in the order in which backward ends them. ``final_dtype``: of gradients once they are
+    reduced, if not that in which they are added. ``scalars``: parameters that are whole on every
+    rank.
     """
 
     def __init__(
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         *,
         final_dtype: torch.dtype | None,
-        scalars: Sequence[Scalar] = (),
-        order: Order | None = None,
+        scalars: Sequence[ScalarGradient] = (),
+        order: IssueOrder | None = None,
         bucket_mib: float = 4.0,
     ) -> None:
         self.mesh, self._final_dtype = mesh, final_dtype
@@ -173,26 +174,17 @@ class GradientSync:
     def _before(self, state: _GroupState, used: list[bool]) -> None:
         """Autograd has the group's gradients of this pass; they are about to be reduced."""
         group = state.group
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"backward(create_graph=True) reached {group.name or 'the root module'}: second derivatives "
-                "are not possible here, because its parameters are released after the first; the "
-                "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
-            )
         any_gradient = any(parameter.has_whole_gradient for parameter in group.trained)
+        _refuse_second_derivatives(group)
         if state.final and any_gradient:
             raise RuntimeError(
-                f"{group.name or 'the root module'} got gradients twice in one backward pass, and the first "
+                f"{group.called} got gradients twice in one backward pass, and the first "
                 "were on their way to other replicas: call the module, not parts of it, or use sync.engine=torch"
             )
         state.repeats = state.repeats or state.fired
         state.fired = self._pending = True
         self._agreed = False
-        for number, parameter in enumerate(group.parameters):
-            if parameter.has_whole_gradient:
-                used[number] = True
-            elif parameter.sharded.grad is None:
-                used[number] = False
+        _note_use(group, used)
         if not group.reduces_gradients:
             return
         if self._final_dtype is not None:
@@ -202,16 +194,9 @@ class GradientSync:
         elif self._owns_replicas:
             self._set_aside(state)
         # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
-        trained = group.trained
         group.fill_unused(any_gradient or state.forwards > 0)
-        # One dtype for all: sums of micro-batches are wide, and a module may cast its own weights.
-        dtypes = {parameter.whole_gradient_dtype for parameter in trained} - {None}
-        if len(dtypes) > 1 or any(parameter.is_accumulated for parameter in trained):
-            for parameter in trained:
-                parameter.accumulate()
-        else:
-            _sum_parts(trained)
-        state.hooks = [(parameter, hooks) for parameter in trained if (hooks := parameter.take_hooks())]
+        _make_uniform(group.trained)
+        state.hooks = [(parameter, hooks) for parameter in group.trained if (hooks := parameter.take_hooks())]
 
     def _set_aside(self, state: _GroupState) -> None:
         """Takes gradients out that are averaged already, where sending them once more would round
@@ -312,7 +297,7 @@ class GradientSync:
                 state.earlier = []
 
     def _complete(self, state: _GroupState) -> None:
-        """The group's gradients are those of all data ranks: casts them, then calls their hooks."""
+        """The group's gradients are those of all data ranks: casts them to the dtype they are kept in."""
         if self._final_dtype is not None:
             for parameter in state.group.trained:
                 local = parameter.local_gradient
@@ -333,7 +318,7 @@ class GradientSync:
 
     def _fill_buckets(self) -> list[Bucket]:
         """Neighbouring groups of equal dtypes together, until a bucket is large enough."""
-        filled: list[list[Group]] = []
+        filled: list[list[ParameterGroup]] = []
         held, dtypes = 0, None
         for state in self._states:
             trained = state.group.trained
@@ -348,7 +333,7 @@ class GradientSync:
             held += size
         return [Bucket(n, groups, last=n == len(filled) - 1) for n, groups in enumerate(filled)]
 
-    def _state_of(self, group: Group) -> _GroupState:
+    def _state_of(self, group: ParameterGroup) -> _GroupState:
         return next(state for state in self._states if state.group is group)
 
     @contextlib.contextmanager
@@ -417,7 +402,7 @@ class GradientSync:
             for parameter in state.group.trained:
                 if parameter.sharded._backward_hooks:
                     return (
-                        f"register_hook was called on a parameter of {state.group.name or 'the root module'} of "
+                        f"register_hook was called on a parameter of {state.group.called} of "
                         f"shape {tuple(parameter.sharded.shape)}: autograd computes gradients of gathered "
                         "parameters and would never call it; use register_post_accumulate_grad_hook"
                     )
@@ -497,14 +482,8 @@ class GradientSync:
         return ConfigError(message)
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drops all gradients, also those of sharded parameters that a gathered one stands for now."""
-        for state in self._states:
-            for parameter in state.group.trained:
-                local = parameter.local_gradient
-                if set_to_none:
-                    parameter.set_gradient(None)
-                elif local is not None:
-                    local.zero_()
+        """Drops all gradients."""
+        clear_gradients([state.group for state in self._states], set_to_none)
         self.reset()
 
     def reset(self) -> None:
@@ -583,6 +562,36 @@ def _with_replicas(model: nn.Module) -> GradientSync:
             "no gradients cross a replicate axis here: the mesh has one replica, or sync.engine=torch reduces over it"
         )
     return engine
+
+
+def _refuse_second_derivatives(group: ParameterGroup) -> None:
+    """Raises RuntimeError in a backward pass that is recorded itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"backward(create_graph=True) reached {group.called}: second derivatives "
+            "are not possible here, because its parameters are released after the first; the "
+            "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
+        )
+
+
+def _note_use(group: ParameterGroup, used: list[bool]) -> None:
+    """Brings ``used``, by parameter, up to date with this pass."""
+    for number, parameter in enumerate(group.parameters):
+        if parameter.has_whole_gradient:
+            used[number] = True
+        elif parameter.sharded.grad is None:
+            used[number] = False
+
+
+def _make_uniform(parameters: Sequence[GroupParameter]) -> None:
+    """Gives a group's gradients one dtype: sums of micro-batches are wide, and a module may cast its
+    own weights."""
+    dtypes = {parameter.whole_gradient_dtype for parameter in parameters} - {None}
+    if len(dtypes) > 1 or any(parameter.is_accumulated for parameter in parameters):
+        for parameter in parameters:
+            parameter.accumulate()
+    else:
+        _sum_parts(parameters)
 
 
 def _widen(parameters: Sequence[GroupParameter]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -65,10 +65,11 @@ class GroupParameter(Protocol):
         """Registers again what `take_hooks` has removed."""
 
 
-class Group(Protocol):
+class ParameterGroup(Protocol):
     """A group of parameters that are gathered and reduced over the shard axis together."""
 
-    name: str
+    called: str
+    """Its modules, for messages."""
     wire: torch.dtype
     """Of gradients on the way to other ranks; they are added in fp32 at least."""
 
@@ -105,3 +106,14 @@ class Group(Protocol):
 
     def discard(self) -> None:
         """Drops unreduced sums."""
+
+
+def clear_gradients(groups: Iterable[ParameterGroup], set_to_none: bool) -> None:
+    """Drops the gradients of sharded parameters, also while gathered ones stand in their places."""
+    for group in groups:
+        for parameter in group.trained:
+            local = parameter.local_gradient
+            if set_to_none:
+                parameter.set_gradient(None)
+            elif local is not None:
+                local.zero_()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from parallel2d.sync.engine import register_engine
-from parallel2d.sync.group import Group
+from parallel2d.sync.group import ParameterGroup, clear_gradients
 
 
 class TorchSync:
@@ -21,7 +21,7 @@ class TorchSync:
     pending = False
     replicate_group = None
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         self._groups = groups
         register_engine(model, self)
 
@@ -29,14 +29,8 @@ class TorchSync:
         """Nothing is left to do: backward has reduced everything."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drops all gradients, also those of sharded parameters that a gathered one stands for now."""
-        for group in self._groups:
-            for parameter in group.trained:
-                local = parameter.local_gradient
-                if set_to_none:
-                    parameter.set_gradient(None)
-                elif local is not None:
-                    local.zero_()
+        """Drops all gradients."""
+        clear_gradients(self._groups, set_to_none)
         self.reset()
 
     def reset(self) -> None:
