@@ -29,6 +29,10 @@ from torch.distributed.fsdp import fully_shard
 
 SEQ, MICRO, GLOBAL = 128, 8, 32
 WORLD = 4
+OTHERS = {  # this trainer once more, with these words
+    "unmeasured": ["metrics.communication=false", "metrics.tensorboard=false", "metrics.log_every=1000"],
+    "torch": ["sync.engine=torch"],
+}
 
 
 def cpu_seconds() -> float:
@@ -118,14 +122,10 @@ def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> A
         f"train.seq_len={SEQ}",
         *arguments.overrides,
     ]  # fmt: skip
-    if kind == "unmeasured":
+    if kind in OTHERS:
         folder = os.path.join(folder, kind)
         os.makedirs(folder, exist_ok=True)
-        words += ["metrics.communication=false", "metrics.tensorboard=false", "metrics.log_every=1000"]
-    if kind == "torch":
-        folder = os.path.join(folder, kind)
-        os.makedirs(folder, exist_ok=True)
-        words += ["sync.engine=torch"]
+        words += OTHERS[kind]
     if kind != "hand-written":
         return Ours(folder, words, Place(rank, WORLD, rank, 0, 1, "torchrun"))
     config = compose_config(words)
@@ -180,7 +180,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--against", choices=("hand-written", "unmeasured", "torch"), default="hand-written")
+    parser.add_argument("--against", choices=("hand-written", *OTHERS), default="hand-written")
     parser.add_argument("overrides", nargs="*", help="config overrides for the trainer, as for parallel2d.train")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

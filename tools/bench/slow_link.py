@@ -5,7 +5,8 @@
 Nodes are network namespaces of this machine (docs/cluster.md); needs root. All layouts live in one job and take turns, so that what
 else the machine does falls on all. The bare wire is the time in which the link carries the gradients of a node, without a model.
 Prints the median step of each, as a share of flat sharding, and the bytes that a node sends per step in units of the gradient's
-bytes. ``--trace``: writes a Chrome trace of one step of ours on rank 0; the ranges ``replicate: bucket N`` lie inside backward.
+bytes. ``--trace``: writes a Chrome trace of one step of ours on rank 0, and prints when its buckets begin (ranges ``replicate: bucket N``)
+and when the last group of backward has been reduced over the shard axis.
 """
 
 from __future__ import annotations
@@ -104,24 +105,36 @@ def worker(rounds: int, steps: int, trace: str | None) -> None:
     for number in range(rounds):
         for name in list(kinds) if number % 2 else list(kinds)[::-1]:
             found[name].append(measure(kinds[name], steps))
+    found_in_trace = ""
     if trace:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             kinds["hybrid, parallel2d"]()
         if dist.get_rank() == 0:
             profile.export_chrome_trace(os.path.join(trace, "slow_link.json"))
+            found_in_trace = overlap(profile)
     if dist.get_rank() == 0:
-        print(MARK + json.dumps({"elements": elements, "found": found}), flush=True)
+        print(MARK + json.dumps({"elements": elements, "found": found, "overlap": found_in_trace}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table(elements: int, found: dict[str, list[tuple[list[float], float]]]) -> str:
+def overlap(profile: torch.profiler.profile) -> str:
+    """When buckets begin, beside the end of backward, in ms since the step's first event."""
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    first = events[0].time_range.start
+    buckets = [event for event in events if event.name.startswith("replicate: bucket")]
+    begun = ", ".join(f"{(event.time_range.start - first) / 1000:.0f}" for event in buckets)
+    reduced = max(event.time_range.end for event in events if event.name.startswith("FSDP::post_backward_reduce"))
+    return f"buckets begin after {begun} ms; backward has reduced its last group after {(reduced - first) / 1000:.0f} ms"
+
+
+def table(elements: int, found: dict[str, list[tuple[list[float], float]]], overlap: str) -> str:
     medians = {name: statistics.median(t for seconds, _ in rounds for t in seconds) for name, rounds in found.items()}
     units = {name: statistics.mean(sent for _, sent in rounds) / (4 * elements) for name, rounds in found.items()}
     rows = [
         f"| {name} | {medians[name]:.3f} | {medians[name] / medians['flat sharding']:.3f} | {units[name]:.3f} |" for name in found
     ]
-    return "\n".join(["| layout | step (s) | share of flat | sent per node (gradients) |", "|---|---|---|---|", *rows])
+    return "\n".join([overlap, "| layout | step (s) | share of flat | sent per node (gradients) |", "|---|---|---|---|", *rows])
 
 
 def main() -> int:
