@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from parallel2d.config import ConfigError
-from parallel2d.store import resolve
+from parallel2d.store.address import resolve
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 

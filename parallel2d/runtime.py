@@ -29,32 +29,46 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel2d.config import ConfigError
+from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.launch import Place, find_place
+from parallel2d.launch.place import PREFIX, STORE
 from parallel2d.mesh import Topology
-from parallel2d.store import bound_store, connected_store
+from parallel2d.store.client import StoreClient
+from parallel2d.store.secret import VARIABLE, find_secret
+from parallel2d.store.server import StoreServer
 
 log = logging.getLogger(__name__)
 
 
-def connect(place: Place) -> Any:
-    """The store of this job's ranks. That of our own launchers listens on MASTER_ADDR alone.
+def connect(place: Place, settings: LaunchConfig | None = None) -> Any:
+    """The store of this job's ranks. Under our own launchers it is the one that they have met at; under srun rank 0 opens it at
+    MASTER_ADDR; torchrun brings its own.
 
-    Raises `ConfigError` when the address is taken or does not answer; under our own launchers, which choose it anew with every start,
-    RuntimeError.
+    ``settings``: for srun, where the secret is. Raises `ConfigError` when the address is taken or does not answer, and under srun
+    without a secret; under our own launchers, which make a new store with every start, RuntimeError.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if place.launcher in ("self", "nodes"):
         try:
-            return bound_store(host, port) if place.rank == 0 else connected_store(host, port)
+            client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
         except ConfigError as error:
             raise RuntimeError(str(error)) from None
+        return dist.PrefixStore(os.environ[PREFIX], client)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if place.launcher == "srun":
+        secret = find_secret(settings.secret_file, settings.insecure) if settings else find_secret(None)
+        if place.rank == 0:
+            _servers.append(StoreServer.at(host, port, secret, _report))
+        return StoreClient(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", secret)
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
         reason = "is in use by another process" if "EADDRINUSE" in str(error) else f"does not answer ({_short(error)})"
         raise ConfigError(f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port") from None
     return store
+
+
+def _report(address: str) -> None:
+    log.error("dropped a connection from %s, which does not know this job's secret", address)
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class Runtime:
 FIRST_STEP_TIMEOUT = 1800.0  # seconds that ranks may wait for each other until `limit_waiting`, unless told otherwise
 _setups = 0  # of this process; every setup meets under its own keys of the store
 _stores: dict[tuple[str, ...], Any] = {}
+_servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
 _hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
 
 

@@ -27,7 +27,10 @@ from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import LONGEST_PAUSE_S, Restarts
 from parallel2d.mesh import MeshSpec, Topology
 from parallel2d.metrics import watch
-from parallel2d.store import answered_within, connected_store
+from parallel2d.store.address import answered_within
+from parallel2d.store.client import StoreClient
+from parallel2d.store.secret import new_secret
+from parallel2d.store.server import StoreServer
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (
@@ -159,32 +162,35 @@ def test_a_padded_plan_holds_every_sample_once_and_wastes_little(ranks, batch):
     assert len(slots) <= ranks * max(-(-batch // ranks) * 9 // 8, -(-batch // ranks))
 
 
-def test_one_machine_meets_on_loopback_and_two_jobs_do_not_meet():
-    first, second = meet_alone(), meet_alone()
-    listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"}
-    for meeting in (first, second):
-        port = f"{meeting.store.port:04X}"
-        assert {entry for entry in listening if entry.endswith(":" + port)} == {f"0100007F:{port}"}, "127.0.0.1 and nothing else"
-    assert first.store.port != second.store.port
+@pytest.fixture
+def secret(monkeypatch):
+    monkeypatch.setenv("PARALLEL2D_SECRET", new_secret())
+    return os.environ["PARALLEL2D_SECRET"]
 
 
-def test_a_name_is_new_once_its_job_has_ended():
-    outside = meet_alone()
-    settings = LaunchConfig(nnodes="1:2", rdzv_endpoint=outside.endpoint, job_id="mine")
+@pytest.fixture
+def server(secret):
+    server = StoreServer.at("127.0.0.1", 0, secret)
+    yield server
+    server.close()
+
+
+def test_a_name_is_new_once_its_job_has_ended(server):
+    settings = LaunchConfig(nnodes="1:2", rdzv_endpoint=server.address, job_id="mine")
     with pytest.raises(ConfigError, match="no other node reaches"):
         meet(settings)
-    alone = LaunchConfig(nnodes="1", rdzv_endpoint=outside.endpoint, job_id="mine")
+    alone = LaunchConfig(nnodes="1", rdzv_endpoint=server.address, job_id="mine")
     first = meet(alone)
-    assert (first.hosted, first.name) == (False, "mine-0")
+    assert (first.server, first.name) == (None, "mine-0")
     assert meet(alone).name == "mine-0", "a node that joins the same job"
-    first.close()
+    first.end()
     assert meet(alone).name == "mine-1"
 
 
-def test_a_silent_node_that_the_others_went_on_without_is_told_so():
+def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
     """Two nodes have met; one beats no more and the other drops it, without a word to it."""
-    meeting, settings = meet_alone(), LaunchConfig(nnodes="1:2", rdzv_endpoint="set below")
-    other = replace(meeting, store=connected_store("127.0.0.1", meeting.store.port))
+    meeting, settings = meet_alone(str(tmp_path)), LaunchConfig(nnodes="1:2", rdzv_endpoint="set below")
+    other = replace(meeting, store=StoreClient(meeting.endpoint, meeting.secret))
     silent, awake = meeting.handler(settings), other.handler(settings)
     try:
         with ThreadPoolExecutor() as pool:
@@ -205,13 +211,13 @@ def test_a_silent_node_that_the_others_went_on_without_is_told_so():
 
 
 @pytest.fixture
-def silent_store():
+def silent_store(secret):
     """A client of a store whose process has been stopped: it keeps its connections and never answers."""
     words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     port = int(process.stdout.readline().rpartition(":")[2])
-    client = connected_store("127.0.0.1", port, timeout_s=60.0)
+    client = StoreClient(f"127.0.0.1:{port}", secret, timeout_s=60.0)
     client.set("before", "here")
     process.send_signal(signal.SIGSTOP)
     threads = threading.enumerate()
@@ -222,14 +228,14 @@ def silent_store():
         waiting.join(10.0)
 
 
-def test_a_store_that_is_silent_holds_nobody(silent_store, tmp_path, monkeypatch):
+def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, monkeypatch):
     begin = time.monotonic()
     assert answered_within(1.0, lambda: silent_store.check(["before"]), "silence") == "silence"
     monkeypatch.setattr(watch, "_PATIENCE_WITH_STORE_S", 1.0)
     waiting = watch.Watch(silent_store, 1, ["one/0", "two/0"], str(tmp_path), 15.0, lambda: watch.Position(3, 4, "nothing"))
     assert waiting.explain() == "late: rank 0 on one, whose store does not answer (stopped, or the machine is gone)"
     with pytest.raises(ConfigError, match="no answer within 1 s"):
-        connected_store("127.0.0.1", silent_store.port, timeout_s=1.0)
+        StoreClient(silent_store.address, secret, timeout_s=1.0)
     assert time.monotonic() - begin < 30
 
 
@@ -283,23 +289,20 @@ def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monke
     assert agreement._recorded_job(agreement.launcher_folder()) == {"run_dir": "a", "config": "b"}
 
 
-def test_the_store_command_listens_where_it_is_told():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port", "0"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def test_the_store_command_listens_where_it_is_told(secret, server):
+    words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port"]
+    process = subprocess.Popen([*words, "0"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("store listens on 127.0.0.1:")
-        settings = LaunchConfig(nnodes="1", rdzv_endpoint=line.rpartition("=")[2].strip())
-        assert meet(settings).hosted is False
+        endpoint = line.rpartition("=")[2].strip()
+        assert meet(LaunchConfig(nnodes="1", rdzv_endpoint=endpoint, job_id="mine")).server is None
+        with pytest.raises(ConfigError, match="serves more than one job: give yours a name with launch.job_id"):
+            meet(LaunchConfig(nnodes="1", rdzv_endpoint=endpoint))
     finally:
         process.terminate()
         assert process.wait(timeout=20) == 0
-    taken = meet_alone()
-    words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port", str(taken.store.port)]
-    refused = subprocess.run(words, capture_output=True, text=True)
+    refused = subprocess.run([*words, str(server.port)], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "is in use by another process" in refused.stderr

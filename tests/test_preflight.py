@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from listening import in_table, listeners
 
 from parallel2d.config import ConfigError
 from parallel2d.interface import choose_interface, list_interfaces, matches_nccl
@@ -28,7 +29,9 @@ from parallel2d.preflight.probes import Peer, ProbeServer, bandwidth, reach, rou
 from parallel2d.preflight.report import cluster_description, write_cluster_file
 from parallel2d.preflight.schedule import disjoint_rounds, rounds_of
 from parallel2d.preflight.slurm import defaults_of_launcher, expand_hosts
-from parallel2d.store import PortTaken, bound_store, connected_store, split_endpoint
+from parallel2d.store.address import split_endpoint
+from parallel2d.store.secret import NOBODYS
+from parallel2d.store.server import StoreServer
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # tools/ stands beside tests/ and is not installed
 from tools.cluster import Cluster, why_not
@@ -37,54 +40,7 @@ NO_CLUSTER = why_not()
 TOKEN = bytes(range(16))
 
 
-def listeners() -> set[str]:
-    """Local addresses of this process's listening TCP sockets, from the kernel's tables."""
-    inodes = set()
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1])
-    return found
-
-
-def in_table(host: str, port: int) -> str:
-    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
-
-
 # The store and the interface
-
-
-@pytest.mark.parametrize("use_libuv", [True, False])
-def test_the_store_listens_on_its_address_only(use_libuv):
-    before = listeners()
-    store = bound_store("127.0.0.2", 0, use_libuv=use_libuv)
-    assert listeners() - before == {in_table("127.0.0.2", store.port)}
-    client = connected_store("127.0.0.2", store.port, timeout_s=5)
-    client.set("key", "value")
-    assert store.get("key") == b"value"
-    with pytest.raises(ConfigError, match="127.0.0.1:.*connection refused"):
-        connected_store("127.0.0.1", store.port, timeout_s=0.3)
-    with pytest.raises(PortTaken, match=f"port {store.port} on 127.0.0.2 is in use"):
-        bound_store("127.0.0.2", store.port)
-
-
-def test_the_store_says_what_is_wrong_with_its_address():
-    with pytest.raises(ConfigError, match="192.0.2.77 is no address of"):
-        bound_store("192.0.2.77", 0)
-    with pytest.raises(ConfigError, match="host name nowhere.invalid does not resolve"):
-        bound_store("nowhere.invalid", 0)
-    with socket.create_server(("127.0.0.1", 0)) as stranger:  # it accepts, and says nothing
-        with pytest.raises(ConfigError, match="answers, but not as a store .no answer within 0.5 s"):
-            connected_store("127.0.0.1", stranger.getsockname()[1], timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -411,12 +367,13 @@ def test_a_missing_node_is_named_by_those_who_came(tmp_path):
 
 
 def test_a_number_that_is_given_twice_is_refused(tmp_path):
-    store = bound_store("127.0.0.1", 0)
-    request = Request(2, f"127.0.0.1:{store.port}", 1, None, str(tmp_path), timeout_s=1)
+    server = StoreServer.at("127.0.0.1", 0, NOBODYS)
+    request = Request(2, server.address, 1, None, str(tmp_path), timeout_s=1)
     with ThreadPoolExecutor(2) as pool:
         errors = [future.exception() for future in [pool.submit(check, request) for _ in range(2)]]
     assert {type(error) for error in errors} == {ConfigError, NodeMissing}
     assert any("--node-rank=1 is taken" in str(error) for error in errors)
+    server.close()
 
 
 def test_a_node_that_cannot_reach_the_endpoint_says_why(tmp_path, monkeypatch):

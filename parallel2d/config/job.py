@@ -134,7 +134,12 @@ class LaunchConfig:
     # Nodes of the job; a range such as 2:4 lets it go on with fewer and grow again, with the same global batch and loss curve
     nnodes: int | str = 1
     rdzv_endpoint: str | None = None  # HOST:PORT where nodes meet: an address of one of them, or of a store outside of them
-    job_id: str = "parallel2d"  # tells jobs apart that meet at the same endpoint at the same time
+    # Tells jobs apart that meet at the same endpoint at the same time; needed where the store runs outside of the nodes
+    job_id: str | None = None
+    # What the nodes of one job know and nobody else: a file that its owner alone can read, made by `python -m parallel2d.launch secret`;
+    # null: the environment variable PARALLEL2D_SECRET
+    secret_file: str | None = None
+    insecure: bool = False  # run on several nodes without a secret: whoever reaches the endpoint decides what the job runs
     rendezvous_timeout: float = option(600.0, minimum=1)  # seconds to wait for the smallest number of nodes, and for the store
     # Failures in a row without a step further than before that are followed by a restart; auto: 0 on one node, 5 on several
     max_restarts: int | str = option("auto", minimum=0, auto=True)

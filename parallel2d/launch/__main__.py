@@ -1,4 +1,5 @@
-"""``python -m parallel2d.launch store``: a rendezvous store outside of the nodes, so that no node is the one that must not die."""
+"""``python -m parallel2d.launch store``: a rendezvous store outside of the nodes, so that no node is the one that must not die.
+``python -m parallel2d.launch secret``: what the nodes of a job on several nodes must know."""
 
 from __future__ import annotations
 
@@ -9,26 +10,48 @@ import threading
 from collections.abc import Sequence
 
 from parallel2d.config import ConfigError
-from parallel2d.store import bound_store
+from parallel2d.store.secret import find_secret, new_secret, write_secret
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for an address that cannot be listened on."""
+    """Returns the exit code: 0; 2 for an address that cannot be listened on, or for a secret that cannot be read or written."""
     parser = argparse.ArgumentParser(prog="python -m parallel2d.launch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     store = commands.add_parser("store", help="keep the rendezvous of jobs; holds no data of theirs, needs next to nothing")
     store.add_argument("--host", required=True, help="name or address to listen on; no other interface is opened")
     store.add_argument("--port", type=int, default=29500, help="0: any free one (default: 29500)")
+    store.add_argument("--secret-file", metavar="FILE", help="that the jobs have too (default: from PARALLEL2D_SECRET)")
+    store.add_argument("--insecure", action="store_true", help="without a secret: whoever reaches it decides what the jobs run")
+    secret = commands.add_parser("secret", help="make a new secret, in a file that only you can read")
+    secret.add_argument("file", nargs="?", metavar="FILE", help="to write to, for launch.secret_file; printed without it")
     options = parser.parse_args(arguments)
-
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     try:
-        server = bound_store(options.host, options.port)
+        return _serve(options) if options.command == "store" else _make_secret(options.file)
     except ConfigError as error:
         print(f"parallel2d: {error}", file=sys.stderr)
         return 2
+
+
+def _make_secret(path: str | None) -> int:
+    if path is None:
+        print(new_secret())
+        return 0
+    write_secret(path)
+    print(f"wrote {path}; give every node a copy with mode 600, and launch.secret_file={path}")
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from parallel2d.launch.rendezvous import OUTSIDE, say_who_came
+    from parallel2d.store.client import StoreClient
+    from parallel2d.store.server import StoreServer
+
+    secret = find_secret(options.secret_file, options.insecure)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    server = StoreServer.at(options.host, options.port, secret, say_who_came)
+    StoreClient(server.address, secret).set(OUTSIDE, "1")
     print(f"store listens on {options.host}:{server.port}: launch.rdzv_endpoint={options.host}:{server.port}", flush=True)
     ended.wait()
     return 0

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server import WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -34,7 +35,7 @@ from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.launch.agreement import held_by_nobody_else, read_story
 from parallel2d.launch.endings import StoreLost, WorkersFailed
 from parallel2d.launch.nursery import ForkedContext, Nursery
-from parallel2d.launch.place import AGENT
+from parallel2d.launch.place import AGENT, PREFIX
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
 
@@ -92,7 +93,7 @@ def run_team(team: Team, meeting: Meeting) -> None:
     Raises `ConfigError` or `WorkersFailed` with the story of the rank that failed first, `StoreLost`, and torch's SignalException when
     this process was told to end and has ended its workers.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    os.environ.update(meeting.environment, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     handler = meeting.handler(team.settings)
     spec = WorkerSpec(
         role="worker",
@@ -105,7 +106,9 @@ def run_team(team: Team, meeting: Meeting) -> None:
         local_addr=meeting.interface.address,
     )
     redirects = dict.fromkeys(range(1, team.size), Std.ALL) if team.logs else Std.NONE
-    agent = _Agent(team, spec, DefaultLogsSpecs(log_dir=team.logs or os.path.join(team.folder, "logs"), redirects=redirects))
+    agent = _Agent(
+        team, meeting, spec, DefaultLogsSpecs(log_dir=team.logs or os.path.join(team.folder, "logs"), redirects=redirects)
+    )
     over = True
     try:
         result = agent.run()
@@ -114,25 +117,26 @@ def run_team(team: Team, meeting: Meeting) -> None:
     except SignalException:
         over = False  # closing would keep a node that is only being replaced from coming back
         raise
-    except RendezvousError as error:
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
         raise _explained(error, agent, meeting, team) from None
     finally:
         handler._stop_heartbeats()  # else their thread may be the last to know them, and cannot wait for its own end
         if over:
             with contextlib.suppress(Exception):  # the store may have gone with another node
-                meeting.close()
+                meeting.end()
                 handler.shutdown()
 
 
 class _Agent(LocalElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
-    def __init__(self, team: Team, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+    def __init__(self, team: Team, meeting: Meeting, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=team.settings.grace_s)
-        self._team, self._pause, self._evicted = team, 0.0, False
+        self._meeting, self._team, self._pause, self._evicted = meeting, team, 0.0, False
 
     def _start_workers(self, group: Any) -> Any:
+        os.environ[PREFIX] = self._meeting.ranks_prefix(group)
         nursery = self._team.nursery
         if nursery is not None and nursery.alive:
             context: Any = ForkedContext(nursery, self._team.words, self._environments(group), self._logs_specs)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from parallel2d import compose, folders
 from parallel2d.config import ConfigError
 from parallel2d.launch.place import AGENT, CONFIG, RUN_DIR, Place
-from parallel2d.store import answered_within
+from parallel2d.store.address import answered_within
 
 _Position = TypeVar("_Position")
 

@@ -12,6 +12,7 @@ from parallel2d.config import ConfigError, LaunchConfig
 
 CONFIG, RUN_DIR = "PARALLEL2D_CONFIG", "PARALLEL2D_RUN_DIR"  # set by the launcher of one node for the workers it starts
 AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
+STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"  # set by our launcher: where workers meet, and under which names
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm step ids from here on are shells (batch, interactive, extern), not srun steps
 CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
 

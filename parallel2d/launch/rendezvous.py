@@ -6,18 +6,29 @@
 opens it when nothing listens there yet. Or it runs outside of them (``python -m parallel2d.launch store``) and no node matters.
 A store outside outlives a job, and torch's rendezvous is closed for ever once a job has ended; so each job's name carries a
 number, which the next job of that name finds closed and counts up.
+
+The ranks use the same store, under names of their round: of what nodes and ranks tell each other, only collectives go elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.interface import Interface, choose_interface, is_loopback
-from parallel2d.store import PortTaken, bound_store, connected_store, owns_address, resolve, split_endpoint
+from parallel2d.launch.place import STORE
+from parallel2d.launch.round import JsonBackend
+from parallel2d.store.address import PortTaken, owns_address, resolve, split_endpoint
+from parallel2d.store.client import StoreClient
+from parallel2d.store.secret import VARIABLE, find_secret, new_secret
+from parallel2d.store.server import StoreServer
 
+OUTSIDE = "parallel2d/outside"  # a key of stores that no job has opened
 _READ_TIMEOUT_S = 60.0  # of one operation on the store
 _FIRST_CALL_S = 20.0  # at the start of a job, for the largest number of nodes
 _LAST_CALL_S = 3.0  # after the smallest number of nodes is there, for those that are still coming
@@ -28,21 +39,26 @@ _BEAT_S, _BEATS_MISSED = 1, 3  # a node whose launcher is silent for 3 s has lef
 class Meeting:
     """A store of this job, and this machine's way to it."""
 
-    store: Any
+    store: StoreClient
+    secret: str
     endpoint: str
-    hosted: bool  # by this process
+    server: StoreServer | None  # in this process
     interface: Interface
     name: str  # of the rendezvous
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """By which workers find the store."""
+        return {STORE: self.store.address, VARIABLE: self.secret}
 
     def handler(self, config: LaunchConfig) -> Any:
         """A rendezvous handler for torch's elastic agent."""
         from torch.distributed.elastic.rendezvous import RendezvousParameters
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
         smallest, largest = config.node_range
         parameters = RendezvousParameters(
-            backend="c10d",
+            backend="parallel2d",
             endpoint=self.endpoint,
             run_id=self.name,
             min_nodes=smallest,
@@ -53,7 +69,7 @@ class Meeting:
             keep_alive_interval=_BEAT_S,
             keep_alive_max_attempt=_BEATS_MISSED,
         )
-        return create_handler(self.store, C10dRendezvousBackend(self.store, self.name), parameters)
+        return create_handler(self.store, JsonBackend(self.store, self.name), parameters)
 
     def wait_for_all(self, config: LaunchConfig) -> None:
         """At the start of a job, until all its launchers are here or a while has passed; otherwise returns at once. Without it the first
@@ -65,23 +81,45 @@ class Meeting:
             time.sleep(0.2)
             arrived = self.store.add(key, 0)
 
-    def close(self) -> None:
+    def ranks_prefix(self, group: Any) -> str:
+        """What the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's worker group of the round. The first
+        node deletes the keys of the round before."""
+        if group.group_rank == 0:
+            latest, prefix = f"parallel2d/ranks/{self.name}", f"parallel2d/ranks/{self.name}/{uuid.uuid4().hex}/"
+            if self.store.check([latest]):
+                self.store.delete_all(self.store.get(latest).decode())
+            self.store.set(latest, prefix)
+            group.store.set("parallel2d/ranks", prefix)
+        return str(group.store.get("parallel2d/ranks").decode())
+
+    def end(self) -> None:
         """The job has ended: the next of its name takes another number."""
         self.store.set(_closed_key(self.name), "closed")
+        self.store.delete_all(f"parallel2d/ranks/{self.name}/")
+
+    def close(self) -> None:
+        """Closes the connections, and the store where it is in this process."""
+        self.store.close()
+        if self.server is not None:
+            self.server.close()
 
 
-def meet_alone() -> Meeting:
-    """For a single node: a store on loopback that nobody else sees."""
-    store = bound_store("127.0.0.1", 0, timeout_s=_READ_TIMEOUT_S)
-    return Meeting(store, f"127.0.0.1:{store.port}", True, Interface("lo", "127.0.0.1"), "parallel2d")
+def meet_alone(folder: str) -> Meeting:
+    """For a single node: a store in this launcher's private folder, and no port."""
+    secret = new_secret()
+    server = StoreServer.within(folder, secret)
+    store = StoreClient(server.address, secret, timeout_s=_READ_TIMEOUT_S)
+    return Meeting(store, secret, server.address, server, Interface("lo", "127.0.0.1"), "parallel2d")
 
 
 def meet(config: LaunchConfig) -> Meeting:
     """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See [Note: where the store lives].
 
-    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an address that cannot work.
+    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an address that cannot work, without a
+    secret, and for a store outside of the nodes without ``launch.job_id``.
     """
     endpoint = str(config.rdzv_endpoint)
+    secret = find_secret(config.secret_file, config.insecure)
     try:
         host, port = split_endpoint(endpoint)
         interface = choose_interface(host)
@@ -94,24 +132,33 @@ def meet(config: LaunchConfig) -> Meeting:
             f"launch.rdzv_endpoint={endpoint}: {host} is {addresses[0]} on this machine, which no other node reaches; give the "
             "address or name that other nodes use"
         )
+    server = None
     if mine:
-        try:
-            store = bound_store(host, port, timeout_s=_READ_TIMEOUT_S)
-            return Meeting(store, endpoint, True, interface, _open_name(store, config.job_id))
-        except PortTaken:  # by the store of somebody else, or by that of an earlier launcher on this node
-            pass
+        with contextlib.suppress(PortTaken):  # by the store of somebody else, or by that of an earlier launcher on this node
+            server = StoreServer.at(host, port, secret, say_who_came)
     try:
-        store = connected_store(host, port, timeout_s=_READ_TIMEOUT_S, connect_timeout_s=config.rendezvous_timeout)
+        address = server.address if server else endpoint
+        store = StoreClient(address, secret, timeout_s=_READ_TIMEOUT_S, connect_timeout_s=config.rendezvous_timeout)
     except ConfigError as error:
         raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
-    return Meeting(store, endpoint, False, interface, _open_name(store, config.job_id))
+    job = config.job_id
+    if job is None and store.check([OUTSIDE]):
+        raise ConfigError(
+            f"the store at {endpoint} serves more than one job: give yours a name with launch.job_id, the same on all its nodes"
+        )
+    return Meeting(store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d"))
+
+
+def say_who_came(address: str) -> None:
+    """Tells of a connection that was dropped."""
+    print(f"parallel2d: dropped a connection from {address}, which does not know this job's secret", file=sys.stderr, flush=True)
 
 
 def _closed_key(name: str) -> str:
     return f"parallel2d/closed/{name}"
 
 
-def _open_name(store: Any, job: str) -> str:
+def _open_name(store: StoreClient, job: str) -> str:
     number = 0
     while store.check([_closed_key(f"{job}-{number}")]):
         number += 1

@@ -7,6 +7,7 @@ it saved on the way out, failed, or never could have worked is told by the excep
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -41,9 +42,9 @@ def start_workers(job: compose.Job, nproc: int, main: Main) -> None:
     with _nursery(main) as nursery, launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
         team = Team((), nursery, nproc, settings, restarts, folder, logs)
-        _told_to_end(
-            lambda: run_team(team, meet_alone()), settings, lambda: _checkpoints(job.config.checkpoint.folder, job.run_dir)
-        )
+        with contextlib.closing(meet_alone(folder)) as meeting:
+            newest = functools.partial(_checkpoints, job.config.checkpoint.folder, job.run_dir)
+            _told_to_end(lambda: run_team(team, meeting), settings, newest)
 
 
 def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> None:
@@ -59,10 +60,11 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
     with contextlib.ExitStack() as stack:
         nursery = stack.enter_context(_nursery(main))  # before this process has the threads of a store
         meeting = meet(settings)
+        stack.callback(lambda: meeting.close())
         folder = stack.enter_context(launcher_environment(_defaults(nproc, meeting.interface.name)))
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
         team = Team(tuple(words), nursery, nproc, settings, restarts, folder)
-        where = "opened here" if meeting.hosted else "found"
+        where = "opened here" if meeting.server else "found"
         team.say(
             f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), over {meeting.interface.name}"
         )
@@ -75,11 +77,12 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
                 try:
                     return run_team(team, meeting)
                 except StoreLost as lost:
-                    if meeting.hosted or (pause := restarts.after_failure()) is None:
+                    if meeting.server or (pause := restarts.after_failure()) is None:
                         raise WorkersFailed(f"the rendezvous store at {meeting.endpoint} does not answer: {lost}") from None
                     team.say(
                         f"the rendezvous store at {meeting.endpoint} does not answer ({lost}); the ranks have ended, waiting for it"
                     )
+                    meeting.close()
                     time.sleep(pause + 1.0)
                     meeting = meet(settings)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from parallel2d.store import answered_within
+from parallel2d.store.address import answered_within
 
 INTERVAL = 1.0  # seconds between beats
 _PATIENCE_WITH_STORE_S = 10.0  # of which the comparison of two beats takes a quarter

@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=0.3, metavar="S", help="measuring time per link and direction (default 0.3)"
     )
     words.add_argument("--name", metavar="WORD", help="tells apart several checks on one outside store")
+    words.add_argument("--secret-file", metavar="FILE", help="of the job; by default PARALLEL2D_SECRET, or everybody takes part")
     words.add_argument("--write", metavar="FILE", help="write what was measured as a cluster file (YAML); node 0 does")
     words.add_argument("--json", action="store_true", help="print everything as JSON instead; node 0 does")
     words.add_argument("--strict", action="store_true", help="warnings count as not fit")
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         known = defaults_of_launcher(os.environ)
         typed = {"nodes": given.nnodes, "endpoint": given.endpoint, "node": given.node_rank, "name": given.name}
+        typed["secret_file"] = given.secret_file
         known |= {key: value for key, value in typed.items() if value is not None}
         _refuse(given, known)
     except ConfigError as error:
@@ -101,7 +103,7 @@ def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
         if not getattr(given, name) > 0:
             raise ConfigError(f"--{name}={getattr(given, name):g} must be above 0")
     if known.get("endpoint"):
-        from parallel2d.store import split_endpoint
+        from parallel2d.store.address import split_endpoint
 
         split_endpoint(str(known["endpoint"]))
 

@@ -27,7 +27,8 @@ from parallel2d.preflight.judge import Finding, Link, NodeReport, judge, slow_li
 from parallel2d.preflight.meeting import Meeting, NodeMissing
 from parallel2d.preflight.probes import TOKEN_BYTES, Peer, ProbeServer, bandwidth, reach, round_trips
 from parallel2d.preflight.schedule import Round, disjoint_rounds, rounds_of
-from parallel2d.store import PortTaken, bound_store, connected_store, connection_failure, owns_address, resolve, split_endpoint
+from parallel2d.store.address import PortTaken, connection_failure, owns_address, resolve, split_endpoint
+from parallel2d.store.secret import find_secret
 
 _REACH_S, _REACHING_AT_ONCE = 5.0, 128
 _FILE_APPEARS_WITHIN_S = 3.0  # NFS clients remember for a while that a file was not there
@@ -42,7 +43,8 @@ class NotFit(Exception):  # noqa: N818 (it says what happened)
 class Request:
     """``endpoint``: HOST:PORT where the nodes meet; None for one node. ``node``: this node's number, None to be given one.
     ``ranks_per_node``: None takes one per GPU. ``name`` tells apart the checks that share an outside store. ``expected``: host
-    names by number, as far as known beforehand. ``seconds``: how long a link is measured in each direction."""
+    names by number, as far as known beforehand. ``seconds``: how long a link is measured in each direction. ``torchrun``: the endpoint
+    is torchrun's own store. ``secret_file``: of the job; without it and without PARALLEL2D_SECRET everybody may take part."""
 
     nodes: int = 1
     endpoint: str | None = None
@@ -53,6 +55,8 @@ class Request:
     seconds: float = 0.3
     name: str = "0"
     expected: tuple[str, ...] = ()
+    torchrun: bool = False
+    secret_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def check(request: Request) -> Outcome:
     host, port = split_endpoint(request.endpoint) if request.endpoint else ("127.0.0.1", 0)
     try:
         interface = choose_interface(host)
-        store, hosts_store = _meet_at(host, port, request)
+        store, server = _meet_at(host, port, request)
     except ConfigError as error:
         raise NotFit(str(error)) from None
     facts = Facts.collect(interface, choice_reason(host))
@@ -93,18 +97,30 @@ def check(request: Request) -> Outcome:
         except NodeMissing as missing:
             raise NodeMissing(f"{missing}{_loopback_trap(host)}") from None
         finally:
-            meeting.leave(hosts_store)
+            meeting.leave(server is not None)
+            if server is not None:
+                server.close()
     except DistNetworkError:
         raise NotFit(f"the store at {host}:{port} is gone: look at the node that holds this address") from None
 
 
-def _meet_at(host: str, port: int, request: Request) -> tuple[Any, bool]:
-    """The store, and whether this process holds it: the node that owns the endpoint's address does, unless one listens there
+def _meet_at(host: str, port: int, request: Request) -> tuple[Any, Any]:
+    """The store, and its server if this process holds it: the node that owns the endpoint's address does, unless one listens there
     already."""
+    from torch.distributed import rendezvous
+
+    from parallel2d.store.client import StoreClient
+    from parallel2d.store.server import StoreServer
+
+    if request.torchrun:
+        return next(iter(rendezvous("env://")))[0], None
+    secret = find_secret(request.secret_file, insecure=True)
+    server = None
     if owns_address(host):
         with contextlib.suppress(PortTaken):
-            return bound_store(host, port, timeout_s=request.timeout_s), True
-    return connected_store(host, port, timeout_s=request.timeout_s), False
+            server = StoreServer.at(host, port, secret)
+    address = server.address if server else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return StoreClient(address, secret, timeout_s=request.timeout_s), server
 
 
 def _loopback_trap(host: str) -> str:

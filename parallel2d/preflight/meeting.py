@@ -1,4 +1,4 @@
-"""How the nodes meet: numbers, answers to everyone's questions, and who is missing. A TCPStore flows in; dictionaries flow out.
+"""How the nodes meet: numbers, answers to everyone's questions, and who is missing. A store flows in; dictionaries flow out.
 
 Only plain keys of the store are used, no process group. Whoever waits too long names the nodes that it waited for.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parallel2d.config import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
 
 
 class NodeMissing(Exception):  # noqa: N818 (it says what happened)
@@ -31,7 +31,7 @@ class Meeting:
 
     def __init__(
         self,
-        store: TCPStore,
+        store: Store,
         nodes: int,
         host: str,
         node: int | None,

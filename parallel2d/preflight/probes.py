@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from parallel2d.store import connection_failure
+from parallel2d.store.address import connection_failure
 
 TOKEN_BYTES = 16
 _CHUNK = 1 << 18

@@ -59,5 +59,6 @@ def defaults_of_launcher(env: Mapping[str, str]) -> dict[str, Any]:
             "node": int(env["GROUP_RANK"]),
             "endpoint": f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
             "name": env.get("TORCHELASTIC_RUN_ID", "torchrun"),
+            "torchrun": True,
         }
     return {}

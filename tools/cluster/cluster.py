@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from parallel2d.store.secret import VARIABLE, new_secret
 from tools.cluster import leftovers
 from tools.cluster.counters import Counters, Series
 from tools.cluster.job import LAUNCHERS, PORT, Job
@@ -21,6 +22,13 @@ from tools.cluster.network import PREFIX, ClusterError, Network, command, parse_
 from tools.cluster.node import Node, Process, node_environment
 
 STORE = "store"
+_STORE_FOR_TORCHRUN = """
+import signal, sys
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+print("torch's store listens", flush=True)
+signal.pause()
+"""
 
 
 def why_not() -> str | None:
@@ -68,7 +76,7 @@ class Cluster:
             raise ClusterError(f"store={store} must be node0 or outside")
         self.rate = parse_rate(rate)
         self.store_outside = store == "outside"
-        self.environment = dict(environment or {})
+        self.environment = {VARIABLE: new_secret(), **(environment or {})}
         self.job: Job | None = None
         self.nodes: list[Node] = []
         self.events: list[dict[str, Any]] = []
@@ -154,19 +162,29 @@ class Cluster:
         assert self._store is not None
         log = self.output / f"{STORE}.log"
         before = log.stat().st_size
-        words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", self._store.address, "--port", str(PORT)]
-        process = self._start(self._store, words, {}, os.getcwd())
-        while b"listens" not in log.read_bytes()[before:]:
-            if process.poll() is not None:
-                raise ClusterError(f"the store ended with {process.wait()}: {log.read_text(errors='replace').strip()}")
+        ours = ["-m", "parallel2d.launch", "store", "--host", self._store.address, "--port", str(PORT)]
+        processes = [
+            self._start(self._store, [sys.executable, *words], {}, os.getcwd())
+            for words in (ours, ["-c", _STORE_FOR_TORCHRUN, self._store.address, str(PORT + 1)])
+        ]
+        while log.read_bytes()[before:].count(b"listens") < len(processes):
+            for process in processes:
+                if process.poll() is not None:
+                    raise ClusterError(f"the store ended with {process.wait()}: {log.read_text(errors='replace').strip()}")
             time.sleep(0.05)
 
     # Running
 
     @property
     def endpoint(self) -> str:
-        """Where the launchers meet, HOST:PORT."""
-        return f"{STORE if self.store_outside else 'node0'}:{PORT}"
+        """Where our launchers meet, HOST:PORT."""
+        return self._endpoint("own")
+
+    def _endpoint(self, launcher: str) -> str:
+        """torchrun needs torch's own store."""
+        if not self.store_outside:
+            return f"node0:{PORT}"
+        return f"{STORE}:{PORT + 1 if launcher == 'torchrun' else PORT}"
 
     @property
     def addresses(self) -> list[str]:
@@ -190,7 +208,7 @@ class Cluster:
         if self.job is not None and any(code is None for code in self.job.poll().values()):
             raise ClusterError("a job still runs on this cluster")
         options = {
-            "nodes": len(self.nodes), "min_nodes": min_nodes or len(self.nodes), "endpoint": self.endpoint, "job_id": self.tag,
+            "nodes": len(self.nodes), "min_nodes": min_nodes or len(self.nodes), "job_id": self.tag, "endpoint": self._endpoint(launcher),
             "max_restarts": max_restarts,
         }  # fmt: skip
         self.job = Job(self, words, launcher, options, environment or {}, os.path.abspath(cwd or os.getcwd()))

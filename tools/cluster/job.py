@@ -47,7 +47,13 @@ def launcher_words(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
         }
     if launcher == "own":
-        settings = {"nnodes": count, "nproc_per_node": ranks, "rdzv_endpoint": endpoint, "max_restarts": max_restarts}
+        settings = {
+            "nnodes": count,
+            "nproc_per_node": ranks,
+            "rdzv_endpoint": endpoint,
+            "max_restarts": max_restarts,
+            "job_id": job_id,
+        }
         return [sys.executable, *words, *(f"launch.{key}={value}" for key, value in settings.items() if value is not None)], {}
     return list(words), {}
 

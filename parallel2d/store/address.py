@@ -1,33 +1,26 @@
-"""The key-value store where ranks and nodes meet, on one address and on no other.
+"""Where a store listens, and how it is reached: on one address and on no other.
 
-A host name and a port flow in; a `torch.distributed.TCPStore` flows out, either the server or a client of it. Everything that goes
-wrong with the address is told in the words of the one who gave it.
-
-[Note: one address] torch's TCPStore binds every interface of the machine when it is left to open its own socket, and it asks nobody
-for a password. It does take a socket that is bound already (``master_listen_fd``), with both of its back ends; `bound_store` hands
-it one that is bound to the given address alone.
+A host name and a port flow in; a socket flows out. Everything that goes wrong with the address is told in the words of the one who
+gave it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from parallel2d.config import ConfigError
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
 _Answer = TypeVar("_Answer")
 
-_ANSWER_S = 30.0  # a store that has accepted a connection answers at once, unless a whole cluster comes in the same second
 _BACKLOG = 4096  # a whole cluster connects within the same second; the kernel lowers it to net.core.somaxconn
 
 
@@ -68,33 +61,13 @@ def owns_address(host: str) -> bool:
     return False
 
 
-def bound_store(host: str, port: int, *, timeout_s: float = 300.0, use_libuv: bool | None = None) -> TCPStore:
-    """A TCPStore server that listens on ``host``'s address only; this process is its first client.
+def bind(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens on ``host``'s address only, and that address in numbers.
 
     ``host``: a name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several addresses, the first that belongs
-    to it. ``port``: 0 for a free one; ``store.port`` tells which. ``timeout_s``: how long ``get`` and ``wait`` wait, unless told
-    otherwise. ``use_libuv``: torch's back end; None follows the variable USE_LIBUV as torch does, and takes libuv without it.
-    The store lives as long as the returned object. Raises `ConfigError` when the name does not resolve, the address is not one of
-    this machine, or the port is taken or reserved. See [Note: one address].
+    to it. ``port``: 0 for a free one. Raises `ConfigError` when the name does not resolve, the address is not one of this machine, or
+    the port is taken or reserved.
     """
-    from torch.distributed import TCPStore
-
-    listener, address = _bind(host, port)
-    bound_port = listener.getsockname()[1]
-    if use_libuv is None:
-        use_libuv = os.environ.get("USE_LIBUV", "1") == "1"
-    return TCPStore(
-        address,
-        bound_port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it
-        use_libuv=use_libuv,
-    )
-
-
-def _bind(host: str, port: int) -> tuple[socket.socket, str]:
     failure: OSError | None = None
     for family, numeric, address in resolve(host):
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -124,48 +97,62 @@ class PortTaken(ConfigError):  # noqa: N818 (it says what happened)
     """Somebody listens on this address and port already; for a store that may be started outside, a reason to connect to it."""
 
 
-def connected_store(host: str, port: int, *, timeout_s: float = 300.0, connect_timeout_s: float | None = None) -> TCPStore:
-    """A client of the store at ``host:port``, which may come up later: it is asked again for ``connect_timeout_s`` (default
-    ``timeout_s``). Raises `ConfigError` that says what happened last: refused, timed out, unreachable, or name not resolved.
+def connect(address: str, patience_s: float) -> socket.socket:
+    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is asked again for ``patience_s`` seconds.
 
-    A plain connection is tried first, because TCPStore's own message does not tell these apart.
+    Raises `ConfigError` that says what happened last: refused, timed out, unreachable, or name not resolved.
     """
-    from torch.distributed import DistNetworkError, DistStoreError, TCPStore
-
-    patience = timeout_s if connect_timeout_s is None else connect_timeout_s
-    address = _wait_until_it_listens(host, port, patience)
-
-    def connect() -> TCPStore | None:
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-    answer_s = min(timeout_s, _ANSWER_S)
-    try:
-        if (store := answered_within(answer_s, connect, None)) is not None:
-            return store
-        reason = f"no answer within {answer_s:g} s"
-    except (DistNetworkError, DistStoreError) as error:
-        reason = str(error).splitlines()[0][:160]
-    raise ConfigError(f"{host}:{port} answers, but not as a store ({reason}): does another program listen there?")
-
-
-def _wait_until_it_listens(host: str, port: int, patience_s: float) -> str:
     deadline = time.monotonic() + patience_s
     while True:
-        last: OSError | None = None
-        for family, numeric, address in resolve(host):
-            with socket.socket(family, socket.SOCK_STREAM) as attempt:
-                attempt.settimeout(min(5.0, max(0.5, deadline - time.monotonic())))
-                try:
-                    attempt.connect((address[0], port, *address[2:]))
-                    return numeric
-                except OSError as error:
-                    last = error
-        if time.monotonic() >= deadline:
-            assert last is not None
-            raise ConfigError(
-                f"{socket.gethostname()} cannot reach the endpoint {host}:{port} within {patience_s:g} s: {connection_failure(last)}"
-            )
-        time.sleep(0.2)
+        try:
+            return _connect_once(address, min(5.0, max(0.5, deadline - time.monotonic())))
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"{socket.gethostname()} cannot reach the endpoint {address} within {patience_s:g} s: {connection_failure(error)}"
+                ) from None
+        time.sleep(min(0.2, patience_s / 4))
+
+
+def _connect_once(address: str, seconds: float) -> socket.socket:
+    kind, _, path = address.partition(":")
+    if kind == "unix":
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            with unix_path(path) as short:
+                connection.connect(short)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    host, port = split_endpoint(address)
+    failure: OSError | None = None
+    for family, _, target in resolve(host):
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.settimeout(seconds)
+        try:
+            connection.connect((target[0], port, *target[2:]))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return connection
+        except OSError as error:
+            connection.close()
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+@contextlib.contextmanager
+def unix_path(path: str) -> Iterator[str]:
+    """A name of ``path`` that is short enough for a Unix socket, 107 bytes, on Linux; elsewhere the path itself."""
+    if sys.platform != "linux":
+        yield path
+        return
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
 
 
 def connection_failure(error: OSError) -> str:

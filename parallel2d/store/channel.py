@@ -1,0 +1,82 @@
+"""What goes over a connection of the store: the proofs at its start, sealed frames, lists of fields.
+
+The server speaks first: greeting, a random number. The client answers with one of its own and its proof; the server with its proof.
+All are of fixed size. A frame is its length, a code over direction, number, length and content, and the content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Sequence
+
+GREETING = b"parallel2d store"
+NUMBER = CODE = 32  # bytes of a random number and of an HMAC-SHA256
+HELLO = len(GREETING) + NUMBER  # bytes that the server begins with
+ANSWER = NUMBER + CODE  # and that the client answers
+HEADER = 4 + CODE  # of a frame
+LARGEST_FRAME = 1 << 28
+
+
+class Untrusted(Exception):  # noqa: N818 (it says what happened)
+    """The other end does not know the secret, or a frame is not what it sent."""
+
+
+def random_number() -> bytes:
+    return secrets.token_bytes(NUMBER)
+
+
+class Channel:
+    """Both directions of one connection, from the secret and the two random numbers of its start.
+
+    ``server``: which end this one is.
+    """
+
+    def __init__(self, secret: str, servers: bytes, clients: bytes, *, server: bool) -> None:
+        key = hmac.digest(hashlib.sha256(secret.encode()).digest(), servers + clients, "sha256")
+        proofs = [hmac.digest(key, b"proof of the " + side, "sha256") for side in (b"client", b"server")]
+        keys = [hmac.digest(key, b"frames of the " + side, "sha256") for side in (b"client", b"server")]
+        self.proof, self._expected = proofs[server], proofs[not server]
+        self._sends, self._receives = keys[server], keys[not server]
+        self._sent = self._received = 0
+
+    def check(self, proof: bytes) -> None:
+        """Raises `Untrusted` unless it is the other end's."""
+        if not hmac.compare_digest(proof, self._expected):
+            raise Untrusted("it does not know the job's secret")
+
+    def seal(self, fields: Sequence[bytes]) -> bytes:
+        """The next frame to send. Raises ValueError when it is larger than `LARGEST_FRAME`."""
+        content = b"".join(part for field in fields for part in (len(field).to_bytes(4, "big"), field))
+        if len(content) > LARGEST_FRAME:
+            raise ValueError(f"{len(content)} bytes are more than a store takes at once")
+        length = len(content).to_bytes(4, "big")
+        code = _code(self._sends, self._sent, length + content)
+        self._sent += 1
+        return b"".join((length, code, content))
+
+    def open(self, header: bytes, content: bytes) -> list[bytes]:
+        """The fields of the next frame. Raises `Untrusted` unless the other end sent it, and sent it next."""
+        if not hmac.compare_digest(header[4:], _code(self._receives, self._received, header[:4] + content)):
+            raise Untrusted("it sent a frame that is not sealed with the job's secret, or not the next one")
+        self._received += 1
+        fields, start = [], 0
+        while start < len(content):
+            end = start + 4 + int.from_bytes(content[start : start + 4], "big")
+            fields.append(content[start + 4 : end])
+            start = end
+        return fields
+
+
+def frame_length(header: bytes | bytearray) -> int:
+    """Bytes of the content that follows. Raises `Untrusted` for more than `LARGEST_FRAME`."""
+    length = int.from_bytes(header[:4], "big")
+    if length > LARGEST_FRAME:
+        raise Untrusted("it announced a frame that is too large")
+    return length
+
+
+def _code(key: bytes, number: int, content: bytes) -> bytes:
+    return hmac.digest(key, struct.pack("!Q", number) + content, "sha256")

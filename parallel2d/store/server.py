@@ -1,0 +1,329 @@
+"""The server of the store: a thread that keeps keys in memory and answers those who know the secret.
+
+See [Note: who takes part] in `parallel2d.store`. A request is a list of fields, its name first; so is an answer, which begins with
+``ok``, ``late`` (the keys waited for did not come in time) or ``error``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from parallel2d.config import ConfigError
+from parallel2d.store.address import bind, unix_path
+from parallel2d.store.channel import ANSWER, GREETING, HEADER, Channel, Untrusted, frame_length, random_number
+
+_PROOF_S = 20.0  # that a connection has to prove itself
+_UNPROVEN = 4096  # connections at a time that have not yet
+_REPORTED = 100  # addresses
+_PIECE = 1 << 16
+
+
+class StoreServer:
+    """Serves from a thread until `close`, or until this process ends.
+
+    Args:
+        listener: a socket that listens; ``address``: how clients are told of it.
+        report: called with an address from which somebody came who does not know the secret, once for each.
+    """
+
+    def __init__(self, listener: socket.socket, address: str, secret: str, report: Callable[[str], None] | None = None) -> None:
+        self.address, self._secret, self._report = address, secret, report
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: dict[bytes, list[_Wait]] = {}
+        self._deadlines: list[tuple[float, int, _Peer | _Wait]] = []
+        self._numbers = itertools.count()
+        self._unproven: dict[_Peer, None] = {}
+        self._told: set[str] = set()
+        self._listener = listener
+        self._woken, self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for each in (listener, self._woken):
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
+        _raise_descriptor_limit()
+        self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def at(cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None) -> StoreServer:
+        """On an address of this machine, and on no other. ``port``: 0 for a free one. Raises `ConfigError` as `bind` does."""
+        listener, numeric = bind(host, port)
+        shown = f"[{numeric}]" if ":" in numeric else numeric
+        return cls(listener, f"{shown}:{listener.getsockname()[1]}", secret, report)
+
+    @classmethod
+    def within(cls, folder: str, secret: str) -> StoreServer:
+        """On a Unix socket in a private folder."""
+        path, listener = os.path.join(folder, "store"), socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with unix_path(path) as short:
+            try:
+                listener.bind(short)
+            except OSError as error:
+                raise ConfigError(f"{path}: {error.strerror or error}; set TMPDIR to another folder of your own") from None
+        listener.listen(128)
+        return cls(listener, f"unix:{path}", secret)
+
+    @property
+    def port(self) -> int:
+        """That it listens on."""
+        return int(self.address.rpartition(":")[2])
+
+    def close(self) -> None:
+        """Ends the thread and all connections."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b".")
+        self._thread.join()
+
+    # The loop
+
+    def _serve(self) -> None:
+        while True:
+            wait = max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
+            for key, events in self._selector.select(wait):
+                if key.fileobj is self._woken:
+                    return self._end()
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._attend(key.data, events)
+            self._expire()
+
+    def _end(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._wake.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except OSError:  # out of descriptors: those who wait for theirs are asked again
+            time.sleep(0.05)
+            return
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        peer = _Peer(connection, str(address[0]) if address else "")
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._unproven[peer] = None
+        if len(self._unproven) > _UNPROVEN:
+            self._drop(next(iter(self._unproven)))
+        self._at(time.monotonic() + _PROOF_S, peer)
+        self._send(peer, GREETING + peer.number)
+
+    def _attend(self, peer: _Peer, events: int) -> None:
+        if peer.gone:  # dropped earlier in this round
+            return None
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._send(peer, b"")
+            if events & selectors.EVENT_READ:
+                piece = peer.socket.recv(_PIECE)
+                if not piece:
+                    return self._drop(peer)
+                peer.inbox += piece
+                self._read(peer)
+        except BlockingIOError:
+            return None
+        except Untrusted:
+            self._drop(peer, suspect=True)
+        except OSError:
+            self._drop(peer)
+
+    def _read(self, peer: _Peer) -> None:
+        if peer.channel is None:
+            if len(peer.inbox) < ANSWER:
+                return
+            clients, proof = _take(peer.inbox, 32), _take(peer.inbox, ANSWER - 32)
+            channel = Channel(self._secret, peer.number, clients, server=True)
+            channel.check(proof)
+            peer.channel = channel
+            del self._unproven[peer]
+            self._send(peer, channel.proof)
+        while not peer.gone and len(peer.inbox) >= HEADER:
+            length = frame_length(peer.inbox)
+            if len(peer.inbox) < HEADER + length:
+                return
+            header, content = _take(peer.inbox, HEADER), _take(peer.inbox, length)
+            answer = self._answer(peer, peer.channel.open(header, content))
+            if answer is not None:
+                self._send(peer, peer.channel.seal(answer))
+
+    def _send(self, peer: _Peer, data: bytes) -> None:
+        peer.outbox += data
+        with contextlib.suppress(BlockingIOError):
+            while peer.outbox:
+                del peer.outbox[: peer.socket.send(peer.outbox)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+        if events != peer.events:
+            peer.events = events
+            self._selector.modify(peer.socket, events, peer)
+
+    def _drop(self, peer: _Peer, suspect: bool = False) -> None:
+        peer.gone = True
+        self._unproven.pop(peer, None)
+        if peer.wait is not None:
+            self._forget(peer.wait)
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        if suspect and self._report is not None and peer.address not in self._told and len(self._told) < _REPORTED:
+            self._told.add(peer.address)
+            self._report(peer.address)
+
+    def _at(self, when: float, what: _Peer | _Wait) -> None:
+        heapq.heappush(self._deadlines, (when, next(self._numbers), what))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            what = heapq.heappop(self._deadlines)[2]
+            if isinstance(what, _Peer):
+                if not what.gone and what.channel is None:
+                    self._drop(what, suspect=bool(what.inbox))
+            elif not what.over:
+                self._finish(what, [b"late"])
+
+    # Requests
+
+    def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
+        """None when the answer comes later."""
+        try:
+            return self._operations[request[0]](self, peer, *request[1:])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            return [b"error", f"{type(error).__name__}: {error}".encode()]
+
+    def _set(self, _peer: _Peer, *pairs: bytes) -> list[bytes]:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            self._put(key, value)
+        return [b"ok"]
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        for wait in self._waiting.pop(key, ()):
+            wait.missing.discard(key)
+            if not wait.missing and not wait.over:
+                self._finish(wait, self._found(wait.wanted))
+
+    def _get(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
+        return self._when_there(peer, milliseconds, keys, keys)
+
+    def _wait(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
+        return self._when_there(peer, milliseconds, keys, ())
+
+    def _when_there(self, peer: _Peer, milliseconds: bytes, keys: Sequence[bytes], wanted: Sequence[bytes]) -> list[bytes] | None:
+        """The values of ``wanted`` once all ``keys`` are there."""
+        missing = {key for key in keys if key not in self._values}
+        if not missing:
+            return self._found(wanted)
+        wait = peer.wait = _Wait(peer, wanted, missing)
+        for key in missing:
+            self._waiting.setdefault(key, []).append(wait)
+        self._at(time.monotonic() + int(milliseconds) / 1000, wait)
+        return None
+
+    def _found(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [b"ok", *(self._values[key] for key in keys)]
+
+    def _finish(self, wait: _Wait, answer: Sequence[bytes]) -> None:
+        self._forget(wait)
+        if wait.peer.gone or wait.peer.channel is None:
+            return
+        try:
+            self._send(wait.peer, wait.peer.channel.seal(answer))
+        except OSError:
+            self._drop(wait.peer)
+
+    def _forget(self, wait: _Wait) -> None:
+        wait.over, wait.peer.wait = True, None
+        for key in wait.missing:
+            others = [other for other in self._waiting.pop(key, ()) if other is not wait]
+            if others:
+                self._waiting[key] = others
+
+    def _check(self, _peer: _Peer, *keys: bytes) -> list[bytes]:
+        return [b"ok", b"1" if all(key in self._values for key in keys) else b"0"]
+
+    def _add(self, _peer: _Peer, key: bytes, amount: bytes) -> list[bytes]:
+        value = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
+        self._put(key, value)
+        return [b"ok", value]
+
+    def _compare_set(self, _peer: _Peer, key: bytes, expected: bytes, desired: bytes) -> list[bytes]:
+        if self._values.get(key, b"") == expected:
+            self._put(key, desired)
+        return [b"ok", self._values.get(key, expected)]
+
+    def _append(self, _peer: _Peer, key: bytes, value: bytes) -> list[bytes]:
+        self._put(key, self._values.get(key, b"") + value)
+        return [b"ok"]
+
+    def _delete(self, _peer: _Peer, key: bytes) -> list[bytes]:
+        return [b"ok", b"1" if self._values.pop(key, None) is not None else b"0"]
+
+    def _delete_all(self, _peer: _Peer, beginning: bytes) -> list[bytes]:
+        for key in [key for key in self._values if key.startswith(beginning)]:
+            del self._values[key]
+        return [b"ok"]
+
+    def _count(self, _peer: _Peer) -> list[bytes]:
+        return [b"ok", b"%d" % len(self._values)]
+
+    _operations: ClassVar[dict[bytes, Callable[..., list[bytes] | None]]] = {
+        b"set": _set,
+        b"get": _get,
+        b"wait": _wait,
+        b"check": _check,
+        b"add": _add,
+        b"compare_set": _compare_set,
+        b"append": _append,
+        b"delete": _delete,
+        b"delete_all": _delete_all,
+        b"count": _count,
+    }
+
+
+class _Peer:
+    """One connection."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.socket, self.address = connection, address
+        self.number = random_number()
+        self.channel: Channel | None = None  # until it has proved itself
+        self.wait: _Wait | None = None  # the request that it waits for
+        self.inbox, self.outbox = bytearray(), bytearray()
+        self.events, self.gone = selectors.EVENT_READ, False
+
+
+class _Wait:
+    """A request that is answered when all of ``missing`` are there, with the values of ``wanted``."""
+
+    def __init__(self, peer: _Peer, wanted: Sequence[bytes], missing: set[bytes]) -> None:
+        self.peer, self.wanted, self.missing, self.over = peer, wanted, missing, False
+
+
+def _take(buffer: bytearray, length: int) -> bytes:
+    taken = bytes(buffer[:length])
+    del buffer[:length]
+    return taken
+
+
+def _raise_descriptor_limit() -> None:
+    """As many connections as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted: Any = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    with contextlib.suppress(ValueError, OSError):
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

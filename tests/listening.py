@@ -1,0 +1,32 @@
+"""Which ports a process listens on, from the kernel's tables."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+
+def listeners(process: str = "self") -> set[str]:
+    """Local addresses of a process's listening TCP sockets, from the kernel's tables."""
+    inodes = set()
+    for entry in os.listdir(f"/proc/{process}/fd"):
+        try:
+            target = os.readlink(f"/proc/{process}/fd/{entry}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1])
+    return found
+
+
+def in_table(host: str, port: int) -> str:
+    """An IPv4 address and port as the tables have them."""
+    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"

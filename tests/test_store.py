@@ -1,0 +1,446 @@
+"""The store where ranks and nodes meet: what it does for those who know the secret, and what others can do to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from listening import in_table, listeners
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.launch import rendezvous, round
+from parallel2d.launch.__main__ import main
+from parallel2d.store import secret as secrets
+from parallel2d.store import server as server_module
+from parallel2d.store.address import PortTaken
+from parallel2d.store.channel import ANSWER, CODE, GREETING, HELLO, Channel, random_number
+from parallel2d.store.client import StoreClient
+from parallel2d.store.server import StoreServer
+
+SECRET = "the members of this job know this"
+
+
+@pytest.fixture
+def strangers():
+    return []
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def server(request, strangers):
+    server = StoreServer.at(request.param, 0, SECRET, strangers.append)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server):
+    client = StoreClient(server.address, SECRET, timeout_s=5)
+    yield client
+    client.close()
+
+
+def connection(server: StoreServer) -> socket.socket:
+    host = server.address.rpartition(":")[0].strip("[]")
+    return socket.create_connection((host, server.port), timeout=10)
+
+
+def member(server: StoreServer) -> tuple[socket.socket, Channel]:
+    """A connection that has proved itself, and what it says next is up to the test."""
+    opened = connection(server)
+    hello = receive(opened, HELLO)
+    own = random_number()
+    channel = Channel(SECRET, hello[len(GREETING) :], own, server=False)
+    opened.sendall(own + channel.proof)
+    channel.check(receive(opened, CODE))
+    return opened, channel
+
+
+def receive(opened: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        piece = opened.recv(length - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+def is_dropped(opened: socket.socket) -> bool:
+    """Whether the other end closes the connection without another byte."""
+    with opened:
+        try:
+            return opened.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+def wait_for(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# What a store does
+
+
+def test_the_store_listens_on_its_address_only():
+    before = listeners()
+    server = StoreServer.at("127.0.0.2", 0, SECRET)
+    assert listeners() - before == {in_table("127.0.0.2", server.port)}
+    with pytest.raises(ConfigError, match="127.0.0.1:.*connection refused"):
+        StoreClient(f"127.0.0.1:{server.port}", SECRET, timeout_s=0.3)
+    with pytest.raises(PortTaken, match=f"port {server.port} on 127.0.0.2 is in use"):
+        StoreServer.at("127.0.0.2", server.port, SECRET)
+    server.close()
+    assert listeners() == before
+
+
+def test_on_one_node_no_port_is_opened(tmp_path):
+    folder = tmp_path / ("a" * 120)  # longer than the path of a Unix socket may be
+    folder.mkdir()
+    before = listeners()
+    with_store = rendezvous.meet_alone(str(folder))
+    with_store.store.set("key", "value")
+    assert with_store.store.get("key") == b"value"
+    assert listeners() == before
+    with_store.close()
+
+
+def test_the_store_says_what_is_wrong_with_its_address():
+    with pytest.raises(ConfigError, match="192.0.2.77 is no address of"):
+        StoreServer.at("192.0.2.77", 0, SECRET)
+    with pytest.raises(ConfigError, match="host name nowhere.invalid does not resolve"):
+        StoreServer.at("nowhere.invalid", 0, SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:  # it accepts, and says nothing
+        with pytest.raises(ConfigError, match="answers, but not as a store .no answer within 0.5 s"):
+            StoreClient(f"127.0.0.1:{stranger.getsockname()[1]}", SECRET, timeout_s=0.5)
+
+
+def exercised(store: dist.Store) -> list[object]:
+    """What the operations of a store answer."""
+    long = timedelta(seconds=3)
+    store.set("a", "1")
+    store.set("bytes", bytes(range(256)))
+    told = [store.get("a"), store.get("bytes"), store.check(["a", "bytes"]), store.check(["a", "z"]), store.check([])]
+    told += [store.add("n", 5), store.add("n", -7), store.get("n"), store.add("a", 1)]
+    told += [store.compare_set("c", "", "first"), store.compare_set("c", "other", "second"), store.compare_set("c", "first", "2")]
+    told += [store.compare_set("missing", "expected", "new"), store.check(["missing"])]
+    store.append("t", "x")
+    store.append("t", "yz")
+    store.multi_set(["p", "q"], ["P", ""])
+    told += [store.get("t"), store.multi_get(["p", "q"]), store.delete_key("p"), store.delete_key("p"), store.check(["p"])]
+    store.wait(["a", "q"])
+    store.wait(["a", "q"], long)
+    try:
+        store.wait(["never"], timedelta(milliseconds=50))
+    except dist.DistStoreError:
+        told.append("late")
+    store.set_timeout(timedelta(milliseconds=50))
+    try:
+        store.get("never")
+    except dist.DistStoreError:
+        told.append("late")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, ["later", "latest"], long)
+        store.set("later", "")
+        time.sleep(0.05)
+        told.append(waiting.done())
+        store.set("latest", "")
+        waiting.result(timeout=5)
+    return told
+
+
+def test_the_store_answers_as_torchs_does(client):
+    assert exercised(client) == exercised(dist.HashStore())
+    assert exercised(dist.PrefixStore("below", client)) == exercised(dist.PrefixStore("below", dist.HashStore()))
+    count = client.num_keys()
+    client.delete_all("below/")
+    assert 0 < client.num_keys() < count
+    assert client.get("t") == b"xyz"
+
+
+def test_threads_do_not_wait_for_each_other(client):
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(client.wait, ["go"], timedelta(seconds=10)) for _ in range(7)]
+        assert client.add("n", 1) == 1
+        assert list(pool.map(lambda _: client.add("n", 1), range(300))) != []
+        client.set("go", "")
+        for each in waiting:
+            each.result(timeout=5)
+    assert client.add("n", 0) == 301
+
+
+def test_a_client_that_goes_leaves_nothing_behind(server, client):
+    opened, channel = member(server)
+    opened.sendall(channel.seal([b"get", b"3600000", b"never"]))
+    wait_for(lambda: b"never" in server._waiting)
+    opened.close()
+    wait_for(lambda: b"never" not in server._waiting)
+
+
+def test_requests_that_make_no_sense_are_answered(server, client):
+    opened, channel = member(server)
+    for request in ([], [b"run"], [b"set", b"key"], [b"add", b"n", b"one"], [b"get"], [b"get", b"soon", b"x"], [b"check"] * 3):
+        opened.sendall(channel.seal(request))
+        header = receive(opened, 36)
+        answer = channel.open(header, receive(opened, int.from_bytes(header[:4], "big")))
+        assert answer[0] == (b"ok" if request[:1] == [b"check"] else b"error")
+    with pytest.raises(ValueError, match="more than a store takes at once"):
+        channel.seal([b"set", b"key", bytes(1 << 28)])
+    opened.close()
+    assert not client.check(["key"])
+    client.set("text", "no number")
+    with pytest.raises(ValueError, match="invalid literal"):
+        client.add("text", 1)
+
+
+def test_a_store_that_ends_is_told_apart_from_one_that_is_late(server, client):
+    client.set("key", "value")
+    server.close()
+    with pytest.raises(dist.DistNetworkError, match="the store at .*connection"):
+        client.get("key")
+
+
+def _rank(rank: int, address: str, answers) -> None:
+    torch.set_num_threads(1)
+    client = StoreClient(address, SECRET)
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", client), rank=rank, world_size=4)
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=half)
+    dist.barrier()
+    answers.put((rank, total.item()))
+    dist.destroy_process_group()
+
+
+def test_a_process_group_meets_over_it(server):
+    context = torch.multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, server.address, answers)) for rank in range(4)]
+    for each in ranks:
+        each.start()
+    assert sorted(answers.get(timeout=60) for _ in ranks) == [(rank, 12.0) for rank in range(4)]
+    for each in ranks:
+        each.join(20)
+        assert each.exitcode == 0
+
+
+# What others can do to it
+
+
+def test_who_does_not_know_the_secret_takes_no_part(server, client, strangers):
+    client.set("key", "value")
+    with pytest.raises(ConfigError, match="does not take this node's secret"):
+        StoreClient(server.address, "of another job, but as long as it")
+    assert strangers == [server.address.rpartition(":")[0].strip("[]")]
+    for message in (b"GET / HTTP/1.1\r\n\r\n" * 4, bytes(ANSWER), pickle.dumps(os.getcwd) * 9):
+        opened = connection(server)
+        receive(opened, HELLO)
+        opened.sendall(message)
+        assert is_dropped(opened)
+    assert len(strangers) == 1, "told once by address"
+    assert client.get("key") == b"value"
+
+
+def test_a_store_that_does_not_know_the_secret_is_not_believed():
+    others = StoreServer.at("127.0.0.1", 0, "the secret of somebody else's job")
+    with pytest.raises(ConfigError, match="does not take this node's secret"):
+        StoreClient(others.address, SECRET)
+    others.close()
+
+    def pretend() -> None:
+        opened, _ = listener.accept()
+        with opened:
+            opened.sendall(GREETING + random_number())
+            receive(opened, ANSWER)
+            opened.sendall(bytes(CODE))
+            opened.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(ConfigError, match="does not know this job's secret: it is somebody else's"):
+            StoreClient(f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        thread.join()
+
+
+def test_proofs_and_frames_of_another_connection_are_worth_nothing(server, client, strangers):
+    first, channel = member(server)
+    frame = channel.seal([b"set", b"key", b"value"])
+    first.sendall(frame)
+    wait_for(lambda: client.check(["key"]))
+    client.delete_key("key")
+    second, _ = member(server)
+    second.sendall(frame)
+    assert is_dropped(second)
+    first.sendall(frame)  # and on its own connection it is worth something once
+    receive(first, 36 + 6)
+    assert is_dropped(first)
+    third = connection(server)
+    hello = receive(third, HELLO)
+    third.sendall(hello[len(GREETING) :] + Channel(SECRET, hello[len(GREETING) :], hello[len(GREETING) :], server=True).proof)
+    assert is_dropped(third), "the server's own proof is not the client's"
+    assert not client.check(["key"])
+
+
+def test_two_hundred_frames_that_nobody_sent(server, client, strangers):
+    """Forged, replayed, reordered and cut frames: each ends its connection, and none is carried out."""
+    random.seed(1)
+    client.set("count", "0")
+    for number in range(200):
+        opened, channel = member(server)
+        frames = [channel.seal([b"add", b"count", b"0"]), channel.seal([b"set", b"bad-%d" % number, b"x" * number])]
+        kind = number % 5
+        if kind == 0:  # forged: some bits of the second are others
+            changed = bytearray(frames[1])
+            changed[random.randrange(4, len(changed))] ^= 1 << random.randrange(8)
+            opened.sendall(frames[0] + changed)
+        elif kind == 1:  # replayed
+            opened.sendall(frames[0] + frames[0])
+        elif kind == 2:  # reordered
+            opened.sendall(frames[1] + frames[0])
+        elif kind == 3:  # cut, and the rest is never sent
+            opened.sendall(frames[0] + frames[1][: random.randrange(len(frames[1]))])
+            opened.shutdown(socket.SHUT_WR)
+        else:  # another length: shorter, much longer
+            length = random.choice([0, 1, len(frames[1]) - 37, 1 << 28, (1 << 32) - 1])
+            opened.sendall(frames[0] + length.to_bytes(4, "big") + frames[1][4:])
+            opened.shutdown(socket.SHUT_WR)
+        with opened:
+            answers = b""
+            while piece := opened.recv(4096):
+                answers += piece
+        assert len(answers) in (0, 36 + 4 + 2 + 4 + 1), "at most the answer to the first"
+    assert client.get("count") == b"0"
+    assert server._values == {b"count": b"0"}
+
+
+def test_connections_that_say_nothing_are_dropped(server, client, strangers, monkeypatch):
+    monkeypatch.setattr(server_module, "_PROOF_S", 0.2)
+    monkeypatch.setattr(server_module, "_UNPROVEN", 20)
+    held = [connection(server) for _ in range(50)]
+    assert client.add("n", 1) == 1
+    for each in held:
+        each.settimeout(10)
+        with pytest.raises(EOFError):
+            receive(each, HELLO + 1)
+        each.close()
+    assert strangers == []
+
+
+def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
+    ran = tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self):
+            return os.system, (f"touch {ran}",)
+
+    for state in (
+        pickle.dumps(Runs()),
+        b"[]",
+        b"{}",
+        b'"text"',
+        b"[" * 100_000,
+        b"nan",
+        b"\xff",
+        _told(round=1.5),
+        _told(deadline=3),
+    ):
+        client.set("parallel2d/rendezvous/job", state)
+        backend = round.JsonBackend(client, "job")
+        with pytest.raises(RendezvousStateError, match="damaged"):
+            backend.get_state()
+    assert not ran.exists()
+
+
+def _told(**changed) -> bytes:
+    state = round._RendezvousState()
+    return json.dumps({**json.loads(round.to_json(state)), **changed}).encode()
+
+
+def test_the_state_of_a_rendezvous_survives_as_json(client):
+    meeting = rendezvous.Meeting(client, SECRET, client.address, None, rendezvous.Interface("lo", "127.0.0.1"), "job")
+    handlers = [meeting.handler(LaunchConfig(nnodes="2", rdzv_endpoint="not used")) for _ in range(2)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            joined = [each.result(timeout=60) for each in [pool.submit(handler.next_rendezvous) for handler in handlers]]
+        assert sorted(each.rank for each in joined) == [0, 1]
+        state = handlers[0]._state_holder.state
+        again = round.from_json(round.to_json(state).encode())
+        assert vars(again) == vars(state)
+        assert len(state.last_heartbeats) == 2
+    finally:
+        for handler in handlers:
+            handler._stop_heartbeats()
+
+
+# The secret
+
+
+def test_a_secret_is_made_and_read(tmp_path, capsys):
+    path = tmp_path / "secret"
+    assert main(["secret", str(path)]) == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(secrets.read_secret(str(path))) == 64
+    assert main(["secret", str(path)]) == 2
+    assert f"parallel2d: {path}: File exists" in capsys.readouterr().err
+    assert main(["secret"]) == 0
+    assert len(capsys.readouterr().out.strip()) == 64
+
+
+def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    secrets.write_secret(str(path))
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=f"launch.secret_file={path} can be read by others: chmod 600"):
+        secrets.read_secret(str(path))
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        secrets.read_secret(str(path))
+    monkeypatch.undo()
+    path.write_text("short\n")
+    with pytest.raises(ConfigError, match="a secret has 32 to 4096 characters, this has 5"):
+        secrets.read_secret(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        secrets.read_secret(str(tmp_path / "nowhere"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no regular file"):
+        secrets.read_secret(str(tmp_path / "pipe"))
+
+
+def test_several_nodes_need_a_secret(monkeypatch):
+    monkeypatch.delenv(secrets.VARIABLE, raising=False)
+    settings = LaunchConfig(nnodes="1:2", rdzv_endpoint="127.0.0.1:0")
+    with pytest.raises(ConfigError, match=r"need a secret.*python -m parallel2d.launch secret.*launch.insecure=true"):
+        rendezvous.meet(settings)
+    assert secrets.find_secret(None, insecure=True) == secrets.NOBODYS
+    monkeypatch.setenv(secrets.VARIABLE, SECRET)
+    assert secrets.find_secret(None, insecure=True) == SECRET
+    monkeypatch.setenv(secrets.VARIABLE, "short")
+    with pytest.raises(ConfigError, match="PARALLEL2D_SECRET: a secret has"):
+        secrets.find_secret(None)
+
+
+def test_srun_needs_a_secret(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != secrets.VARIABLE}
+    task = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    words = [sys.executable, "-m", "parallel2d.train", f"hydra.run.dir={tmp_path}/run"]
+    ended = subprocess.run(words, env={**environment, **task}, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr.count("need a secret")) == (1, 1)
+    assert not (tmp_path / "run").exists()
