@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import ConfigError, MeshConfig, ParallelConfig
+from parallel2d.exchange import all_gather
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,7 @@ class Topology:
     @classmethod
     def gather(cls, host_id: str | None = None) -> Topology:
         """Asks every rank of the default process group. Collective: all ranks must call it."""
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, host_identity(host_id))
-        return cls(tuple(hosts))
+        return cls(tuple(all_gather(host_identity(host_id))))
 
     @classmethod
     def single_host(cls, world_size: int, host: str = "this host") -> Topology:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.exchange import all_gather, broadcast
 from parallel2d.launch import Place, find_place
 from parallel2d.launch.place import PREFIX, STORE
 from parallel2d.mesh import Topology
@@ -314,9 +315,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 def check_shared_run_dir(run_dir: str) -> None:
     """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory. Collective."""
-    token = [uuid.uuid4().hex if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(token)
-    path = os.path.join(run_dir, f".shared-{token[0]}")
+    path = os.path.join(run_dir, f".shared-{broadcast(uuid.uuid4().hex)}")
     if dist.get_rank() == 0:
         with open(path, "w"):
             pass
@@ -331,14 +330,13 @@ def check_shared_run_dir(run_dir: str) -> None:
 
 def check_same_data(fingerprint: str) -> None:
     """Raises `ConfigError`, on every rank, naming the nodes whose data differ from rank 0's. Collective."""
-    first = [fingerprint]
-    dist.broadcast_object_list(first)
-    _refuse_where(fingerprint != first[0], "data differ from those of rank 0 (other files, or another Python's library)")
+    _refuse_where(
+        fingerprint != broadcast(fingerprint), "data differ from those of rank 0 (other files, or another Python's library)"
+    )
 
 
 def _refuse_where(wrong: bool, what: str) -> None:
-    answers: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, socket.gethostname() if wrong else None)
+    answers = all_gather(socket.gethostname() if wrong else None)
     hosts = sorted({host for host in answers if host is not None})
     if hosts:
         raise ConfigError(f"on {', '.join(hosts)}: {what}")

@@ -20,9 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from parallel2d.exchange import sendable
+
 SPLIT_BYTES = 16 * 2**20  # a rectangle of at least this size is written in equal parts by all of its holders
 
 
+@sendable
 @dataclass(frozen=True)
 class Region:
     """A rectangle inside a tensor: per dim where it starts and how long it is. A scalar has no dims."""

@@ -25,6 +25,7 @@ from parallel2d.checkpoint.tensor_file import (
     parse_json,
     printable,
 )
+from parallel2d.exchange import sendable
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -51,6 +52,7 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
+@sendable
 @dataclass(frozen=True)
 class StoredFile:
     """Size in bytes and SHA-256 in hex."""

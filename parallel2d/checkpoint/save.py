@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d import exchange
 from parallel2d.checkpoint.geometry import Region, plan_writes
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor, chunk_key
 from parallel2d.checkpoint.store import CheckpointError, Store, describe_error
@@ -40,25 +41,19 @@ class Group:
         """Rank 0's value on every rank."""
         if self.group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
-        return box[0]
+        return exchange.broadcast(value, 0, self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.gather_object(value, values if self.rank == 0 else None, dst=0, group=self.group)
-        return values if self.rank == 0 else []
+        return exchange.gather(value, self.group) or []
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return exchange.all_gather(value, self.group)
 
 
 @dataclass
@@ -141,6 +136,7 @@ def write_checkpoint(
 _Part = tuple[str, str, tuple[int, ...], Region]  # tensor name, dtype name, whole shape, region
 
 
+@exchange.sendable
 @dataclass(frozen=True)
 class _Answer:
     """What a rank tells rank 0: its file, what is in it, or what went wrong."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel2d.config import ConfigError
+from parallel2d.exchange import sendable
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,6 +46,7 @@ MAX_DIMS = 16
 MAX_NAME = 1024
 
 
+@sendable
 class DamagedCheckpointError(ConfigError):
     """A checkpoint that is incomplete, altered, or not what its manifest says. The message names the file and
     the fault."""

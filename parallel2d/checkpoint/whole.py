@@ -8,6 +8,7 @@ is gathered, and one piece of it when it is scattered. For states that should ou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from parallel2d.checkpoint.settings import Settings, match_settings, other_class, plain_settings, put_settings
 from parallel2d.checkpoint.state import describe_optimizer, model_tensors, reshard, tied_names
 from parallel2d.config import ConfigError
+from parallel2d.exchange import broadcast, sendable
 from parallel2d.parallelize.initialization import copy_slice
 from parallel2d.parallelize.structure import canonical_name
 from parallel2d.parallelize.weights import scatter_tensor
@@ -111,9 +113,7 @@ def load_full_state(
             problems += found
             plan = [] if found else _plan(optimizer_state)
     if from_rank0 and dist.is_initialized():
-        box: list[Any] = [problems, plan, groups]
-        dist.broadcast_object_list(box, src=0)
-        problems, plan, groups = box
+        problems, plan, groups = broadcast((problems, plan, groups))
     if problems:
         raise ConfigError("the whole state does not fit: " + "; ".join(problems[:5]) + (" ..." if problems[5:] else ""))
     for name, tensor in model_tensors(model).items():
@@ -189,11 +189,14 @@ def rekey_optimizer_state(state: Mapping[str, Any], *, key: Key, names: list[str
     return {"state": {new[p]: entries for p, entries in state["state"].items()}, "param_groups": groups}
 
 
+@sendable
+@dataclass(frozen=True)
 class _Whole:
     """Shape and dtype of an entry of optimizer state; a scalar comes with its value, so that no collective is needed for it."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, scalar: float | None) -> None:
-        self.shape, self.dtype, self.scalar = shape, dtype, scalar
+    shape: torch.Size
+    dtype: torch.dtype
+    scalar: float | None
 
 
 def _rank() -> int:

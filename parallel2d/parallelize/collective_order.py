@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from parallel2d.config import ConfigError
+from parallel2d.exchange import all_gather, broadcast
 
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
 
@@ -141,8 +142,7 @@ class CollectiveOrder:
 
     def differing_on_other_hosts(self) -> str:
         """The message when digests differ. Collective over the group."""
-        every: list[list[int]] = [[]] * self._group.size()
-        dist.all_gather_object(every, self._compared, group=self._group)
+        every = all_gather(self._compared, self._group)
         return self._first_difference(every) or "ranks of a shard group issued different collectives"
 
     def _first_difference(self, every: list[list[int]]) -> str:
@@ -215,21 +215,20 @@ class _Table:
         """None, on every rank, when some cannot open what the first one made: containers on one
         host have file systems of their own. Collective."""
         ranks = dist.get_process_group_ranks(group)
-        path = [""]
+        path = ""
         if group.rank() == 0:
             place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            made, path[0] = tempfile.mkstemp(prefix="parallel2d-order-", dir=place)
+            made, path = tempfile.mkstemp(prefix="parallel2d-order-", dir=place)
             os.truncate(made, cls.bytes_for(len(ranks)))
             os.close(made)
-        dist.broadcast_object_list(path, src=ranks[0], group=group)
+        path = broadcast(path, ranks[0], group)
         try:
-            file = os.open(path[0], os.O_RDWR | os.O_CLOEXEC)  # of its own: locks belong to openings
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # of its own: locks belong to openings
         except OSError:
             file = -1
-        opened = [False] * len(ranks)
-        dist.all_gather_object(opened, file >= 0, group=group)
+        opened = all_gather(file >= 0, group)
         if group.rank() == 0:
-            os.unlink(path[0])
+            os.unlink(path)
         if not all(opened):
             return None
         return cls(file, group.rank(), ranks)

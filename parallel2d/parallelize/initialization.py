@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from parallel2d.config import ConfigError
+from parallel2d.exchange import all_gather, broadcast, sendable
 from parallel2d.parallelize.structure import canonical_name, tied_parameters
 
 Initializer = Callable[[nn.Module, str], None]
@@ -77,6 +77,7 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     return bool(meta)
 
 
+@sendable
 class Place(NamedTuple):
     """What ranks must agree on about a parameter or buffer."""
 
@@ -101,16 +102,12 @@ def check_same_structure(model: nn.Module) -> None:
     """Raises `ConfigError` when a rank's model has other parameters, shapes, ties or frozen parameters than rank 0's: sooner or later
     its collectives would wait for, or be filled with, something else. Collective."""
     own = places_in(model)
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
+    digests = all_gather(hashlib.sha256(repr(own).encode()).hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
-    box = [own]
-    dist.broadcast_object_list(box, src=0)
-    first = box[0]
-    told: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(told, [_difference(name, own.get(name), first.get(name)) for name in {**first, **own}])
+    first = broadcast(own)
+    told = all_gather([_difference(name, own.get(name), first.get(name)) for name in {**first, **own}])
     lines = [line for line in told[different[0]] if line] or ["the same parameters in another order"]
     raise ConfigError(
         f"ranks {different} have another model than rank 0. On rank {different[0]}: {'; '.join(lines[:5])}{' ...' if lines[5:] else ''}"
@@ -137,8 +134,7 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {_sums(parameter.detach())}".encode())
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest.hexdigest())
+    digests = all_gather(digest.hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise ConfigError(

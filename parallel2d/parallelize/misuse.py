@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.config import ConfigError, ParallelConfig
+from parallel2d.exchange import all_gather
 from parallel2d.parallelize.structure import canonical_name
 
 
@@ -40,8 +41,7 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
 
 def check_same_torch() -> None:
     """Raises `ConfigError` on every rank, naming hosts and versions, when ranks run different torch versions. Collective."""
-    versions: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(versions, (str(torch.__version__), socket.gethostname()))
+    versions = all_gather((str(torch.__version__), socket.gethostname()))
     if len({version for version, _ in versions}) > 1:
         found = sorted({f"{host}: torch {version}" for version, host in versions})
         raise ConfigError(
@@ -223,9 +223,7 @@ def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def compare(_module: nn.Module, args: Any, kwargs: Any) -> None:
         handle.remove()
-        digests: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(digests, _digest((args, kwargs)), group=group)
-        if len(set(digests)) > 1:
+        if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
             ranks = dist.get_process_group_ranks(group)
             raise ConfigError(
                 f"ranks {ranks} share one tensor axis and were fed different data: a sampler must be keyed on "

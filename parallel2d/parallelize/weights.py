@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.config import ConfigError
+from parallel2d.exchange import broadcast
 from parallel2d.parallelize.initialization import local_slices, places_in
 from parallel2d.parallelize.structure import canonical_name
 
@@ -39,11 +39,10 @@ def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
         if meta:
             problem = f"broadcast_from={source}: that rank has no values for {', '.join(meta[:5])}, which is on meta"
     ties = {name: place.tied_to for name, place in places_in(model).items() if place.tied_to != name}
-    box: list[Any] = [problem, ties]
-    dist.broadcast_object_list(box, src=source)
-    if box[0] is not None:
-        raise ConfigError(box[0])
-    _tie(model, box[1])
+    problem, ties = broadcast((problem, ties), source)
+    if problem is not None:
+        raise ConfigError(problem)
+    _tie(model, ties)
     on_meta: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -74,7 +73,7 @@ def scatter(model: nn.Module, full: Mapping[str, Tensor] | None, source: int = 0
     here: dict[str, Tensor] = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
     if buffers:
         here |= {canonical_name(name): buffer for name, buffer in model.named_buffers()}
-    box: list[str | None] = [None]
+    problem = None
     if dist.get_rank() == source:
         given = full or {}
         wrong = [f"{name} is missing" for name in here if name not in given]
@@ -83,10 +82,11 @@ def scatter(model: nn.Module, full: Mapping[str, Tensor] | None, source: int = 0
             for name, tensor in here.items()
             if name in given and given[name].shape != tensor.shape
         ]
-        box = [f"rank {source}'s weights do not fit: {'; '.join(wrong[:5])}" + (" ..." if wrong[5:] else "") if wrong else None]
-    dist.broadcast_object_list(box, src=source)
-    if box[0] is not None:
-        raise ConfigError(box[0])
+        if wrong:
+            problem = f"rank {source}'s weights do not fit: {'; '.join(wrong[:5])}" + (" ..." if wrong[5:] else "")
+    problem = broadcast(problem, source)
+    if problem is not None:
+        raise ConfigError(problem)
     scattering = _Scattering(source)
     for name, tensor in here.items():
         scattering.send(tensor, full[name] if full is not None and dist.get_rank() == source else None)

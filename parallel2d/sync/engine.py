@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import ConfigError
+from parallel2d.exchange import all_gather
 from parallel2d.mesh import has_cpu_backend, inherit_timeout, mesh_shape, sum_over_data_ranks
 from parallel2d.sync.bucket import Bucket, keep_until_done
 from parallel2d.sync.group import GroupParameter, ParameterGroup, clear_gradients
@@ -473,9 +474,7 @@ class GradientSync:
         """The message of a rank that has one. Collective over the data ranks."""
         for axis in ("shard", "replicate"):
             group = self.mesh.get_group(axis)
-            messages = [""] * group.size()
-            dist.all_gather_object(messages, message, group=group)
-            message = next((text for text in messages if text), "")
+            message = next((text for text in all_gather(message, group) if text), "")
         if self._order is not None:
             self._order.acknowledge()
         self.reset()

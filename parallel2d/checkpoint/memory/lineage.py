@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from parallel2d.checkpoint.manifest import MAX_BYTES
 from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, is_size, parse_json
+from parallel2d.exchange import sendable
 
 NAME = "memory.json"
 _KEPT = 64  # starts that are remembered; copies of earlier ones were overwritten long ago
 
 
+@sendable
 @dataclass(frozen=True)
 class Lineage:
     """(incarnation, step it started from), in the order of time."""

@@ -29,6 +29,7 @@ from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.state import model_tensors
 from parallel2d.checkpoint.store import describe_error, step_name
 from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, printable
+from parallel2d.exchange import sendable
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Nodes:
         return self.rank == self.of.index(self.own)
 
 
+@sendable
 @dataclass(frozen=True)
 class _Chosen:
     """A copy as rank 0 put it together. ``holders``: for each of its files the nodes that have it, each with the name it has there:
