@@ -15,6 +15,8 @@ import os
 import socket
 import time
 
+from parallel2d import files
+
 _FILE = "owner.json"
 
 
@@ -30,24 +32,22 @@ class RunClaim:
         self._path = os.path.join(run_dir, _FILE)
         self._token = os.urandom(8).hex()
         mark = {"token": self._token, "host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%F %T")}
-        written = f"{self._path}.{self._token}"
-        with open(written, "w") as file:
-            json.dump(mark, file)
-        self._seen = self._identity(written)
-        os.replace(written, self._path)
+        files.replace(self._path, json.dumps(mark))
+        self._seen = self._identity(self._path)
 
     def check(self) -> None:
         """Raises `RunTakenOver` naming who took the directory. A look at the file's number and time, unless they have changed."""
         try:
             if self._identity(self._path) == self._seen:
                 return
-            with open(self._path) as file:
-                mark = json.load(file)
+            mark = files.read_json(self._path)
         except (OSError, ValueError):
             return  # a file system that hiccups has not given the run to anybody
-        if mark["token"] != self._token:
+        if not isinstance(mark, dict) or mark.get("token") != self._token:
+            told = mark if isinstance(mark, dict) else {}
+            host, process, since = (files.printable(told.get(key)) for key in ("host", "process", "time"))
             raise RunTakenOver(
-                f"another start of this run, on {mark['host']} (process {mark['process']}, {mark['time']}), has taken over "
+                f"another start of this run, on {host} (process {process}, {since}), has taken over "
                 f"{os.path.dirname(self._path)}: this one ends without writing anything more"
             )
 

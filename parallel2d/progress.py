@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+LARGEST_COUNT = 2**53  # whole numbers up to here are exact as floats too
+LARGEST_SCALE = 2.0**24  # of a loss
 
 
 @dataclass
@@ -28,3 +34,39 @@ class Outcome:
     preempted: bool  # some rank was told to save and end
     save_is_due: bool  # by some rank's clock, beside the interval in steps
     ranks: list[list[float]]  # by rank: what `measure_rank` said after the step before
+
+
+def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
+    """What is wrong with ``state``, which a checkpoint of ``step`` says `Trainer.state_dict` has given it; empty if nothing.
+
+    Numbers must be finite, in range, and possible together.
+    """
+    problems = [f"{key} is missing" for key in ("scaler", "data_fingerprint") if key not in state]
+    for item in fields(Progress):
+        value = state.get(item.name)
+        if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+            problems.append(f"{item.name} is {_short(value)}, no whole number from 0 to 2**53")
+    if problems:
+        return problems
+    if state["step"] != step:
+        problems.append(f"step is {state['step']}, and the checkpoint is of step {step}")
+    if not state["skipped_in_a_row"] <= state["skipped"] <= state["step"] <= state["samples"]:
+        counts = ", ".join(f"{name} {state[name]}" for name in ("skipped_in_a_row", "skipped", "step", "samples"))
+        problems.append(f"its counts contradict each other: {counts}")
+    scaler, fingerprint = state["scaler"], state["data_fingerprint"]
+    if not isinstance(fingerprint, str) or len(fingerprint) > 1000:
+        problems.append("data_fingerprint is no text")
+    if not isinstance(scaler, Mapping) or set(scaler) != {"scale", "good_steps"}:
+        problems.append("scaler is not scale and good_steps")
+    else:
+        scale, good = scaler["scale"], scaler["good_steps"]
+        if type(scale) not in (int, float) or not 1 <= scale <= LARGEST_SCALE or not math.isfinite(scale):
+            problems.append(f"scale is {_short(scale)}, no number from 1 to 2**24")
+        if type(good) is not int or not 0 <= good <= step:
+            problems.append(f"good_steps is {_short(good)}, no whole number from 0 to {step}")
+    return problems
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if type(value) is not int or abs(value) <= LARGEST_COUNT else "too large"
+    return text if len(text) <= 40 else text[:40] + "..."

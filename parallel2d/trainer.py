@@ -35,7 +35,7 @@ from parallel2d.metrics.recorder import Recorder
 from parallel2d.model import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.parallelize.sharding import DTYPES
-from parallel2d.progress import Outcome, Progress
+from parallel2d.progress import Outcome, Progress, problems_of_state
 from parallel2d.sync import GradientSync, accumulate
 from parallel2d.sync.engine import engines_in
 
@@ -156,7 +156,9 @@ class Trainer:
         return {**asdict(self.progress), "scaler": self.scaler.state_dict(), "data_fingerprint": self.data_fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken."""
+        """Goes on from where `state_dict` was taken. Raises `ConfigError` for what it cannot have given."""
+        if problems := problems_of_state(state, state["step"]):
+            raise ConfigError(f"the checkpoint's state cannot be gone on from: {'; '.join(problems[:4])}")
         self.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**{item.name: int(state[item.name]) for item in fields(Progress)})
 

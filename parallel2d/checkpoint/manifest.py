@@ -10,6 +10,7 @@ imported, instantiated or used as a path outside of its folder.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -26,11 +27,14 @@ from parallel2d.checkpoint.tensor_file import (
     printable,
 )
 from parallel2d.exchange import sendable
+from parallel2d.progress import LARGEST_COUNT, problems_of_state
 
 FORMAT = 1
 NAME = "manifest.json"
 MAX_BYTES = 256 * 2**20
 MAX_DEPTH = 32
+_MOST_CORNERS = 1 << 24
+_TRAINED = "global_batch_size"  # in the layout of what the train command saves
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -144,6 +148,12 @@ class Manifest:
             raise DamagedCheckpointError(f"{what}: step and world_size must be whole numbers")
         if not all(is_size(size) for size in content["mesh"].values()):
             raise DamagedCheckpointError(f"{what}: mesh must give whole numbers")
+        if content["mesh"] and math.prod(content["mesh"].values()) != content["world_size"]:
+            raise DamagedCheckpointError(f"{what}: a mesh of {content['mesh']} is not one of {content['world_size']} ranks")
+        if content["step"] > LARGEST_COUNT or content["world_size"] > LARGEST_COUNT:
+            raise DamagedCheckpointError(f"{what}: step or world_size is larger than any")
+        if _TRAINED in content["layout"] and (problems := problems_of_state(content["state"], content["step"])):
+            raise DamagedCheckpointError(f"{what}: its state cannot be gone on from: {'; '.join(problems[:4])}")
         files = {name: _decode_file(name, item, what) for name, item in content["files"].items()}
         tensors = {name: _decode_tensor(name, item, files, what) for name, item in content["tensors"].items()}
         for name, other in content["tied"].items():
@@ -231,18 +241,25 @@ def _decode_tensor(name: str, item: Any, files: Mapping[str, StoredFile], what: 
 def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], what: str) -> None:
     """Raises `DamagedCheckpointError` unless ``regions``, all inside ``shape``, cover it exactly once.
 
-    Equal counts of elements plus no overlap is exact cover. Overlap is searched among regions whose first
-    dims meet.
+    Takes time linear in the number of regions. Of each region the corners are counted, those with an odd number of ends below zero.
+    The counts of all regions at each point equal those of the whole if and only if every element is covered once: they are the mixed
+    difference of how often it is covered. Dims that no region cuts are left out.
     """
     if any(region.numel == 0 for region in regions):
         raise DamagedCheckpointError(f"{what}: {printable(name)} has an empty chunk")
     if sum(region.numel for region in regions) != math.prod(shape):
         raise DamagedCheckpointError(f"{what}: the chunks of {printable(name)} do not cover its shape {list(shape)} exactly once")
-    if len(regions) > 1 and not shape:
+    if not regions:
+        return
+    cut = [dim for dim, size in enumerate(shape) if any(region.lengths[dim] != size for region in regions)]
+    if len(regions) > 1 and not cut:
         raise DamagedCheckpointError(f"{what}: {printable(name)} is stored twice")
-    active: list[Region] = []
-    for region in sorted(regions, key=lambda region: region.offsets):
-        active = [other for other in active if other.offsets[0] + other.lengths[0] > region.offsets[0]] if shape else []
-        if len(active) > 4096 or any(region.intersect(other) for other in active):
-            raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")
-        active.append(region)
+    if len(regions) << len(cut) > _MOST_CORNERS:
+        raise DamagedCheckpointError(f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims")
+    corners: dict[tuple[int, ...], int] = {}
+    for region, sign in [(Region.whole(shape), -1), *((region, 1) for region in regions)]:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(region.offsets[dim] + end * region.lengths[dim] for dim, end in zip(cut, ends, strict=True))
+            corners[corner] = corners.get(corner, 0) + (-sign if sum(ends) % 2 else sign)
+    if any(corners.values()):
+        raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from parallel2d.config import ConfigError
 from parallel2d.exchange import sendable
+from parallel2d.files import printable
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -69,12 +70,6 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-def printable(text: object, limit: int = 120) -> str:
-    """``text`` for a message or a terminal: control characters escaped, long text cut."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[: limit + 1])
-    return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel2d import files
 from parallel2d.config import ConfigError
 
 FORMAT = "parallel2d tokens"
@@ -48,12 +49,7 @@ def token_dtype(vocab_size: int) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes atomically and durably: a reader sees the old file or the whole new one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    files.replace(str(path), json.dumps(value, indent=1), durable=True)
 
 
 def make_durable(folder: Path) -> None:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from parallel2d import compose, folders
+from parallel2d import compose, files, folders
 from parallel2d.config import ConfigError
 from parallel2d.launch.place import AGENT, CONFIG, RUN_DIR, Place
 from parallel2d.store.address import answered_within
@@ -106,8 +106,7 @@ def _recorded_job(folder: str) -> dict[str, str] | None:
     if not folders.is_private(folder) or not folders.is_private(os.path.dirname(folder)):
         return None  # somebody else may have written it
     try:
-        with open(os.path.join(folder, "job.json")) as file:
-            record = json.load(file)
+        record = files.read_json(os.path.join(folder, "job.json"))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and set(record) == {"run_dir", "config"} else None
@@ -120,9 +119,7 @@ def _record_job(job: Mapping[str, Any]) -> None:
     with held_by_nobody_else():
         folders.make_own(folder)
     path = os.path.join(folder, "job.json")
-    with open(path + ".new", "w") as file:
-        json.dump({"run_dir": job["run_dir"], "config": job["config"]}, file)
-    os.replace(path + ".new", path)
+    files.replace(path, json.dumps({"run_dir": job["run_dir"], "config": job["config"]}))
 
 
 def forget_run(place: Place) -> None:
@@ -144,9 +141,7 @@ def telling_progress(place: Place, position: Callable[[], _Position]) -> Callabl
         if step != told:
             told = step
             with contextlib.suppress(OSError):
-                with open(path + ".new", "w") as file:
-                    file.write(str(step))
-                os.replace(path + ".new", path)
+                files.replace(path, str(step))
         return now
 
     return tell

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parallel2d import files
 from parallel2d.data.batch import SampleShape
 from parallel2d.mesh import MeshShape, Topology, draw_mesh
 
@@ -76,8 +77,7 @@ class RunFacts:
 
     def write_layout(self) -> None:
         """Writes ``layout.json`` into the run directory."""
-        with open(os.path.join(self.run_dir, "layout.json"), "w") as file:
-            json.dump(self.layout(), file, indent=1)
+        files.replace(os.path.join(self.run_dir, "layout.json"), json.dumps(self.layout(), indent=1))
 
     def layout(self) -> dict[str, Any]:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from parallel2d import files
 from parallel2d.config import ConfigError
 from parallel2d.report.page import markdown, page
 from parallel2d.report.runs import Run, read_run
@@ -23,23 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = _tell_apart([read_run(path) for path in options.runs])
         os.makedirs(folder, exist_ok=True)
         for name, text in (("report.md", markdown(runs)), ("report.html", page(runs))):
-            _replace(os.path.join(folder, name), text)
-            print(os.path.join(folder, name))
+            files.replace(os.path.join(folder, name), text)
+            print(files.printable(os.path.join(folder, name), 4096))
     except ConfigError as error:
         print(f"parallel2d: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"parallel2d: --out: {folder} cannot be written: {error}", file=sys.stderr)
+        print(f"parallel2d: --out: {files.printable(folder)} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     return 0
-
-
-def _replace(path: str, text: str) -> None:
-    """Writes a new file and renames it: a run may be somebody else's, and a link in it must not be followed."""
-    draft = f"{path}.{os.urandom(8).hex()}"
-    with open(draft, "x") as file:
-        file.write(text)
-    os.replace(draft, path)
 
 
 def _tell_apart(runs: list[Run]) -> list[Run]:

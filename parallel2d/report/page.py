@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 
 from parallel2d.report.plots import line_plot
@@ -100,4 +101,4 @@ def _memory(run: Run) -> list[tuple[float, float]]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", cell) for cell in cells) + " |"

@@ -63,7 +63,10 @@ def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _ticks(low: float, high: float) -> list[float]:
     """About five round numbers that enclose [low, high]."""
-    if high <= low:
+    largest = max(abs(low), abs(high))
+    if largest < 1e-300:
+        low = high = 0.0
+    if high - low <= 1e-12 * largest:
         low, high = (low - 0.5 * abs(low), low + 0.5 * abs(low)) if low else (0.0, 1.0)
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))

@@ -8,23 +8,28 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from parallel2d import files
 from parallel2d.config import ConfigError
 
 AXES = ("replicate", "shard", "tensor")
+_MOST_ROWS = 20_000
+_LONGEST_ROW, _LONGEST_KEY = 1 << 16, 100  # bytes, characters
+_LARGEST_LAYOUT = 16 * 2**20
+_LARGEST_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory as it was found. ``rows``: those of ``metrics.jsonl``, by step."""
+    """One run directory as it was found. ``rows``: the numbers in those of ``metrics.jsonl``, as they came."""
 
     name: str
     path: str
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, float]]
     layout: dict[str, Any]
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of the rows that have a finite ``key``."""
-        return [(row["step"], row[key]) for row in self.rows if isinstance(row.get(key), int | float)]
+        return [(row["step"], row[key]) for row in self.rows if key in row]
 
     def median(self, key: str) -> float | None:
         """Median over the rows that have ``key``; None without any."""
@@ -39,40 +44,76 @@ class Run:
 
 def read_run(path: str) -> Run:
     """Raises `ConfigError` with one sentence for a folder that is no run, or holds no finished step."""
-    file = os.path.join(path, "metrics.jsonl")
+    file, shown = os.path.join(path, "metrics.jsonl"), files.printable(path, 300)
     if not os.path.isdir(path):
-        raise ConfigError(f"{path}: no such run directory")
-    if not os.path.exists(file):
-        raise ConfigError(f"{path}: no metrics.jsonl here, so this is not a run directory")
-    rows: list[dict[str, Any]] = []
-    with open(file, errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
+        raise ConfigError(f"{shown}: no such run directory")
+    if not os.path.lexists(file):
+        raise ConfigError(f"{shown}: no metrics.jsonl here, so this is not a run directory")
+    try:
+        rows = _read_rows(file)
+    except OSError as error:
+        raise ConfigError(f"{shown}/metrics.jsonl cannot be read: {error.strerror}") from None
     if not rows:
-        raise ConfigError(f"{file}: no finished step in it")
+        raise ConfigError(f"{shown}/metrics.jsonl: no finished step in it")
     layout: Any = {}
     try:
-        with open(os.path.join(path, "layout.json")) as text:
-            layout = json.load(text)
+        layout = files.read_json(os.path.join(path, "layout.json"), _LARGEST_LAYOUT)
     except FileNotFoundError:
         pass
-    except ValueError:
-        raise ConfigError(f"{path}/layout.json is not JSON") from None
-    return Run(os.path.basename(os.path.abspath(path)), path, rows, layout if isinstance(layout, dict) else {})
+    except OSError as error:
+        raise ConfigError(f"{shown}/layout.json cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{shown}/layout.json is not JSON: {files.printable(error)}") from None
+    return Run(files.printable(os.path.basename(os.path.abspath(path))), shown, rows, layout if isinstance(layout, dict) else {})
+
+
+def _read_rows(path: str) -> list[dict[str, float]]:
+    """The numbers of each row, of at most `_MOST_ROWS` rows: of longer runs every second, fourth, ... and the last."""
+    rows: list[dict[str, float]] = []
+    every, count, last = 1, 0, None
+    with files.open_regular(path) as file:
+        while line := file.readline(_LONGEST_ROW):
+            row = _numbers(line) if line.endswith(b"\n") else None  # else torn by a kill, or longer than any row
+            if row is None:
+                continue
+            last = row
+            if count % every == 0:
+                rows.append(row)
+            count += 1
+            if len(rows) > _MOST_ROWS:
+                rows, every = rows[::2], 2 * every
+    if last is not None and rows[-1] is not last:
+        rows.append(last)
+    return rows
+
+
+def _numbers(line: bytes) -> dict[str, float] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not is_number(row.get("step")) or type(row["step"]) is not int:
+        return None
+    return {key: value for key, value in row.items() if is_number(value) and len(key) <= _LONGEST_KEY}
+
+
+def is_number(value: Any) -> bool:
+    """A finite number of a size that something measured can have."""
+    return type(value) in (int, float) and abs(value) < _LARGEST_NUMBER
+
+
+def _part(layout: dict[str, Any], key: str) -> dict[str, Any]:
+    found = layout.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def figures(run: Run) -> dict[str, str]:
     """The comparison's columns, as text; ``-`` for what was not measured."""
-    mesh = run.layout.get("mesh", {})
+    mesh = _part(run.layout, "mesh")
     shown = {
         "run": run.name,
-        "strategy": str(run.layout.get("strategy", "-")),
-        "mesh": " x ".join(str(mesh.get(axis, "?")) for axis in AXES),
+        "strategy": files.printable(run.layout.get("strategy", "-"), 40),
+        "mesh": " x ".join(files.printable(mesh.get(axis, "?"), 20) for axis in AXES),
         "steps": str(run.rows[-1]["step"]),
         "loss": _number(run.last("loss"), "{:.4f}"),
         "tokens/s": _number(run.median("throughput/tokens_per_s"), "{:,.0f}"),
@@ -90,12 +131,13 @@ def figures(run: Run) -> dict[str, str]:
 
 def measured_and_predicted(run: Run) -> list[tuple[str, float, float | None]]:
     """(axis, median bytes sent per rank and step, predicted bytes or None) of the axes that were measured."""
-    predicted = run.layout.get("predicted", {})
+    predicted = _part(run.layout, "predicted")
     found = []
     for axis in AXES:
         measured = run.median(f"comm/{axis}/bytes")
         if measured is not None:
-            found.append((axis, measured, predicted.get(f"comm/{axis}/bytes")))
+            expected = predicted.get(f"comm/{axis}/bytes")
+            found.append((axis, measured, expected if is_number(expected) else None))
     return found
 
 

@@ -12,6 +12,7 @@ import json
 import os
 from dataclasses import dataclass
 
+from parallel2d import files
 from parallel2d.checkpoint.manifest import MAX_BYTES
 from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, is_size, parse_json
 from parallel2d.exchange import sendable
@@ -56,9 +57,4 @@ class Lineage:
     def write(self, run_dir: str) -> None:
         """Replaces the file in one rename."""
         os.makedirs(run_dir, exist_ok=True)
-        draft = os.path.join(run_dir, f".{NAME}-{os.urandom(4).hex()}")
-        with open(draft, "x") as file:
-            json.dump({"starts": self.starts}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, os.path.join(run_dir, NAME))
+        files.replace(os.path.join(run_dir, NAME), json.dumps({"starts": self.starts}), durable=True)

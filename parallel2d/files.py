@@ -1,0 +1,71 @@
+"""Files in folders that somebody else may write to: no link is followed, and nothing is believed to be small or sound."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from typing import Any, BinaryIO
+
+MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
+
+
+def open_regular(path: str) -> BinaryIO:
+    """A file to read. Raises OSError for a link and for what is no regular file, such as a pipe that would never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return open(descriptor, "rb")
+
+
+def read_json(path: str, largest: int = 16 * 2**20) -> Any:
+    """What a JSON file holds. Raises OSError as `open_regular`, ValueError for more than ``largest`` bytes, for what is not JSON, and
+    for lists and dicts nested deeper than any code that walks them expects."""
+    with open_regular(path) as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise ValueError(f"more than {largest} bytes")
+    return parse(data)
+
+
+def parse(data: bytes | str) -> Any:
+    """JSON from anywhere. Raises ValueError."""
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for container in containers for item in container if isinstance(item, dict | list)]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
+
+
+def replace(path: str, text: str, *, durable: bool = False) -> None:
+    """Gives ``path`` this content in one rename: a reader sees the old file or the whole new one, and a link is not followed.
+
+    ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves nothing behind then.
+    """
+    draft = f"{path}.{os.urandom(8).hex()}"
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "w") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def printable(text: object, limit: int = 120) -> str:
+    """``text`` for a message or a terminal: control characters escaped, long text cut."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[: limit + 1])
+    return shown if len(shown) <= limit else shown[:limit] + "..."
