@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel2d import obsolete
+from parallel2d import files, obsolete
 from parallel2d.config import (
     BUCKETINGS,
     CHECKPOINTINGS,
@@ -62,6 +62,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 _MODEL_SCHEMAS = {"llama_schema": LlamaModel, "custom_schema": CustomModel, "hf_schema": HuggingFaceModel}
 _OPEN = ("model.arguments.", "model.arguments=", "model.tensor_plan=")  # whose content no schema knows
+_FOLDER = re.compile(r"\+*hydra\.(run|sweep)\.dir=(?P<path>.+)")
+_EMPTY_FOLDER = re.compile(r"\+*hydra\.(run|sweep)\.dir=[\s'\"]*")
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
 _EXPECTED = {
     "IntegerNode": "a whole number",
@@ -105,14 +107,21 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
     words = _open_words(arguments)
     if any(word.startswith("--experimental-rerun") for word in words):
         raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
+    if any(_EMPTY_FOLDER.fullmatch(word) for word in words):
+        raise ConfigError("hydra.run.dir is empty: it would be the current folder; name one, or leave it out for a new one")
     if refuse_multirun and any(word in ("-m", "--multirun") for word in words):
         raise ConfigError(f"-m is refused here: {refuse_multirun}")
+
+    for word in words:
+        if (named := _FOLDER.fullmatch(word)) is not None:
+            _check_links(named["path"].strip("'\""))
 
     failures: list[tuple[str, Exception]] = []
 
     def call(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
         overrides = tuple(hydra_config.overrides.task)
+        _check_links(hydra_config.runtime.output_dir)
         try:
             task(Job(to_config(composed), os.path.abspath(hydra_config.runtime.output_dir), overrides))
         except Exception as error:  # kept from Hydra, which would print its own account of it; the other jobs still run
@@ -176,6 +185,13 @@ def preview(arguments: Sequence[str]) -> TrainConfig | None:
         raise ConfigError(_explain(_open_words(arguments), error)) from None
     finally:
         GlobalHydra.instance().clear()
+
+
+def _check_links(folder: str) -> None:
+    try:
+        files.check_no_planted_links(folder)
+    except OSError as error:
+        raise ConfigError(f"hydra.run.dir: {files.printable(error.filename, 500)}: {error.strerror}") from None
 
 
 def _may_sweep(words: Sequence[str]) -> bool:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 
 from parallel2d.config import ConfigError
+from parallel2d.files import for_terminal
 
 
 def find_boards(paths: Sequence[str]) -> dict[str, str]:
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         boards = find_boards(options.runs)
     except ConfigError as error:
-        print(f"parallel2d: {error}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
     from tensorboard import program
 

@@ -51,7 +51,7 @@ def replace(path: str, text: str, *, durable: bool = False) -> None:
 
     ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves nothing behind then.
     """
-    draft = f"{path}.{os.urandom(8).hex()}"
+    draft = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "w") as file:
             file.write(text)
@@ -65,7 +65,31 @@ def replace(path: str, text: str, *, durable: bool = False) -> None:
         raise
 
 
+def check_no_planted_links(folder: str) -> None:
+    """Raises OSError for a link, in the folder or in one inside it, that another user has made: what is written there goes elsewhere.
+    Nothing happens when the folder does not exist."""
+    level = [folder]
+    for _ in range(2):
+        entries: list[os.DirEntry[str]] = []
+        for inside in level:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(inside) as found:
+                entries += found
+        for entry in entries:
+            if entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                raise OSError(errno.ELOOP, "a link that another user has made, and is not followed", entry.path)
+        level = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
 def printable(text: object, limit: int = 120) -> str:
-    """``text`` for a message or a terminal: control characters escaped, long text cut."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[: limit + 1])
+    """``text`` for a message: one line, control characters escaped, long text cut."""
+    shown = "".join(map(_escaped, str(text)[: limit + 1]))
     return shown if len(shown) <= limit else shown[:limit] + "..."
+
+
+def for_terminal(text: object) -> str:
+    """A whole message: lines stay, other control characters are escaped."""
+    return "".join(c if c in "\n\t" else _escaped(c) for c in str(text))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

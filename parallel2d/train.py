@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from parallel2d import launch
 from parallel2d.compose import Job, preview, run
 from parallel2d.config import ConfigError, TrainConfig
+from parallel2d.files import for_terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,13 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run(words, _launch)
     except ConfigError as error:
-        print(f"parallel2d: {error}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
     except launch.Preempted as preempted:
-        print(f"parallel2d: {preempted}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(preempted)}", file=sys.stderr)
         return preempted.exit_code
     except launch.WorkersFailed as error:
-        print(f"parallel2d: {error}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("parallel2d: interrupted; all workers have ended", file=sys.stderr)

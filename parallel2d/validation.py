@@ -42,8 +42,16 @@ def problems(config: Any, prefix: str = "") -> Iterator[str]:
             yield from problems(value, key + ".")
         elif value == "???":
             yield f"{key} is required and was not given"
+        elif _not_finite(value) and not item.metadata.get("infinite"):
+            yield f"{key}={value} must be finite"
         elif item.metadata:
             yield from _constraint_problems(key, value, item.metadata)
+
+
+def _not_finite(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_not_finite, value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _constraint_problems(key: str, value: Any, constraint: Any) -> Iterator[str]:

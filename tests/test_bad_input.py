@@ -64,6 +64,13 @@ CASES = [
     (("train.steps=-3", "optimizer.lr=-1"), ["train.steps=-3", "optimizer.lr=-1", "above 0"]),
     (("train.steps=[1,2",), ["train.steps=[1,2", "cannot be read"]),
     (("optimizer.lr=fast",), ["optimizer.lr=fast", "a number"]),
+    (("optimizer.lr=inf",), ["optimizer.lr=inf must be finite"]),
+    (("optimizer.betas=[0.9,inf]",), ["optimizer.betas=[0.9, inf] must be finite"]),
+    ((f"train.seed={2**64}",), [f"train.seed={2**64}", "at most 9223372036854775807"]),
+    (("model.n_layers=1000000000",), ["model.n_layers=1000000000", "at most 10000"]),
+    (("hydra.run.dir=",), ["hydra.run.dir is empty"]),
+    (("++hydra.run.dir=''",), ["hydra.run.dir is empty"]),
+    (("train.steps=\x1b[31m",), ["train.steps=\\x1b[31m"]),
     (("train.deterministic=maybe",), ["train.deterministic=maybe", "true or false"]),
     (("mesh=3",), ["mesh=3", "mesh.replicate"]),
     (("mesh.replicate=two",), ["mesh.replicate=two", "auto"]),
@@ -166,3 +173,17 @@ def test_first_host_of_a_slurm_list(nodes, first):
 def test_nothing_is_left_behind_by_wrong_words(tmp_path):
     main(["strategy=hybird"])
     assert "outputs" not in os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make links for somebody else")
+@pytest.mark.parametrize("place", ["train.log", ".hydra/config.yaml", "logs"])
+def test_a_run_directory_with_a_planted_link_is_refused(tmp_path, capsys, place):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    link = tmp_path / "run" / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    os.lchown(link, 65534, 65534)
+    assert main([*TEXT, f"hydra.run.dir={tmp_path}/run"]) == 2
+    assert f"hydra.run.dir: {link}: a link that another user has made" in capsys.readouterr().err
+    assert outside.read_text() == "mine"

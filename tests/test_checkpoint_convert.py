@@ -310,3 +310,43 @@ def test_peak_memory_is_a_few_tensors_not_the_model(tmp_path):
     grown = float(result.stdout.split()[-1])
     assert grown < tensors * mib / 3, result.stdout
     same_tensors(source, tmp_path / "back", kinds=("model",))
+
+
+def deflated(path, name, data):
+    """The archive, compressed, with ``data`` in place of one of its records."""
+    with zipfile.ZipFile(path) as archive:
+        records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record, content in records.items():
+            archive.writestr(record, data if record.endswith(name) else content)
+
+
+@pytest.mark.parametrize("format", ["zip", "stream"])
+def test_values_that_a_view_repeats_are_not_written_out(tmp_path, capsys, format):
+    zipped = format == "zip"
+    torch.save({"w": torch.zeros(1).expand(2**20, 2**20)}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
+    assert "its tensors would take 4398046511104: they repeat their values" in capsys.readouterr().err
+    torch.save({"w": torch.ones(1).expand(3, 4)}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 0
+
+
+@pytest.mark.parametrize("record", ["data/0", "data.pkl"])
+def test_a_compressed_archive_is_not_unpacked(tmp_path, capsys, record):
+    torch.save({"w": torch.zeros(100)}, tmp_path / "w.pt")
+    deflated(tmp_path / "w.pt", record, bytes(2**26))
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
+    assert "w.pt is a compressed archive" in capsys.readouterr().err
+
+
+def test_advice_to_load_a_file_without_care_is_not_passed_on(tmp_path, capsys):
+    (tmp_path / "w.pt").write_bytes(os.urandom(1000))
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
+    assert "weights_only" not in capsys.readouterr().err
+
+
+def test_a_single_file_is_inspected(tmp_path, capsys):
+    torch.save({"w": torch.zeros(100)}, tmp_path / "w.pt")
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 0
+    assert main(["inspect", str(tmp_path / "w.safetensors")]) == 0
+    assert "model/w" in capsys.readouterr().out

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import pickle
+import random
 import shutil
 import struct
+import time
 import zipfile
 
 import pytest
@@ -21,7 +24,9 @@ import torch
 from test_checkpoint_policy import Small
 
 from parallel2d.checkpoint import Checkpoint, DamagedCheckpointError
-from parallel2d.checkpoint.manifest import content_digest
+from parallel2d.checkpoint.__main__ import main
+from parallel2d.checkpoint.geometry import Region
+from parallel2d.checkpoint.manifest import check_tiling, content_digest
 from parallel2d.config import ConfigError
 
 DATA = "rank-00000.safetensors"
@@ -483,3 +488,104 @@ def test_state_beside_tensors_cannot_replace_them(victim, tmp_path):
     small.restore()
     assert isinstance(small.optimizer.state[small.model[0].weight]["exp_avg"], torch.Tensor)
     small.train(1)
+
+
+TRAINED = {
+    "step": 1, "samples": 32, "tokens": 100, "skipped": 0, "skipped_in_a_row": 0, "scaler": {"scale": 1.0, "good_steps": 0},
+    "data_fingerprint": "00",
+}  # fmt: skip
+STATES = {
+    "nothing": {},
+    "no fingerprint": {key: value for key, value in TRAINED.items() if key != "data_fingerprint"},
+    "text for a number": TRAINED | {"tokens": "many"},
+    "true for a number": TRAINED | {"skipped": True},
+    "a fraction": TRAINED | {"samples": 32.5},
+    "negative samples": TRAINED | {"samples": -64},
+    "too many samples": TRAINED | {"samples": 2**62},
+    "another step": TRAINED | {"step": 2},
+    "more steps than samples": TRAINED | {"samples": 0},
+    "more skipped than done": TRAINED | {"skipped": 2},
+    "a scale that is no number": TRAINED | {"scaler": {"scale": "nan", "good_steps": 0}},
+    "an infinite scale": TRAINED | {"scaler": {"scale": "inf", "good_steps": 0}},
+    "a scale of nothing": TRAINED | {"scaler": {"scale": 0.0, "good_steps": 0}},
+    "good steps to come": TRAINED | {"scaler": {"scale": 1.0, "good_steps": 5}},
+    "half a scaler": TRAINED | {"scaler": {"scale": 1.0}},
+    "a fingerprint that is none": TRAINED | {"data_fingerprint": ["a"]},
+}
+
+
+def trained(manifest, state):
+    manifest["layout"]["global_batch_size"] = 32
+    manifest["state"] = state
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_run_does_not_go_on_from(victim, tmp_path, name):
+    reseal(victim, lambda manifest: trained(manifest, STATES[name]))
+    refused(victim, tmp_path, "state cannot be gone on from")
+    assert main(["verify", str(victim)]) == 1
+
+
+def test_the_state_of_a_run_is_taken(victim, tmp_path):
+    reseal(victim, lambda manifest: trained(manifest, TRAINED))
+    assert main(["verify", str(victim)]) == 0
+    assert Small(tmp_path / "run", resume=str(victim)).restore()["tokens"] == 100
+
+
+def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
+    reseal(victim, lambda manifest: manifest.update(step=2**62))
+    refused(victim, tmp_path, "larger than any")
+    reseal(victim, lambda manifest: manifest.update(step=1, mesh={"shard": 3}))
+    refused(victim, tmp_path, "is not one of 1 ranks")
+
+
+# ---- chunks
+# ------------------------------------------------------------------------------------------------------
+
+
+def grid(shape, parts):
+    cuts = [[(size * i // n, size * (i + 1) // n) for i in range(n)] for size, n in zip(shape, parts, strict=True)]
+    return [Region(tuple(a for a, _ in place), tuple(b - a for a, b in place)) for place in itertools.product(*cuts)]
+
+
+BRICKS = [  # not cut along whole planes
+    Region((0, 0), (2, 3)), Region((0, 3), (3, 2)), Region((3, 2), (2, 3)), Region((2, 0), (3, 2)), Region((2, 2), (1, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "regions"),
+    [
+        ((), [Region((), ())]),
+        ((0, 4), []),
+        ((7,), grid((7,), (3,))),
+        ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
+        ((5, 5), BRICKS),
+        ((10, 100_000), grid((10, 100_000), (1, 100_000))),
+    ],
+    ids=["scalar", "empty", "line", "grid", "bricks", "many"],
+)
+def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
+    random.Random(1).shuffle(regions)
+    begin = time.monotonic()
+    check_tiling("x", shape, regions, "manifest")
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "regions"),
+    [
+        ((), [Region((), ()), Region((), ())]),
+        ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
+        ((2, 2), [Region((0, 0), (1, 2)), Region((0, 0), (1, 2))]),
+        ((2, 2), [Region((0, 0), (1, 1)), Region((1, 1), (1, 1)), Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]),
+        ((5, 5), [*BRICKS[:-1], Region((0, 0), (1, 1))]),
+        ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
+        ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
+    ],
+)
+def test_chunks_that_do_not_are_refused_soon(shape, regions):
+    begin = time.monotonic()
+    with pytest.raises(DamagedCheckpointError):
+        check_tiling("x", shape, regions, "manifest")
+    assert time.monotonic() - begin < 2

@@ -326,6 +326,91 @@ def test_a_report_of_something_else_is_one_message(tmp_path, capsys, what):
     assert len(said.splitlines()) == 1
 
 
+NUMBERS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "1" + "0" * 400,
+    "9" * 5000,
+    "[1]",
+    '"5"',
+    "true",
+    "null",
+    "1e-320",
+    "1e308",
+    '{"a":1}',
+)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_report_takes_no_number_that_is_none(tmp_path, number):
+    run = make_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 11, "loss": {number}, "throughput/tokens_per_s": {number}, "comm/shard/bytes": {number}}}\n')
+        file.write(f'{{"step": {number}, "loss": 1.0}}\n')
+    (run / "layout.json").write_text(f'{{"mesh": {number}, "strategy": "hybrid", "predicted": {{"comm/shard/bytes": {number}}}}}')
+    assert report([str(run)]) in (0, 2)
+    assert "nan" not in (run / "report.html").read_text().lower() if (run / "report.html").exists() else True
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "layout.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "deep", "device"])
+def test_a_report_reads_files_alone(tmp_path, capsys, name, kind):
+    run = make_run(tmp_path / "run")
+    (run / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(run / name)
+    elif kind == "link":
+        (tmp_path / "secret").write_text('{"step": 1, "loss": 77.0}\n')
+        (run / name).symlink_to(tmp_path / "secret")
+    elif kind == "device":
+        (run / name).symlink_to("/dev/zero")
+    elif kind == "folder":
+        (run / name).mkdir()
+    else:
+        (run / name).write_text("[" * 100_000 + "\n")
+    assert report([str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"parallel2d: {run}/{name}")
+    assert len(said.splitlines()) == 1
+    assert sorted(path.name for path in run.glob("report*")) == []
+
+
+def test_names_reach_neither_terminal_nor_page_as_they_are(tmp_path, capsys):
+    run = make_run(tmp_path / "\x1b[31m|<b>x`[a](b)")
+    (run / "layout.json").write_text(json.dumps({"strategy": "<script>|\x1b[2J", "mesh": {"shard": "`&"}}))
+    assert report([str(run), "--out", str(tmp_path / "out")]) == 0
+    text, page = (tmp_path / "out" / "report.md").read_text(), (tmp_path / "out" / "report.html").read_text()
+    assert "\x1b" not in text + page + capsys.readouterr().out
+    assert "<b>" not in page.replace("<body>", "")
+    assert "<script>" not in page
+    row = next(line for line in text.splitlines() if "script" in line)
+    assert "\\<script\\>\\|" in row
+    assert "\\`\\[a\\](b)" in row
+
+
+def grown_by_report(tmp_path, rows):
+    run = make_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "w") as file:
+        for step in range(1, rows + 1):
+            file.write(f'{{"step": {step}, "loss": {5 / step:.6f}, "throughput/tokens_per_s": 50.0, "time/step_s": 0.1}}\n')
+    words = f"import resource; from parallel2d.report.__main__ import main; main([{str(run)!r}]); "
+    words += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    code = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert f"| {rows} |" in (run / "report.md").read_text()
+    return 1024 * int(code.stdout.splitlines()[-1])
+
+
+def test_memory_of_a_report_does_not_grow_with_its_rows(tmp_path):
+    assert grown_by_report(tmp_path / "many", 200_000) - grown_by_report(tmp_path / "few", 10) < 60 * 2**20
+
+
+@pytest.mark.soak
+def test_memory_of_a_report_of_ten_million_rows(tmp_path):
+    assert grown_by_report(tmp_path / "many", 10**7) - grown_by_report(tmp_path / "few", 10) < 60 * 2**20
+
+
 def test_the_dashboard_finds_every_run_below_a_folder(tmp_path):
     for name in ("0", "1"):
         (tmp_path / "sweep" / name / "tensorboard").mkdir(parents=True)

@@ -21,6 +21,7 @@ from parallel2d.checkpoint.sources import open_source
 from parallel2d.checkpoint.store import describe_error, find_checkpoint
 from parallel2d.checkpoint.tensor_file import DTYPES, printable
 from parallel2d.config import ConfigError
+from parallel2d.files import for_terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except (ConfigError, OSError) as error:
-        print(f"error: {describe_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"error: {for_terminal(describe_error(error) if isinstance(error, OSError) else error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -68,7 +69,7 @@ def inspect(options: argparse.Namespace) -> None:
     path = find_checkpoint(options.path)
     try:
         checkpoint = Checkpoint.open(path)
-    except ConfigError:
+    except (ConfigError, NotADirectoryError):
         source = open_source(path)  # another format, or the error that says it best
         print(f"{path}: {source.kind}")
         _print_table([(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()], options.all)

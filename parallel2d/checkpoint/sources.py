@@ -197,6 +197,7 @@ def _torch(path: str) -> Source:
     for name, other in _shared(found).items():
         facts.setdefault("tied", {})[name.removeprefix("model/")] = other.removeprefix("model/")
         del found[name]
+    reader.check_sizes(found.values())
     described = {}
     for name, tensor in found.items():
         described[name] = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)

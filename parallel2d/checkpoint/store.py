@@ -66,6 +66,8 @@ def open_store(root: str) -> Store:
 def find_checkpoint(path: str) -> str:
     """The checkpoint folder that ``path`` means: itself, or the newest of a run directory or ``checkpoints``
     folder."""
+    if os.path.isfile(path):
+        return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
         if steps := open_store(root).steps():
             return open_store(root).path_of(steps[-1])

@@ -10,12 +10,12 @@ tensors, so that values are read by range afterwards.
 from __future__ import annotations
 
 import os
-import pickle
+import pickletools
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, printable, tensor_bytes
 from parallel2d.config import ConfigError
+
+_LONGEST_NAME, _LONGEST_TEXT = 500, 1 << 24
+_PICKLES_OF_A_STREAM = 5  # a magic number, a version, facts about the system, the content, the keys of its storages
+_REPEATED, _SMALL = 4, 2**20  # how many times a value may be seen through views, and bytes that are no matter
 
 
 class TorchWriter:
@@ -89,6 +93,29 @@ def _offset(tensor: Tensor) -> int | None:
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
+class _Bounded:
+    """A file that gives no line and no piece of more than a limit. For pickletools."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.tell = file, file.tell
+
+    def read(self, size: int) -> bytes:
+        if size > _LONGEST_TEXT:
+            raise ValueError("a text in it is too long")
+        return bytes(self._file.read(size))
+
+    def readline(self) -> bytes:
+        line = bytes(self._file.readline(_LONGEST_NAME))
+        if len(line) == _LONGEST_NAME:
+            raise ValueError("a name in it is too long")
+        return line
+
+
+def _walk(file: Any) -> None:
+    for _ in pickletools.genops(file):
+        pass
+
+
 class TorchReader:
     """A ``torch.save`` file: its containers now, its tensors by `read`.
 
@@ -97,7 +124,9 @@ class TorchReader:
 
     def __init__(self, path: str) -> None:
         self.path, self.label = path, os.path.basename(path)
-        self._streamed = zipfile.is_zipfile(path)
+        self._size = os.path.getsize(path)
+        self._streamed = self._is_archive()
+        self._scan()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a refused file says enough
@@ -106,18 +135,51 @@ class TorchReader:
                         self.content = torch.load(path, map_location="cpu", weights_only=True)
                 else:  # the format before archives: one stream, which can only be read as a whole
                     self.content = torch.load(path, map_location="cpu", weights_only=True)
-        except (
-            pickle.UnpicklingError,
-            RuntimeError,
-            EOFError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            first = printable(str(error).splitlines()[0] if str(error) else type(error).__name__, 200)
+        except Exception as error:  # torch's reader raises whatever it stumbles over
+            # Its advice to load the file with weights_only=False is not passed on.
+            first = printable(str(error).splitlines()[0].split(". In PyTorch")[0] if str(error) else type(error).__name__, 200)
             raise ConfigError(f"{self.label} is not a file of weights alone, and is not loaded: {first}") from None
-        self._size = os.path.getsize(path)
+
+    def _is_archive(self) -> bool:
+        """torch.save compresses nothing, so what is read is no larger than the file. Raises `ConfigError` for another archive."""
+        try:
+            if not zipfile.is_zipfile(self.path):
+                return False
+            with zipfile.ZipFile(self.path) as archive:
+                entries = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
+            raise ConfigError(f"{self.label} is a damaged archive: {printable(error)}") from None
+        if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries):
+            raise ConfigError(f"{self.label} is a compressed archive, which torch.save does not write, and is not unpacked")
+        if sum(entry.file_size for entry in entries) > self._size:
+            raise ConfigError(f"{self.label} announces more bytes than it has")
+        return True
+
+    def _scan(self) -> None:
+        """Walks through the pickles without building anything. Raises `ConfigError` for what is none, and for names that are longer than
+        any: torch takes minutes to say that it does not know one of 50,000 characters."""
+        try:
+            if self._streamed:
+                with zipfile.ZipFile(self.path) as archive:
+                    for name in archive.namelist():
+                        if name.endswith("/data.pkl"):
+                            with archive.open(name) as record:
+                                _walk(_Bounded(record))
+            else:
+                with open(self.path, "rb") as file:
+                    for _ in range(_PICKLES_OF_A_STREAM):
+                        _walk(_Bounded(file))
+        except Exception as error:  # pickletools raises whatever it stumbles over
+            raise ConfigError(f"{self.label} is not a file of weights alone, and is not loaded: {printable(error)}") from None
+
+    def check_sizes(self, tensors: Iterable[Tensor]) -> None:
+        """Raises `ConfigError` when the tensors together are several times as large as the file: views that repeat its values."""
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if total > _REPEATED * self._size + _SMALL:
+            raise ConfigError(
+                f"{self.label} has {self._size} bytes, and its tensors would take {total}: they repeat their values (expand); "
+                "save them with .contiguous() if that is meant"
+            )
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of a tensor found in ``content``."""

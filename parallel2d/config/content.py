@@ -14,7 +14,7 @@ class LlamaModel:
 
     family: str = "llama"
     dim: int = option(128, minimum=1)
-    n_layers: int = option(4, minimum=1)
+    n_layers: int = option(4, minimum=1, maximum=10_000)
     n_heads: int = option(8, minimum=1)
     n_kv_heads: int = option(4, minimum=1)  # fewer than n_heads: grouped-query attention
     hidden_dim: int = option(352, minimum=1)  # of the SwiGLU feed-forward

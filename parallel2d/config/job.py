@@ -35,7 +35,7 @@ class OptimizerConfig:
     betas: list[float] = option([0.9, 0.95])  # adamw, adam, and muon's AdamW
     eps: float = option(1e-8, above=0)  # the same
     weight_decay: float = option(0.1, minimum=0)  # decoupled, but with adam and sgd, where it is added to the gradient
-    clip_norm: float = option(1.0, above=0)  # global 2-norm of the gradient; inf: never clipped, still measured
+    clip_norm: float = option(1.0, above=0, infinite=True)  # global 2-norm of the gradient; inf: never clipped, still measured
     # {pattern: of canonical names, with any of lr_scale, weight_decay, and with muon algorithm (muon, adamw)}; the first match counts
     groups: list[Any] = option([])
     # fused: one kernel per dtype and device; foreach: one per operation; loop: one per operation and parameter, least memory
@@ -74,7 +74,7 @@ class LoopConfig:
     """The loop. Batch sizes count sequences, or images; steps count from 1."""
 
     steps: int = option(300, minimum=1)
-    seed: int = option(0, minimum=0)
+    seed: int = option(0, minimum=0, maximum=2**63 - 1)
     global_batch_size: int = option(32, minimum=1)
     micro_batch_size: int | str = option("auto", minimum=1, auto=True)  # per rank; auto: largest divisor up to 8
     seq_len: int = option(128, minimum=1)  # tokens of a sequence; images have none

@@ -14,7 +14,7 @@ def option(default: Any, **constraint: Any) -> Any:
     """A dataclass field with a constraint that `problems` checks.
 
     Constraints: ``choices`` (tuple), ``minimum``, ``above``, ``maximum`` (numbers), ``auto=True`` (the word ``auto`` is
-    allowed beside a number).
+    allowed beside a number), ``infinite=True`` (so is infinity).
     """
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=constraint)

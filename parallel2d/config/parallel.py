@@ -61,7 +61,7 @@ class BucketingConfig:
     """
 
     name: str = option("block", choices=("none", "layer", "block", "size"))
-    size_mib: float = option(25.0, above=0)  # used by name=size; inf puts the whole model into the root group
+    size_mib: float = option(25.0, above=0, infinite=True)  # used by name=size; inf puts the whole model into the root group
     blocks: list[str] = option([])  # class names that are blocks; empty: repeated structure is detected
     # package.module:function, or in code a callable: (module, name) -> whether it is a block; replaces detection. Outermost
     # matches count; none at all is an error

@@ -20,6 +20,7 @@ from parallel2d.data import store
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.lock import folder_lock
 from parallel2d.data.prepare import prepare
+from parallel2d.files import for_terminal
 from parallel2d.validation import data_problems, problems
 
 
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.run(options)
     except (ConfigError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {for_terminal(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; what is finished is kept, start again to go on", file=sys.stderr)

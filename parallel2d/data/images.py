@@ -29,6 +29,7 @@ from parallel2d.data.sources import HASH_RANGE, content_hash
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")  # decoders that a file may choose, whatever it is called
 _MODES = {1: "L", 3: "RGB"}
+_MOST_PIXELS = 25_000_000  # a small file may announce any number of them
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class ImageSamples:
         from PIL import Image
 
         with Image.open(path, formats=_FORMATS) as opened:
+            if opened.width * opened.height > _MOST_PIXELS:
+                raise ValueError(f"{opened.width} x {opened.height} are more than {_MOST_PIXELS:,} pixels")
             # Of 16-bit grey the upper eight, as Pillow does with 16-bit colour; its conversion would make nearly all of it white
             deep = opened.mode.startswith("I")
             image = (Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if deep else opened).convert(self._mode)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 _OPEN_FILES = 64  # shards of a split that stay mapped: bounds file descriptors on corpora with thousands of shards
+_TOKEN_TYPES = ("|u1", "<u2", "<u4")
+_LARGEST_MANIFEST = 256 * 2**20
+_SHARD_NAME, _SHA256 = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}"), re.compile(r"[0-9a-f]{64}")
 _TYPES = {"tokens": None, "ends": "<u8", "mask": "|u1"}
 
 
@@ -153,6 +157,13 @@ class TokenSplit:
         self.masked = any(shard.masked for shard in self._shards)
         self._maps: OrderedDict[tuple[int, str], NDArray[Any]] = OrderedDict()
         self._lock = threading.Lock()
+        self._sound: set[int] = set()  # shards whose ends were looked at
+
+    def _check_ends(self, shard: int, ends: NDArray[Any]) -> None:
+        if ends[0] == 0 or ends[-1] != self._shards[shard].tokens or not np.all(ends[1:] > ends[:-1]):
+            path = self._folder / f"{self._shards[shard].name}.ends"
+            raise ConfigError(f"{path} is damaged: its documents do not end one after the other; prepare the data again")
+        self._sound.add(shard)
 
     def slices(self, start: int, count: int) -> list[NDArray[Any]]:
         """Token ids ``start .. start + count`` as views of the shards they lie in (one, unless a shard ends
@@ -213,7 +224,10 @@ class TokenSplit:
                 path = self._folder / f"{self._shards[shard].name}.{kind}"
                 with open(path, "rb") as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                array = self._maps[key] = np.frombuffer(mapped, dtype=self._types[kind])
+                array = np.frombuffer(mapped, dtype=self._types[kind])
+                if kind == "ends" and shard not in self._sound:
+                    self._check_ends(shard, array)
+                self._maps[key] = array
                 while len(self._maps) > _OPEN_FILES:
                     self._maps.popitem(last=False)
         return array
@@ -240,20 +254,72 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a prepared folder, checked against the sizes of the files beside it."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = files.read_json(str(path), _LARGEST_MANIFEST)
     except FileNotFoundError:
         state = "is unfinished" if any(folder.glob("unit-*.json")) else "is not a prepared folder"
         raise ConfigError(f"{folder} {state}: it has no {MANIFEST}; python -m parallel2d.data prepare writes it") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else files.printable(error)
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise ConfigError(f"{path} is not of the format {FORMAT!r} version {VERSION}; prepare the data again")
+    try:
+        _check_manifest(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged ({files.printable(error)}); prepare the data again") from None
     for name, expected in shard_files(manifest):
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
             raise ConfigError(f"{folder / name} {found}, the manifest says {expected['bytes']}; prepare the data again")
     return manifest
+
+
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """Raises ValueError, KeyError, TypeError or AttributeError for what `prepare` cannot have written."""
+    item = np.dtype(_one_of(manifest["dtype"], _TOKEN_TYPES)).itemsize
+    tokenizer = manifest["tokenizer"]
+    vocabulary = _count(tokenizer["vocab_size"], 1 << 32)
+    _count(tokenizer["end_id"], vocabulary - 1)
+    for text in (tokenizer["name"], tokenizer["fingerprint"], manifest["signature"], manifest["content"]):
+        if not isinstance(text, str) or not text.isprintable() or len(text) > 1000:
+            raise ValueError(f"{text!r:.60} is no text")
+    for key in ("bytes", "empty_documents", "bad_rows"):
+        _count(manifest[key])
+    if set(manifest["splits"]) != set(SPLITS):
+        raise ValueError("its splits are not train and validation")
+    for name, split in manifest["splits"].items():
+        for shard in split["shards"]:
+            _check_shard(shard, item)
+        for key in ("tokens", "documents"):
+            if _count(split[key]) != sum(shard[key] for shard in split["shards"]):
+                raise ValueError(f"{name}: the {key} of its shards do not add up")
+
+
+def _check_shard(shard: dict[str, Any], item: int) -> None:
+    name, tokens, documents = shard["name"], _count(shard["tokens"]), _count(shard["documents"])
+    if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
+        raise ValueError(f"{name!r:.60} is no name of a shard")
+    if documents > tokens:
+        raise ValueError(f"{name}: {documents} documents in {tokens} tokens")
+    sizes = {f"{name}.tokens": item * tokens, f"{name}.ends": 8 * documents, f"{name}.mask": tokens}
+    if not {f"{name}.tokens", f"{name}.ends"} <= shard["files"].keys() <= sizes.keys():
+        raise ValueError(f"{name}: its files are not tokens, ends and perhaps mask")
+    for file, entry in shard["files"].items():
+        if entry["bytes"] != sizes[file] or not _SHA256.fullmatch(entry["sha256"]):
+            raise ValueError(f"{file}: its size or checksum is impossible")
+
+
+def _count(value: Any, largest: int = 2**53) -> int:
+    if type(value) is not int or not 0 <= value <= largest:
+        raise ValueError(f"{value!r:.40} is no number from 0 to {largest}")
+    return value
+
+
+def _one_of(value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{value!r:.40} is not one of {', '.join(allowed)}")
+    return str(value)
 
 
 def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

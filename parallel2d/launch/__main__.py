@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from parallel2d.config import ConfigError
+from parallel2d.files import for_terminal
 from parallel2d.store.secret import find_secret, new_secret, write_secret
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _serve(options) if options.command == "store" else _make_secret(options.file)
     except ConfigError as error:
-        print(f"parallel2d: {error}", file=sys.stderr)
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
 
 

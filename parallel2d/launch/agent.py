@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from parallel2d import folders
+from parallel2d import files, folders
 from parallel2d.checkpoint.memory.place import SHARED_MEMORY, VARIABLE
 from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.launch.agreement import held_by_nobody_else, read_story
@@ -54,7 +54,9 @@ class Team:
     restarts: Restarts
     folder: str  # lives as long as this launcher
     logs: str | None = None  # where ranks beside the first write what they print; None: to the console
-    say: Callable[[str], None] = field(default=lambda text: print(f"parallel2d: {text}", file=sys.stderr, flush=True))
+    say: Callable[[str], None] = field(
+        default=lambda text: print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
+    )
 
 
 def last_step(folder: str) -> int:

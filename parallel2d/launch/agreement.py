@@ -163,10 +163,10 @@ def failures_told_once(place: Place, store: Any) -> Iterator[None]:
         if place.launcher in ("self", "nodes"):  # torchrun would print what it finds there beside what is printed here
             leave_story(text, now, config_error=config_error)
             if place.rank and place.launcher == "self":  # its stderr is its log
-                print(text, file=sys.stderr, flush=True)
+                print(files.for_terminal(text), file=sys.stderr, flush=True)
         elif _first_to_claim(store):
             prefix = "" if config_error else f"rank {place.rank} failed first:\n"
-            print(f"{prefix}{text}", file=sys.stderr, flush=True)
+            print(f"{prefix}{files.for_terminal(text)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them
 

@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from parallel2d.files import for_terminal
+
 WIDTH = 80
 
 
@@ -64,9 +66,9 @@ class ConsoleDisplay:
         if self._silent:
             return
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(for_terminal(text), markup=False, highlight=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(for_terminal(text), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._live is not None:

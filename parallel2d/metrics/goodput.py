@@ -31,17 +31,17 @@ class Goodput:
         if not last_row or "goodput/wall_s" not in last_row:
             return
         for name in LOSSES:
-            self._lost[name] = float(last_row.get(f"goodput/lost_{name}_s") or 0.0)
-        self._useful = float(last_row.get("goodput/useful_s") or 0.0)
+            self._lost[name] = _seconds(last_row, f"goodput/lost_{name}_s")
+        self._useful = _seconds(last_row, "goodput/useful_s")
         if last_row["step"] > step:
-            kept_step, kept_useful = (kept_row["step"], float(kept_row.get("goodput/useful_s") or 0.0)) if kept_row else (0, 0.0)
+            kept_step, kept_useful = (kept_row["step"], _seconds(kept_row, "goodput/useful_s")) if kept_row else (0, 0.0)
             share = (last_row["step"] - step) / (last_row["step"] - kept_step)
             again = share * max(0.0, self._useful - kept_useful)
             self._useful -= again
             self._lost["repeated"] += again
-        pause = max(0.0, time.time() - float(last_row["goodput/unix_s"]))
+        pause = max(0.0, time.time() - _seconds(last_row, "goodput/unix_s"))
         self._lost["restart"] += pause
-        self._wall_before = float(last_row["goodput/wall_s"]) + pause
+        self._wall_before = _seconds(last_row, "goodput/wall_s") + pause
         self._begun = time.time()
 
     def add(self, seconds: dict[str, float], *, first: bool) -> None:
@@ -66,3 +66,9 @@ class Goodput:
             "goodput/unix_s": now,
             **{f"goodput/lost_{name}_s": seconds for name, seconds in self._lost.items()},
         }
+
+
+def _seconds(row: dict[str, Any], key: str) -> float:
+    """0 for what no row of ours holds: the file may have been changed."""
+    value: Any = row.get(key)
+    return float(value) if type(value) in (int, float) and 0 <= value < 1e12 else 0.0

@@ -106,6 +106,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     """None for a line that a kill tore."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    whole = line.endswith(b"\n") and isinstance(row, dict) and type(row.get("step")) is int
+    return row if whole else None

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from parallel2d.config import ConfigError
+from parallel2d.files import for_terminal
 from parallel2d.preflight.slurm import defaults_of_launcher
 
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known |= {key: value for key, value in typed.items() if value is not None}
         _refuse(given, known)
     except ConfigError as error:
-        print(f"preflight: {error}", file=sys.stderr)
+        print(f"preflight: {for_terminal(error)}", file=sys.stderr)
         return 2
 
     from parallel2d.preflight.check import NotFit, Request, check
@@ -63,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcome = check(request)
     except ConfigError as error:
-        print(f"preflight: {error}", file=sys.stderr)
+        print(f"preflight: {for_terminal(error)}", file=sys.stderr)
         return 2
     except (NotFit, NodeMissing) as error:
-        print(f"preflight on {here}: {error}", file=sys.stderr)
+        print(f"preflight on {here}: {for_terminal(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"preflight: cannot write {given.write}: {error.strerror}", file=sys.stderr)
                 return 2
     else:
-        print(verdict_of_other_node(outcome, here), file=sys.stderr)
+        print(for_terminal(verdict_of_other_node(outcome, here)), file=sys.stderr)
     return 0 if outcome.flawless or (outcome.fit and not given.strict) else 1
 
 
