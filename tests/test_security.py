@@ -138,6 +138,25 @@ def test_a_job_on_one_node_opens_no_port_and_its_store_is_private(tmp_path, open
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_two_nodes_run_with_a_secret_or_without_one_when_told_so(tmp_path):
+    words = [*TRAIN, "train.steps=2", "mesh.replicate=2", "strategy=hybrid"]
+    secret = tmp_path / "secret"
+    subprocess.run([sys.executable, "-m", "parallel2d.launch", "secret", str(secret)], check=True)
+    with Cluster(nodes=2, environment={"PARALLEL2D_SECRET": ""}) as cluster:
+        for name, added, code in (
+            ("refused", [], 2),
+            ("file", [f"launch.secret_file={secret}"], 0),
+            ("open", ["launch.insecure=true"], 0),
+        ):
+            run = tmp_path / name
+            job = cluster.run([*words, *added, f"hydra.run.dir={run}"], launcher="own", cwd=tmp_path)
+            assert set(job.wait(timeout=120).values()) == {code}
+            assert (run / "metrics.jsonl").exists() == (code == 0)
+        assert (cluster.output / "node0.log").read_text().count("need a secret") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("name", ["node0", "node0.peer"])
 def test_somebody_on_the_network_changes_nothing(tmp_path, name):
     """While two nodes meet, train and end, a third host throws pickles and noise at their store."""

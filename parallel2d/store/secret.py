@@ -37,7 +37,7 @@ def write_secret(path: str) -> None:
 def read_secret(path: str) -> str:
     """The secret in a file. Raises `ConfigError` unless it is a regular file of this user that nobody else can read or write."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is refused below
+        descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is refused below
     except OSError as error:
         raise ConfigError(f"launch.secret_file={path}: {error.strerror}") from None
     with open(descriptor, "rb") as file:
