@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from parallel2d.config import ConfigError, LaunchConfig
 from parallel2d.launch import rendezvous, round
 from parallel2d.launch.__main__ import main
+from parallel2d.store import channel as channel_module
 from parallel2d.store import secret as secrets
 from parallel2d.store import server as server_module
 from parallel2d.store.address import PortTaken
@@ -190,6 +192,35 @@ def test_a_client_that_goes_leaves_nothing_behind(server, client):
     wait_for(lambda: b"never" in server._waiting)
     opened.close()
     wait_for(lambda: b"never" not in server._waiting)
+
+
+def test_a_key_that_is_deleted_while_others_are_waited_for_is_waited_for_again(client):
+    with ThreadPoolExecutor(2) as pool:
+        client.set("first", "1")
+        values = pool.submit(client.multi_get, ["first", "second"])
+        time.sleep(0.1)
+        client.delete_key("first")
+        client.set("second", "2")
+        time.sleep(0.1)
+        assert not values.done()
+        client.set("first", "3")
+        assert values.result(timeout=5) == [b"3", b"2"]
+
+
+def test_connections_that_are_reset_at_once_do_not_end_the_server(server, client):
+    for _ in range(300):
+        opened = connection(server)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
+        opened.close()
+    assert client.add("n", 1) == 1
+
+
+def test_an_answer_that_is_too_large_ends_its_connection_alone(server, client, monkeypatch):
+    monkeypatch.setattr(channel_module, "LARGEST_FRAME", 1000)
+    client.set("a", "x" * 600)
+    with pytest.raises(dist.DistNetworkError, match="connection was closed"):
+        client.multi_get(["a", "a"])
+    assert client.get("a") == b"x" * 600
 
 
 def test_requests_that_make_no_sense_are_answered(server, client):

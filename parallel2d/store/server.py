@@ -7,6 +7,7 @@ See [Note: who takes part] in `parallel2d.store`. A request is a list of fields,
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import os
@@ -97,7 +98,7 @@ class StoreServer:
                 if key.data is None:
                     self._accept()
                 else:
-                    self._attend(key.data, events)
+                    self._guarded(key.data, functools.partial(self._attend, key.data, events))
             self._expire()
 
     def _end(self) -> None:
@@ -112,35 +113,42 @@ class StoreServer:
         except OSError:  # out of descriptors: those who wait for theirs are asked again
             time.sleep(0.05)
             return
-        connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         peer = _Peer(connection, str(address[0]) if address else "")
-        self._selector.register(connection, selectors.EVENT_READ, peer)
         self._unproven[peer] = None
+        self._selector.register(connection, selectors.EVENT_READ, peer)
         if len(self._unproven) > _UNPROVEN:
             self._drop(next(iter(self._unproven)))
         self._at(time.monotonic() + _PROOF_S, peer)
+        self._guarded(peer, lambda: self._greet(peer))
+
+    def _greet(self, peer: _Peer) -> None:
+        peer.socket.setblocking(False)
+        if peer.socket.family != socket.AF_UNIX:
+            peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._send(peer, GREETING + peer.number)
 
     def _attend(self, peer: _Peer, events: int) -> None:
-        if peer.gone:  # dropped earlier in this round
-            return None
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._send(peer, b"")
-            if events & selectors.EVENT_READ:
-                piece = peer.socket.recv(_PIECE)
-                if not piece:
-                    return self._drop(peer)
+        if events & selectors.EVENT_WRITE:
+            self._send(peer, b"")
+        if events & selectors.EVENT_READ:
+            piece = peer.socket.recv(_PIECE)
+            if piece:
                 peer.inbox += piece
                 self._read(peer)
+            else:
+                self._drop(peer)
+
+    def _guarded(self, peer: _Peer, act: Callable[[], None]) -> None:
+        """What goes wrong with one connection ends that connection, and nothing else."""
+        try:
+            if not peer.gone:  # dropped earlier in this round
+                act()
         except BlockingIOError:
-            return None
+            pass
         except Untrusted:
             self._drop(peer, suspect=True)
-        except OSError:
+        except Exception:
             self._drop(peer)
 
     def _read(self, peer: _Peer) -> None:
@@ -173,15 +181,17 @@ class StoreServer:
             self._selector.modify(peer.socket, events, peer)
 
     def _drop(self, peer: _Peer, suspect: bool = False) -> None:
+        if peer.gone:
+            return
         peer.gone = True
+        if suspect and self._report is not None and peer.address not in self._told and len(self._told) < _REPORTED:
+            self._told.add(peer.address)
+            self._report(peer.address)
         self._unproven.pop(peer, None)
         if peer.wait is not None:
             self._forget(peer.wait)
         self._selector.unregister(peer.socket)
         peer.socket.close()
-        if suspect and self._report is not None and peer.address not in self._told and len(self._told) < _REPORTED:
-            self._told.add(peer.address)
-            self._report(peer.address)
 
     def _at(self, when: float, what: _Peer | _Wait) -> None:
         heapq.heappush(self._deadlines, (when, next(self._numbers), what))
@@ -215,7 +225,7 @@ class StoreServer:
         for wait in self._waiting.pop(key, ()):
             wait.missing.discard(key)
             if not wait.missing and not wait.over:
-                self._finish(wait, self._found(wait.wanted))
+                self._complete(wait)
 
     def _get(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
         return self._when_there(peer, milliseconds, keys, keys)
@@ -237,14 +247,20 @@ class StoreServer:
     def _found(self, keys: Sequence[bytes]) -> list[bytes]:
         return [b"ok", *(self._values[key] for key in keys)]
 
+    def _complete(self, wait: _Wait) -> None:
+        """Answers, unless a key was deleted while others were waited for."""
+        wait.missing = {key for key in wait.wanted if key not in self._values}
+        if wait.missing:
+            for key in wait.missing:
+                self._waiting.setdefault(key, []).append(wait)
+        else:
+            self._finish(wait, self._found(wait.wanted))
+
     def _finish(self, wait: _Wait, answer: Sequence[bytes]) -> None:
         self._forget(wait)
-        if wait.peer.gone or wait.peer.channel is None:
-            return
-        try:
-            self._send(wait.peer, wait.peer.channel.seal(answer))
-        except OSError:
-            self._drop(wait.peer)
+        channel = wait.peer.channel
+        assert channel is not None, "only those who have proved themselves wait"
+        self._guarded(wait.peer, lambda: self._send(wait.peer, channel.seal(answer)))
 
     def _forget(self, wait: _Wait) -> None:
         wait.over, wait.peer.wait = True, None
