@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from parallel2d.files import read_json
 
 HEADS = ("causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base")
 WORDS = (
@@ -25,6 +28,8 @@ WORDS = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
+_LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
+_MOST_LAYERS = 10_000
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
 # Looked through in this order when neither the configuration nor the caller names a class: an encoder that could also
 # decode (BERT) is a masked model, and a pair of both (T5, BART) translates.
@@ -53,9 +58,14 @@ def read_config(path: str | None, architecture: str | None, arguments: Mapping[s
     configuration does not know: the library itself would keep that one and never read it.
     """
     transformers = library()
+    _check_layers(arguments)
     if path is not None:
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ValueError(f"{path} holds no config.json; it must be the folder of a saved model, nothing is downloaded")
+        try:
+            _check_layers(read_json(os.path.realpath(os.path.join(path, "config.json"))))
+        except OSError as error:
+            raise ValueError(f"{path}/config.json cannot be read: {error.strerror}") from None
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     else:
         known = transformers.CONFIG_MAPPING
@@ -78,6 +88,15 @@ def read_config(path: str | None, architecture: str | None, arguments: Mapping[s
     if hasattr(config, "use_cache"):
         config.use_cache = False  # keys and values kept for generation would only cost memory
     return config
+
+
+def _check_layers(settings: Any) -> None:
+    """Raises ValueError for more layers than any model has: the library would build them for minutes, without a word."""
+    for name, value in settings.items() if isinstance(settings, Mapping) else ():
+        if isinstance(value, Mapping):
+            _check_layers(value)
+        elif isinstance(value, int) and value > _MOST_LAYERS and _LAYERS.fullmatch(str(name)):
+            raise ValueError(f"{name}={value} is more than {_MOST_LAYERS:,} layers")
 
 
 def model_class(config: Any, head: str = "auto") -> type[nn.Module]:

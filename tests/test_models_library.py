@@ -358,6 +358,8 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
     ({"architecture": "llama", "arguments": {"hidden": 3}}, "LlamaConfig has no hidden; it has"),
     ({"architecture": "gpt2", "head": "seq2seq_lm"}, "gpt2 has no seq2seq_lm model in transformers; it has causal_lm"),
     ({"path": "/nowhere"}, "/nowhere holds no config.json"),
+    ({"architecture": "llama", "arguments": {"num_hidden_layers": 10**9}}, "num_hidden_layers=1000000000 is more than 10,000 layers"),
+    ({"architecture": "t5", "arguments": {"num_decoder_layers": 10**9}}, "num_decoder_layers=1000000000 is more than 10,000 layers"),
     ({"architecture": "wav2vec2", "arguments": {"num_hidden_layers": 1}},
      "Wav2Vec2Model reads input_values, and the train command feeds token ids or images alone; train it with "),
     ({"architecture": "vit", "arguments": {"num_hidden_layers": 1}, "head": "base"},

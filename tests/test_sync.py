@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from gradient_cases import DIM, ByRank, Case, Everything, Route
+from gradient_cases import DIM, ByRank, Case, Everything, OneRankAlone, Route
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,9 +129,9 @@ def test_a_hook_is_refused_where_nothing_of_ours_crosses_replicas(ranks, spec, s
     assert error.value.kind == "ConfigError"
 
 
-def _accumulate_hooks():
+def _accumulate_hooks(case):
     """When hooks of parameters run, and what they see."""
-    model, mesh = sharded(ByRank)
+    model, mesh = sharded(case)
     heard = {}
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: heard.setdefault(name, p.grad.full_tensor().clone()))
@@ -139,11 +139,12 @@ def _accumulate_hooks():
     return all(
         torch.equal(heard[name], p.grad.full_tensor()) if p.grad is not None else name not in heard
         for name, p in model.named_parameters()
-    )
+    ), sum(p.grad is None for p in model.parameters())
 
 
-def test_hooks_after_accumulation_see_the_mean_over_all_ranks(ranks):
-    assert all(ranks.run(4, _accumulate_hooks))
+@pytest.mark.parametrize(("case", "unused"), [(ByRank, 0), (OneRankAlone, 12)])
+def test_hooks_after_accumulation_see_the_mean_over_all_ranks(ranks, case, unused):
+    assert ranks.run(4, _accumulate_hooks, case) == [(True, unused)] * 4
 
 
 # Dtypes
