@@ -53,7 +53,8 @@ def _serve(options: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: ended.set())
     server = StoreServer.at(options.host, options.port, secret, say_who_came)
     StoreClient(server.address, secret).set(OUTSIDE, "1")
-    print(f"store listens on {options.host}:{server.port}: launch.rdzv_endpoint={options.host}:{server.port}", flush=True)
+    endpoint = f"[{options.host}]:{server.port}" if ":" in options.host else f"{options.host}:{server.port}"
+    print(f"store listens on {endpoint}: launch.rdzv_endpoint={endpoint}", flush=True)
     ended.wait()
     return 0
 
