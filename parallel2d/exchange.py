@@ -27,8 +27,12 @@ _sendable: dict[str, type] = {}
 
 def sendable(kind: _Class) -> _Class:
     """Lets values of a dataclass, a named tuple or an exception of one argument be sent. A decorator."""
-    _sendable[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    _sendable[_name(kind)] = kind
     return kind
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -101,7 +105,9 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if type(value) is dict:
         return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
-    if (name := f"{type(value).__module__}.{type(value).__qualname__}") in _sendable:
+    if isinstance(value, ConfigError) and _name(type(value)) not in _sendable:
+        value = ConfigError(str(value))
+    if (name := _name(type(value))) in _sendable:
         if dataclasses.is_dataclass(value):
             parts = [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
         else:
@@ -125,7 +131,10 @@ def _items(value: Any) -> list[Any]:
 
 
 def _tensor_parts(value: Tensor) -> list[Any]:
-    data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if value.layout != torch.strided:
+        raise TypeError(f"a {value.layout} tensor cannot be sent to other ranks")
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [_plain(value.dtype), list(value.shape), _plain(data)]
 
 
@@ -140,7 +149,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 _KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dict": ((), list, dict),
     "tuple": ((tuple,), _items, tuple),
-    "set": ((set, frozenset), _items, set),
+    "set": ((set,), _items, set),
+    "frozenset": ((frozenset,), _items, frozenset),
     "bytes": ((bytes,), lambda value: base64.b64encode(value).decode(), base64.b64decode),
     "size": ((torch.Size,), list, torch.Size),
     "dtype": ((torch.dtype,), lambda value: str(value).removeprefix("torch."), _DTYPES.__getitem__),

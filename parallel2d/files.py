@@ -31,8 +31,15 @@ def read_json(path: str, largest: int = 16 * 2**20) -> Any:
     return parse(data)
 
 
+def check_density(data: bytes) -> None:
+    """Raises ValueError for JSON that is hardly more than brackets: each becomes an object of many times its size."""
+    if data.count(b"{") + data.count(b"[") > len(data) // 8 + 10_000:
+        raise ValueError("more lists than a file of its size has")
+
+
 def parse(data: bytes | str) -> Any:
     """JSON from anywhere. Raises ValueError."""
+    check_density(data if isinstance(data, bytes) else data.encode())
     try:
         value = json.loads(data)
     except RecursionError:
@@ -53,7 +60,8 @@ def replace(path: str, text: str, *, durable: bool = False) -> None:
     """
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "w") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(draft, flags, 0o666), "w", encoding="utf-8") as file:
             file.write(text)
             if durable:
                 file.flush()

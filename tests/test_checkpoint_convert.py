@@ -10,10 +10,12 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 import zipfile
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_checkpoint_hostile import Bomb
 from training import LLAMA, build_llama, optimizer_of
 
@@ -312,11 +314,11 @@ def test_peak_memory_is_a_few_tensors_not_the_model(tmp_path):
     same_tensors(source, tmp_path / "back", kinds=("model",))
 
 
-def deflated(path, name, data):
-    """The archive, compressed, with ``data`` in place of one of its records."""
+def replaced(path, name, data, method=zipfile.ZIP_DEFLATED):
+    """The archive with ``data`` in place of one of its records."""
     with zipfile.ZipFile(path) as archive:
         records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", method) as archive:
         for record, content in records.items():
             archive.writestr(record, data if record.endswith(name) else content)
 
@@ -334,7 +336,7 @@ def test_values_that_a_view_repeats_are_not_written_out(tmp_path, capsys, format
 @pytest.mark.parametrize("record", ["data/0", "data.pkl"])
 def test_a_compressed_archive_is_not_unpacked(tmp_path, capsys, record):
     torch.save({"w": torch.zeros(100)}, tmp_path / "w.pt")
-    deflated(tmp_path / "w.pt", record, bytes(2**26))
+    replaced(tmp_path / "w.pt", record, bytes(2**26))
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
     assert "w.pt is a compressed archive" in capsys.readouterr().err
 
@@ -350,3 +352,72 @@ def test_a_single_file_is_inspected(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 0
     assert main(["inspect", str(tmp_path / "w.safetensors")]) == 0
     assert "model/w" in capsys.readouterr().out
+
+
+class Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": Calls(bytearray, 3_000_000_000)},
+        {"a": b"bytes"},
+        {"a": torch.eye(3).to_sparse()},
+        {"a": torch.empty(3, device="meta")},
+    ],
+    ids=["memory", "codec", "sparse", "meta"],
+)
+def test_what_weights_do_not_need_is_not_read(tmp_path, capsys, content, zipped):
+    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    begin = time.monotonic()
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
+    assert "is not a file of weights alone" in capsys.readouterr().err
+    assert time.monotonic() - begin < 2
+
+
+def test_a_key_that_takes_for_ever_to_hash_is_not_made(tmp_path, capsys):
+    tuples = b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s."  # a dict with a tuple of two tuples of two tuples ... as its key
+    torch.save({"w": torch.zeros(100)}, tmp_path / "w.pt")
+    replaced(tmp_path / "w.pt", "data.pkl", tuples, zipfile.ZIP_STORED)
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
+    assert "its tuples are nested too deeply" in capsys.readouterr().err
+
+
+def test_an_archive_behind_another_file_and_names_alike_are_not_mistaken(tmp_path, capsys):
+    stream, archive = io.BytesIO(), io.BytesIO()
+    torch.save({"a": torch.zeros(2)}, stream, _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(2)}, archive)
+    (tmp_path / "both.pt").write_bytes(stream.getvalue() + archive.getvalue())
+    assert main(["convert", str(tmp_path / "both.pt"), str(tmp_path / "both.safetensors")]) == 0
+    assert torch.equal(load_file(tmp_path / "both.safetensors")["a"], torch.zeros(2))
+    with zipfile.ZipFile(tmp_path / "two.pt", "w") as two, zipfile.ZipFile(archive) as one:
+        for name in one.namelist():
+            two.writestr(name, one.read(name))
+            if name.endswith("data.pkl"):
+                two.writestr(name.upper(), one.read(name))
+    assert main(["convert", str(tmp_path / "two.pt"), str(tmp_path / "two.safetensors")]) == 1
+    assert "two entries of one name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_views_are_converted_by_their_values(tmp_path, zipped):
+    number = torch.tensor([1 + 2j, 3 + 4j])
+    views = {
+        "imaginary": number.conj().imag,
+        "one": torch.arange(8.0)[::8],
+        "every": torch.arange(8.0)[::2],
+        "turned": torch.eye(3)[:2].T,
+    }
+    torch.save(views, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 0
+    found = load_file(tmp_path / "w.safetensors")
+    for name, view in views.items():
+        assert torch.equal(found[name], view.resolve_neg()), name

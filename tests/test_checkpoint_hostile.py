@@ -537,6 +537,14 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     refused(victim, tmp_path, "larger than any")
     reseal(victim, lambda manifest: manifest.update(step=1, mesh={"shard": 3}))
     refused(victim, tmp_path, "is not one of 1 ranks")
+    begin = time.monotonic()
+    reseal(victim, lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(50_000)}))
+    refused(victim, tmp_path, "more axes than any")
+    reseal(victim, lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(8)}))
+    refused(victim, tmp_path, "is not one of 1 ranks")
+    (victim / "manifest.json").write_bytes(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}")
+    refused(victim, tmp_path, "more lists than a file of its size has")
+    assert time.monotonic() - begin < 5
 
 
 # ---- chunks
@@ -581,6 +589,7 @@ def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
         ((2, 2), [Region((0, 0), (1, 1)), Region((1, 1), (1, 1)), Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]),
         ((5, 5), [*BRICKS[:-1], Region((0, 0), (1, 1))]),
         ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
+        ((2,) * 16, grid((2,) * 16, (2,) * 8 + (1,) * 8)),
         ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
     ],
 )

@@ -286,6 +286,16 @@ def _product(shape):
     return result
 
 
+def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
+    tmp_path.chmod(0o1777)
+    monkeypatch.setenv(place.VARIABLE, str(tmp_path))
+    with pytest.raises(PermissionError, match="others may write to it"):
+        place.open_place()
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
+    monkeypatch.setenv(place.VARIABLE, str(tmp_path / "mine"))
+    assert place.open_place().root == str(tmp_path / "mine")
+
+
 def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
     cluster.run("AA", SHARDED, until=2)
     modes = {path.is_dir(): stat.S_IMODE(path.lstat().st_mode) for path in cluster.node("A").rglob("*")}

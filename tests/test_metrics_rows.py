@@ -35,6 +35,7 @@ from parallel2d.metrics.watch import describe_late
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.progress import Outcome, Progress
 from parallel2d.report.__main__ import main as report
+from parallel2d.report.runs import read_run
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
 
@@ -404,6 +405,22 @@ def grown_by_report(tmp_path, rows):
 
 def test_memory_of_a_report_does_not_grow_with_its_rows(tmp_path):
     assert grown_by_report(tmp_path / "many", 200_000) - grown_by_report(tmp_path / "few", 10) < 60 * 2**20
+
+
+def test_numbers_that_a_report_does_not_show_are_not_kept(tmp_path):
+    run = make_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 11, "loss": 1.0} | {f"key-{number}": number for number in range(3000)}) + "\n")
+    assert set(read_run(str(run)).rows[-1]) == {"step", "loss"}
+
+
+def test_a_report_is_written_in_any_locale(tmp_path):
+    run = make_run(tmp_path / "run", "日本")
+    plain = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(
+        [sys.executable, "-m", "parallel2d.report", str(run)], env={**os.environ, **plain}, check=True, capture_output=True
+    )
+    assert "日本" in (run / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.soak

@@ -223,6 +223,104 @@ def test_an_answer_that_is_too_large_ends_its_connection_alone(server, client, m
     assert client.get("a") == b"x" * 600
 
 
+def test_a_wait_of_a_month_does_not_end_the_server(server, client):
+    opened, channel = member(server)
+    opened.sendall(channel.seal([b"wait", str(40 * 86_400_000).encode(), b"never"]))
+    wait_for(lambda: b"never" in server._waiting)
+    assert client.add("n", 1) == 1
+    opened.close()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.wait, ["soon"], timedelta(days=40_000))
+        client.set("soon", "")
+        waiting.result(timeout=5)
+
+
+def test_a_second_request_while_one_waits_ends_the_connection(server, client):
+    opened, channel = member(server)
+    opened.sendall(channel.seal([b"get", b"60000", b"never"]) + channel.seal([b"count"]))
+    assert is_dropped(opened)
+    assert client.add("n", 1) == 1
+
+
+@pytest.mark.parametrize("broken", ["raises", "blocks"])
+def test_a_terminal_that_is_gone_does_not_end_the_server(broken):
+    held = threading.Event()
+
+    def report(address):
+        if broken == "raises":
+            raise BrokenPipeError
+        held.wait(30)
+
+    server = StoreServer.at("127.0.0.1", 0, SECRET, report)
+    opened = connection(server)
+    receive(opened, HELLO)
+    opened.sendall(bytes(ANSWER))
+    assert is_dropped(opened)
+    client = StoreClient(server.address, SECRET, timeout_s=5)
+    assert client.add("n", 1) == 1
+    held.set()
+    server.close()
+
+
+def test_what_strangers_send_is_not_kept(server, client):
+    for _ in range(200):
+        opened = connection(server)
+        opened.sendall(bytes(1 << 16))
+        opened.close()
+    wait_for(lambda: not server._unproven)
+    assert not server._deadlines
+    assert client.add("n", 1) == 1
+
+
+def test_without_descriptors_strangers_make_way_for_members():
+    words = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+from parallel2d.store.server import StoreServer
+server = StoreServer.at("127.0.0.1", 0, sys.argv[1])
+print(server.port, flush=True)
+sys.stdin.read(1)
+open("/dev/null").close()  # this process may still open files
+print("well", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", words, SECRET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    port = int(process.stdout.readline())
+    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
+    client = StoreClient(f"127.0.0.1:{port}", SECRET, timeout_s=5)
+    assert client.add("n", 1) == 1
+    process.stdin.write("x")
+    process.stdin.flush()
+    assert process.stdout.readline() == "well\n"
+    process.kill()
+    process.wait()
+    for each in held:
+        each.close()
+    client.close()
+
+
+def test_a_store_that_is_just_ending_is_asked_again(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def end_one_and_begin_another() -> None:
+            listener.accept()[0].close()
+            listener.close()
+            servers.append(StoreServer.at("127.0.0.1", port, SECRET))
+
+        servers: list[StoreServer] = []
+        thread = threading.Thread(target=end_one_and_begin_another)
+        thread.start()
+        client = StoreClient(f"127.0.0.1:{port}", SECRET, timeout_s=10)
+        thread.join()
+    assert client.add("n", 1) == 1
+    client.close()
+    with pytest.raises(dist.DistNetworkError, match="was closed"):
+        client.add("n", 1)
+    servers[0].close()
+
+
 def test_requests_that_make_no_sense_are_answered(server, client):
     opened, channel = member(server)
     for request in ([], [b"run"], [b"set", b"key"], [b"add", b"n", b"one"], [b"get"], [b"get", b"soon", b"x"], [b"check"] * 3):
@@ -230,6 +328,7 @@ def test_requests_that_make_no_sense_are_answered(server, client):
         header = receive(opened, 36)
         answer = channel.open(header, receive(opened, int.from_bytes(header[:4], "big")))
         assert answer[0] == (b"ok" if request[:1] == [b"check"] else b"error")
+    assert not server._waiting
     with pytest.raises(ValueError, match="more than a store takes at once"):
         channel.seal([b"set", b"key", bytes(1 << 28)])
     opened.close()

@@ -33,7 +33,9 @@ FORMAT = 1
 NAME = "manifest.json"
 MAX_BYTES = 256 * 2**20
 MAX_DEPTH = 32
-_MOST_CORNERS = 1 << 24
+_MOST_CORNERS = 1 << 18  # of the chunks of a tensor
+_MOST_CUT = 6  # dims along which a tensor is cut
+_MOST_AXES = 8
 _TRAINED = "global_batch_size"  # in the layout of what the train command saves
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -146,10 +148,13 @@ class Manifest:
             check_depth(content[key], what)
         if not is_size(content.get("step")) or not is_size(content.get("world_size")):
             raise DamagedCheckpointError(f"{what}: step and world_size must be whole numbers")
+        world = content["world_size"]
+        if len(content["mesh"]) > _MOST_AXES or any(len(axis) > 100 for axis in content["mesh"]):
+            raise DamagedCheckpointError(f"{what}: mesh has more axes than any")
         if not all(is_size(size) for size in content["mesh"].values()):
             raise DamagedCheckpointError(f"{what}: mesh must give whole numbers")
-        if content["mesh"] and math.prod(content["mesh"].values()) != content["world_size"]:
-            raise DamagedCheckpointError(f"{what}: a mesh of {content['mesh']} is not one of {content['world_size']} ranks")
+        if content["mesh"] and math.prod(content["mesh"].values()) != world:
+            raise DamagedCheckpointError(f"{what}: a mesh of {printable(content['mesh'])} is not one of {world} ranks")
         if content["step"] > LARGEST_COUNT or content["world_size"] > LARGEST_COUNT:
             raise DamagedCheckpointError(f"{what}: step or world_size is larger than any")
         if _TRAINED in content["layout"] and (problems := problems_of_state(content["state"], content["step"])):
@@ -254,7 +259,7 @@ def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], wha
     cut = [dim for dim, size in enumerate(shape) if any(region.lengths[dim] != size for region in regions)]
     if len(regions) > 1 and not cut:
         raise DamagedCheckpointError(f"{what}: {printable(name)} is stored twice")
-    if len(regions) << len(cut) > _MOST_CORNERS:
+    if len(cut) > _MOST_CUT or len(regions) << len(cut) > max(_MOST_CORNERS, 4 * len(regions)):
         raise DamagedCheckpointError(f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims")
     corners: dict[tuple[int, ...], int] = {}
     for region, sign in [(Region.whole(shape), -1), *((region, 1) for region in regions)]:

@@ -194,10 +194,10 @@ def _torch(path: str) -> Source:
         found |= _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
     else:
         found = {f"model/{name}": tensor for name, tensor in tensors_of(content)}
+    reader.check_tensors(found)
     for name, other in _shared(found).items():
         facts.setdefault("tied", {})[name.removeprefix("model/")] = other.removeprefix("model/")
         del found[name]
-    reader.check_sizes(found.values())
     described = {}
     for name, tensor in found.items():
         described[name] = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)

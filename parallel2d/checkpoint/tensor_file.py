@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel2d.config import ConfigError
 from parallel2d.exchange import sendable
-from parallel2d.files import printable
+from parallel2d.files import check_density, printable
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -75,6 +75,7 @@ class Entry:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The values of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single value counts as contiguous whatever its stride
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
@@ -115,6 +116,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
         return found
 
     try:
+        check_density(data)
         value = json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{what}: not valid JSON ({printable(error)})") from None

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import pickletools
+import re
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, printable,
 from parallel2d.config import ConfigError
 
 _LONGEST_NAME, _LONGEST_TEXT = 500, 1 << 24
+_DEEPEST = 20  # tuples in each other
+_REFUSED = ("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "DUP", "NEXT_BUFFER")
+_ALLOWED = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor|tensor_v2|parameter|parameter_with_state)|torch\.storage \w*Storage"
+    r"|torch (Size|device|\w+Storage|b?float\w*|u?int\d+|bool|complex\d+)"
+)
 _PICKLES_OF_A_STREAM = 5  # a magic number, a version, facts about the system, the content, the keys of its storages
 _REPEATED, _SMALL = 4, 2**20  # how many times a value may be seen through views, and bytes that are no matter
 
@@ -112,8 +119,42 @@ class _Bounded:
 
 
 def _walk(file: Any) -> None:
-    for _ in pickletools.genops(file):
-        pass
+    """Follows a pickle without building anything. Raises ValueError for what torch.save does not write for weights: other names than
+    those of tensors and containers, and tuples of tuples so deep that hashing one takes for ever."""
+    stack: list[int | None] = []  # how deep each tuple is, 0 for all else; None: a mark
+    memo: dict[Any, int | None] = {}
+    for operation, argument, _ in pickletools.genops(file):
+        name = operation.name
+        if name == "GLOBAL" and not _ALLOWED.fullmatch(str(argument)):
+            raise ValueError(f"it asks for {argument}")
+        if name in _REFUSED:
+            raise ValueError(f"it makes objects by {name}")
+        if name == "MARK":
+            stack.append(None)
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        else:
+            deepest = _deepest_taken(stack, operation.stack_before)
+            depth = deepest + 1 if "TUPLE" in name else 0
+            if depth > _DEEPEST:
+                raise ValueError("its tuples are nested too deeply")
+            stack += [depth] * len(operation.stack_after)
+
+
+def _deepest_taken(stack: list[int | None], before: list[Any]) -> int:
+    """Takes from the stack what an operation of pickle takes: ``before`` in pickletools' words."""
+    taken = [0]
+    fixed = len(before)
+    if pickletools.markobject in before:
+        fixed = before.index(pickletools.markobject)
+        while (item := stack.pop()) is not None:
+            taken.append(item)
+    taken += [stack.pop() or 0 for _ in range(fixed)]
+    return max(taken)
 
 
 class TorchReader:
@@ -143,14 +184,17 @@ class TorchReader:
     def _is_archive(self) -> bool:
         """torch.save compresses nothing, so what is read is no larger than the file. Raises `ConfigError` for another archive."""
         try:
-            if not zipfile.is_zipfile(self.path):
-                return False
+            with open(self.path, "rb") as file:
+                if file.read(4) != b"PK\x03\x04":  # as torch decides it
+                    return False
             with zipfile.ZipFile(self.path) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
             raise ConfigError(f"{self.label} is a damaged archive: {printable(error)}") from None
         if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries):
             raise ConfigError(f"{self.label} is a compressed archive, which torch.save does not write, and is not unpacked")
+        if len({entry.filename.lower() for entry in entries}) < len(entries):
+            raise ConfigError(f"{self.label} has two entries of one name")
         if sum(entry.file_size for entry in entries) > self._size:
             raise ConfigError(f"{self.label} announces more bytes than it has")
         return True
@@ -162,7 +206,7 @@ class TorchReader:
             if self._streamed:
                 with zipfile.ZipFile(self.path) as archive:
                     for name in archive.namelist():
-                        if name.endswith("/data.pkl"):
+                        if name.lower().endswith("data.pkl"):
                             with archive.open(name) as record:
                                 _walk(_Bounded(record))
             else:
@@ -172,9 +216,15 @@ class TorchReader:
         except Exception as error:  # pickletools raises whatever it stumbles over
             raise ConfigError(f"{self.label} is not a file of weights alone, and is not loaded: {printable(error)}") from None
 
-    def check_sizes(self, tensors: Iterable[Tensor]) -> None:
-        """Raises `ConfigError` when the tensors together are several times as large as the file: views that repeat its values."""
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises `ConfigError` for tensors that are not plain values, and when all together are several times as large as the file:
+        views that repeat its values."""
+        for name, tensor in tensors.items():
+            if tensor.layout != torch.strided or tensor.is_quantized or (tensor.is_meta and not self._streamed):
+                raise ConfigError(f"{self.label}: {printable(name)} is no plain tensor but {tensor.layout} on {tensor.device}")
+            if self._streamed and tensor.numel() and _offset(tensor) is None:
+                raise ConfigError(f"{self.label}: {printable(name)} has no values in the file")
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if total > _REPEATED * self._size + _SMALL:
             raise ConfigError(
                 f"{self.label} has {self._size} bytes, and its tensors would take {total}: they repeat their values (expand); "
@@ -184,7 +234,7 @@ class TorchReader:
     def read(self, tensor: Tensor) -> Tensor:
         """The values of a tensor found in ``content``."""
         if not self._streamed or not tensor.numel():
-            return tensor if not self._streamed else torch.empty(tensor.shape, dtype=tensor.dtype)
+            return tensor.resolve_conj().resolve_neg() if not self._streamed else torch.empty(tensor.shape, dtype=tensor.dtype)
         begin = _offset(tensor)
         assert begin is not None
         size, item = tensor.untyped_storage().nbytes(), tensor.element_size()
@@ -195,7 +245,9 @@ class TorchReader:
         with open(self.path, "rb") as file:
             file.seek(begin + first * item)
             data = bytearray(file.read((last + 1 - first) * item))
-        return torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, strides)
+        values = torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, strides)
+        values = values.conj().resolve_conj() if tensor.is_conj() else values
+        return values.neg() if tensor.is_neg() else values
 
 
 def tensors_of(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -7,10 +7,7 @@ import re
 from collections.abc import Sequence
 
 from parallel2d.report.plots import line_plot
-from parallel2d.report.runs import AXES, Run, figures, measured_and_predicted
-
-PHASES = ("forward_backward", "data", "sync", "optimizer")
-LOSSES = ("first_step", "data", "checkpoint", "validation", "restart")
+from parallel2d.report.runs import AXES, LOSSES, PHASES, Run, figures, measured_and_predicted
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222;background:#fff}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import statistics
@@ -13,8 +14,19 @@ from parallel2d.config import ConfigError
 
 AXES = ("replicate", "shard", "tensor")
 _MOST_ROWS = 20_000
-_LONGEST_ROW, _LONGEST_KEY = 1 << 16, 100  # bytes, characters
-_LARGEST_LAYOUT = 16 * 2**20
+_LONGEST_ROW = 1 << 16  # bytes
+PHASES = ("forward_backward", "data", "sync", "optimizer")
+LOSSES = ("first_step", "data", "checkpoint", "validation", "restart")
+SHOWN = frozenset(
+    (
+        "step", "loss", "validation/loss", "throughput/tokens_per_s", "throughput/model_tflops_per_rank", "throughput/mfu",
+        "time/step_s", "goodput/fraction", "memory/peak_gib", "memory/peak_rss_gib",
+        *(f"comm/{axis}/{kind}" for axis in AXES for kind in ("bytes", "seconds")),
+        *(f"time/{phase}_s" for phase in PHASES), *(f"goodput/lost_{name}_s" for name in LOSSES),
+    )
+)  # fmt: skip
+_LARGEST_LAYOUT = 2**20
+_LARGEST_FILE = 16 * 2**30
 _LARGEST_NUMBER = 1e30
 
 
@@ -72,6 +84,8 @@ def _read_rows(path: str) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     every, count, last = 1, 0, None
     with files.open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 30} GiB")
         while line := file.readline(_LONGEST_ROW):
             row = _numbers(line) if line.endswith(b"\n") else None  # else torn by a kill, or longer than any row
             if row is None:
@@ -94,7 +108,7 @@ def _numbers(line: bytes) -> dict[str, float] | None:
         return None
     if not isinstance(row, dict) or not is_number(row.get("step")) or type(row["step"]) is not int:
         return None
-    return {key: value for key, value in row.items() if is_number(value) and len(key) <= _LONGEST_KEY}
+    return {key: value for key, value in row.items() if is_number(value) and key in SHOWN}
 
 
 def is_number(value: Any) -> bool:

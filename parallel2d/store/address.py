@@ -31,7 +31,7 @@ def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str,
         if default_port is None:
             raise ConfigError(f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500")
         return endpoint.strip("[]"), default_port
-    if not host.strip("[]") or not port.isdigit() or int(port) > 65535:
+    if not host.strip("[]") or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as node0:29500")
     return host.strip("[]"), int(port)
 
@@ -118,6 +118,7 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
     kind, _, path = address.partition(":")
     if kind == "unix":
         connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(seconds)
         try:
             with unix_path(path) as short:
                 connection.connect(short)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,6 +14,8 @@ from parallel2d.store.address import connect
 from parallel2d.store.channel import CODE, GREETING, HEADER, HELLO, Channel, Untrusted, frame_length, random_number
 
 _ANSWER_S = 30.0  # a store answers at once, unless a whole cluster comes in the same second
+_LONGEST_S = 1e9
+_TRIES, _AGAIN_S = 3, 0.3  # to connect to a store that closes the connection
 _kept: set[StoreClient] = set()  # torch holds on to the C++ half alone, which cannot live without this one
 
 
@@ -36,6 +39,7 @@ class StoreClient(Store):
         self.set_timeout(timedelta(seconds=timeout_s))
         self._idle: list[_Connection] = []
         self._lock = threading.Lock()
+        self._closed = False
         patience = timeout_s if connect_timeout_s is None else connect_timeout_s
         self._idle.append(_Connection(address, secret, patience, min(timeout_s, _ANSWER_S)))
         _kept.add(self)
@@ -43,6 +47,7 @@ class StoreClient(Store):
     def close(self) -> None:
         """Ends its connections. It must not be used again, nor what was made from it."""
         with self._lock:
+            self._closed = True
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
@@ -98,7 +103,7 @@ class StoreClient(Store):
 
     def _await(self, operation: bytes, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         seconds = timeout.total_seconds()
-        answer = self._ask(operation, str(max(0, int(1000 * seconds))), *keys, late_s=seconds)
+        answer = self._ask(operation, str(max(0, int(1000 * min(seconds, _LONGEST_S)))), *keys, late_s=seconds)
         if answer is None:
             raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
         return answer
@@ -106,6 +111,8 @@ class StoreClient(Store):
     def _ask(self, *fields: str | bytes, late_s: float = 0.0) -> list[bytes]:
         """The fields of the answer after ``ok``. None for ``late``."""
         with self._lock:
+            if self._closed:
+                raise DistNetworkError(f"the store at {self.address}: this client was closed")
             connection = self._idle.pop() if self._idle else None
         try:
             if connection is None:
@@ -120,23 +127,35 @@ class StoreClient(Store):
                 raise DistNetworkError(f"the store at {self.address}: {reason}") from None
             raise
         with self._lock:
-            self._idle.append(connection)
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
         if status == b"error":
             raise ValueError(answer[0].decode())
         return answer if status == b"ok" else None  # type: ignore[return-value]
+
+
+class _Closed(ConfigError):  # noqa: N818 (it says what happened)
+    """A store closed the connection before it had proved itself: this node's secret is another, or the store is ending."""
 
 
 class _Connection:
     """One connection, which carries one request at a time."""
 
     def __init__(self, address: str, secret: str, patience_s: float, answer_s: float) -> None:
-        self._socket = connect(address, patience_s)
-        try:
-            self._socket.settimeout(answer_s)
-            self._channel = self._prove(address, secret, answer_s)
-        except BaseException:
-            self._socket.close()
-            raise
+        deadline = time.monotonic() + patience_s
+        for left in reversed(range(_TRIES)):
+            self._socket = connect(address, max(0.0, deadline - time.monotonic()))
+            try:
+                self._socket.settimeout(answer_s)
+                self._channel = self._prove(address, secret, answer_s)
+                return
+            except BaseException as error:
+                self._socket.close()
+                if not isinstance(error, _Closed) or not left or time.monotonic() + _AGAIN_S > deadline:
+                    raise
+            time.sleep(_AGAIN_S)
 
     def _prove(self, address: str, secret: str, answer_s: float) -> Channel:
         try:
@@ -144,7 +163,7 @@ class _Connection:
         except TimeoutError:
             raise ConfigError(_stranger(address, f"no answer within {answer_s:g} s")) from None
         except OSError as error:
-            raise ConfigError(_stranger(address, str(error))) from None
+            raise _Closed(_stranger(address, str(error))) from None
         if not hello.startswith(GREETING):
             raise ConfigError(_stranger(address, "it speaks another protocol"))
         own = random_number()
@@ -155,7 +174,7 @@ class _Connection:
         except TimeoutError:
             raise ConfigError(_stranger(address, f"no answer within {answer_s:g} s")) from None
         except OSError:
-            raise ConfigError(
+            raise _Closed(
                 f"the store at {address} does not take this node's secret: give every node the same launch.secret_file or "
                 "PARALLEL2D_SECRET"
             ) from None

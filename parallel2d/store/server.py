@@ -24,7 +24,8 @@ from parallel2d.store.address import bind, unix_path
 from parallel2d.store.channel import ANSWER, GREETING, HEADER, Channel, Untrusted, frame_length, random_number
 
 _PROOF_S = 20.0  # that a connection has to prove itself
-_UNPROVEN = 4096  # connections at a time that have not yet
+_UNPROVEN = 4096  # connections at a time that have not yet, or a quarter of those that this process may have
+_LONGEST_WAIT_S = 3600.0  # between two looks at what is due
 _REPORTED = 100  # addresses
 _PIECE = 1 << 16
 
@@ -41,9 +42,9 @@ class StoreServer:
         self.address, self._secret, self._report = address, secret, report
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, list[_Wait]] = {}
-        self._deadlines: list[tuple[float, int, _Peer | _Wait]] = []
+        self._deadlines: list[tuple[float, int, _Wait]] = []
         self._numbers = itertools.count()
-        self._unproven: dict[_Peer, None] = {}
+        self._unproven: dict[_Peer, float] = {}  # until when they may prove themselves, in order
         self._told: set[str] = set()
         self._listener = listener
         self._woken, self._wake = socket.socketpair()
@@ -51,7 +52,7 @@ class StoreServer:
         for each in (listener, self._woken):
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
-        _raise_descriptor_limit()
+        self._most_unproven = max(1, min(_UNPROVEN, _raise_descriptor_limit() // 4))
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self._thread.start()
 
@@ -90,16 +91,27 @@ class StoreServer:
     # The loop
 
     def _serve(self) -> None:
+        try:
+            self._serve_until_woken()
+        finally:  # whoever waits hears of it
+            self._end()
+
+    def _serve_until_woken(self) -> None:
         while True:
-            wait = max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
-            for key, events in self._selector.select(wait):
+            for key, events in self._selector.select(self._next_due()):
                 if key.fileobj is self._woken:
-                    return self._end()
+                    return
                 if key.data is None:
                     self._accept()
                 else:
                     self._guarded(key.data, functools.partial(self._attend, key.data, events))
             self._expire()
+
+    def _next_due(self) -> float:
+        """Seconds until something is."""
+        due = [self._deadlines[0][0]] if self._deadlines else []
+        due += [next(iter(self._unproven.values()))] if self._unproven else []
+        return max(0.0, min(min(due) - time.monotonic(), _LONGEST_WAIT_S)) if due else _LONGEST_WAIT_S
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -110,15 +122,15 @@ class StoreServer:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # out of descriptors: those who wait for theirs are asked again
-            time.sleep(0.05)
+        except OSError:  # out of descriptors, or gone again
+            if self._unproven:
+                self._drop(next(iter(self._unproven)))
             return
         peer = _Peer(connection, str(address[0]) if address else "")
-        self._unproven[peer] = None
+        self._unproven[peer] = time.monotonic() + _PROOF_S
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        if len(self._unproven) > _UNPROVEN:
+        if len(self._unproven) > self._most_unproven:
             self._drop(next(iter(self._unproven)))
-        self._at(time.monotonic() + _PROOF_S, peer)
         self._guarded(peer, lambda: self._greet(peer))
 
     def _greet(self, peer: _Peer) -> None:
@@ -132,7 +144,7 @@ class StoreServer:
         if events & selectors.EVENT_WRITE:
             self._send(peer, b"")
         if events & selectors.EVENT_READ:
-            piece = peer.socket.recv(_PIECE)
+            piece = peer.socket.recv(_PIECE if peer.channel else ANSWER - len(peer.inbox))
             if piece:
                 peer.inbox += piece
                 self._read(peer)
@@ -184,32 +196,34 @@ class StoreServer:
         if peer.gone:
             return
         peer.gone = True
-        if suspect and self._report is not None and peer.address not in self._told and len(self._told) < _REPORTED:
-            self._told.add(peer.address)
-            self._report(peer.address)
         self._unproven.pop(peer, None)
         if peer.wait is not None:
             self._forget(peer.wait)
         self._selector.unregister(peer.socket)
         peer.socket.close()
-
-    def _at(self, when: float, what: _Peer | _Wait) -> None:
-        heapq.heappush(self._deadlines, (when, next(self._numbers), what))
+        peer.inbox.clear()
+        peer.outbox.clear()
+        if suspect and self._report is not None and peer.address not in self._told and len(self._told) < _REPORTED:
+            self._told.add(peer.address)
+            # A terminal that is stopped must not stop the store.
+            threading.Thread(target=_report, args=(self._report, peer.address), daemon=True).start()
 
     def _expire(self) -> None:
         now = time.monotonic()
+        while self._unproven and next(iter(self._unproven.values())) <= now:
+            peer = next(iter(self._unproven))
+            self._drop(peer, suspect=bool(peer.inbox))
         while self._deadlines and self._deadlines[0][0] <= now:
-            what = heapq.heappop(self._deadlines)[2]
-            if isinstance(what, _Peer):
-                if not what.gone and what.channel is None:
-                    self._drop(what, suspect=bool(what.inbox))
-            elif not what.over:
-                self._finish(what, [b"late"])
+            wait = heapq.heappop(self._deadlines)[2]
+            if not wait.over:
+                self._finish(wait, [b"late"])
 
     # Requests
 
     def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
-        """None when the answer comes later."""
+        """None when the answer comes later. Raises `Untrusted` for a request while another waits."""
+        if peer.wait is not None:
+            raise Untrusted("it asked twice at once")
         try:
             return self._operations[request[0]](self, peer, *request[1:])
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -235,13 +249,14 @@ class StoreServer:
 
     def _when_there(self, peer: _Peer, milliseconds: bytes, keys: Sequence[bytes], wanted: Sequence[bytes]) -> list[bytes] | None:
         """The values of ``wanted`` once all ``keys`` are there."""
+        due = time.monotonic() + int(milliseconds) / 1000
         missing = {key for key in keys if key not in self._values}
         if not missing:
             return self._found(wanted)
         wait = peer.wait = _Wait(peer, wanted, missing)
         for key in missing:
             self._waiting.setdefault(key, []).append(wait)
-        self._at(time.monotonic() + int(milliseconds) / 1000, wait)
+        heapq.heappush(self._deadlines, (due, next(self._numbers), wait))
         return None
 
     def _found(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -336,10 +351,17 @@ def _take(buffer: bytearray, length: int) -> bytes:
     return taken
 
 
-def _raise_descriptor_limit() -> None:
-    """As many connections as this user may have."""
+def _report(report: Callable[[str], None], address: str) -> None:
+    with contextlib.suppress(Exception):
+        report(address)
+
+
+def _raise_descriptor_limit() -> int:
+    """Lets this process have as many connections as this user may have. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted: Any = hard if hard != resource.RLIM_INFINITY else 1 << 20
     with contextlib.suppress(ValueError, OSError):
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return int(soft) if soft != resource.RLIM_INFINITY else int(wanted)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from dataclasses import dataclass
 
 from parallel2d import folders
@@ -33,6 +34,10 @@ def open_place() -> Place:
     """The folder of this node, made if it does not exist. Raises OSError when it is not ours alone."""
     path = os.environ.get(VARIABLE)
     if path:
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.lstat(path).st_mode
+            if stat.S_ISDIR(mode) and mode & 0o022:  # /tmp, /dev/shm: making it private would close it for others
+                raise PermissionError(errno.EPERM, "others may write to it; name a folder inside it", path)
         folders.make_private(path)
         return Place(os.path.abspath(path), _token(path), own=False)
     if not os.path.isdir(SHARED_MEMORY):
