@@ -146,7 +146,7 @@ class _Connection:
     def __init__(self, address: str, secret: str, patience_s: float, answer_s: float) -> None:
         deadline = time.monotonic() + patience_s
         for left in reversed(range(_TRIES)):
-            self._socket = connect(address, max(0.0, deadline - time.monotonic()))
+            self._socket = connect(address, round(max(0.0, deadline - time.monotonic()), 1))
             try:
                 self._socket.settimeout(answer_s)
                 self._channel = self._prove(address, secret, answer_s)
