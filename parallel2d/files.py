@@ -44,12 +44,18 @@ def parse(data: bytes | str) -> Any:
         value = json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    level = [value]
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raises ValueError when lists and dicts nest deeper than any code that walks them expects."""
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
-        containers = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        containers = [item.values() if isinstance(item, dict) else item for item in level]
         level = [item for container in containers for item in container if isinstance(item, dict | list)]
         if not level:
-            return value
+            return
     raise ValueError("nested too deeply")
 
 

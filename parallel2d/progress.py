@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from parallel2d.files import printable
+
 LARGEST_COUNT = 2**53  # whole numbers up to here are exact as floats too
 LARGEST_SCALE = 2.0**24  # of a loss
 
@@ -45,7 +47,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     for item in fields(Progress):
         value = state.get(item.name)
         if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
-            problems.append(f"{item.name} is {_short(value)}, no whole number from 0 to 2**53")
+            problems.append(f"{item.name} is {printable(repr(value), 40)}, no whole number from 0 to 2**53")
     if problems:
         return problems
     if state["step"] != step:
@@ -61,12 +63,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     else:
         scale, good = scaler["scale"], scaler["good_steps"]
         if type(scale) not in (int, float) or not 1 <= scale <= LARGEST_SCALE or not math.isfinite(scale):
-            problems.append(f"scale is {_short(scale)}, no number from 1 to 2**24")
+            problems.append(f"scale is {printable(repr(scale), 40)}, no number from 1 to 2**24")
         if type(good) is not int or not 0 <= good <= step:
-            problems.append(f"good_steps is {_short(good)}, no whole number from 0 to {step}")
+            problems.append(f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}")
     return problems
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if type(value) is not int or abs(value) <= LARGEST_COUNT else "too large"
-    return text if len(text) <= 40 else text[:40] + "..."

@@ -34,9 +34,10 @@ from parallel2d.exchange import all_gather, broadcast
 from parallel2d.launch import Place, find_place
 from parallel2d.launch.place import PREFIX, STORE
 from parallel2d.mesh import Topology
+from parallel2d.store.address import join_endpoint
 from parallel2d.store.client import StoreClient
 from parallel2d.store.secret import VARIABLE, find_secret
-from parallel2d.store.server import StoreServer
+from parallel2d.store.server import StoreServer, say_who_came
 
 log = logging.getLogger(__name__)
 
@@ -58,18 +59,14 @@ def connect(place: Place, settings: LaunchConfig | None = None) -> Any:
     if place.launcher == "srun":
         secret = find_secret(settings.secret_file, settings.insecure) if settings else find_secret(None)
         if place.rank == 0:
-            _servers.append(StoreServer.at(host, port, secret, _report))
-        return StoreClient(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", secret)
+            _servers.append(StoreServer.at(host, port, secret, say_who_came))
+        return StoreClient(join_endpoint(host, port), secret)
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
         reason = "is in use by another process" if "EADDRINUSE" in str(error) else f"does not answer ({_short(error)})"
         raise ConfigError(f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port") from None
     return store
-
-
-def _report(address: str) -> None:
-    log.error("dropped a connection from %s, which does not know this job's secret", address)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def inspect(options: argparse.Namespace) -> None:
     path = find_checkpoint(options.path)
     try:
         checkpoint = Checkpoint.open(path)
-    except (ConfigError, NotADirectoryError):
+    except ConfigError:
         source = open_source(path)  # another format, or the error that says it best
         print(f"{path}: {source.kind}")
         _print_table([(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()], options.all)

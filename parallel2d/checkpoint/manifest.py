@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel2d import files
 from parallel2d.checkpoint.geometry import Region
 from parallel2d.checkpoint.tensor_file import (
     DamagedCheckpointError,
@@ -32,7 +33,6 @@ from parallel2d.progress import LARGEST_COUNT, problems_of_state
 FORMAT = 1
 NAME = "manifest.json"
 MAX_BYTES = 256 * 2**20
-MAX_DEPTH = 32
 _MOST_CORNERS = 1 << 18  # of the chunks of a tensor
 _MOST_CUT = 6  # dims along which a tensor is cut
 _MOST_AXES = 8
@@ -179,13 +179,10 @@ class Manifest:
 
 def check_depth(value: Any, what: str) -> None:
     """Raises `DamagedCheckpointError` when lists and dicts nest deeper than any code that walks them expects."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        containers = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [item for container in containers for item in container if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise DamagedCheckpointError(f"{what}: nested too deeply")
+    try:
+        files.check_depth(value)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{what}: {error}") from None
 
 
 def content_digest(content: Mapping[str, Any]) -> str:

@@ -43,9 +43,10 @@ def _make_secret(path: str | None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from parallel2d.launch.rendezvous import OUTSIDE, say_who_came
+    from parallel2d.launch.rendezvous import OUTSIDE
+    from parallel2d.store.address import join_endpoint
     from parallel2d.store.client import StoreClient
-    from parallel2d.store.server import StoreServer
+    from parallel2d.store.server import StoreServer, say_who_came
 
     secret = find_secret(options.secret_file, options.insecure)
     ended = threading.Event()
@@ -53,7 +54,7 @@ def _serve(options: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: ended.set())
     server = StoreServer.at(options.host, options.port, secret, say_who_came)
     StoreClient(server.address, secret).set(OUTSIDE, "1")
-    endpoint = f"[{options.host}]:{server.port}" if ":" in options.host else f"{options.host}:{server.port}"
+    endpoint = join_endpoint(options.host, server.port)
     print(f"store listens on {endpoint}: launch.rdzv_endpoint={endpoint}", flush=True)
     ended.wait()
     return 0

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from parallel2d import files, folders
 from parallel2d.checkpoint.memory.place import SHARED_MEMORY, VARIABLE
 from parallel2d.config import ConfigError, LaunchConfig
-from parallel2d.launch.agreement import held_by_nobody_else, read_story
+from parallel2d.launch.agreement import folder_errors_explained, read_story
 from parallel2d.launch.endings import StoreLost, WorkersFailed
 from parallel2d.launch.nursery import ForkedContext, Nursery
 from parallel2d.launch.place import AGENT, PREFIX
@@ -75,7 +75,7 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
         places[VARIABLE] = SHARED_MEMORY
-    with held_by_nobody_else():
+    with folder_errors_explained():
         paths = {variable: folders.open_folder(os.getpid(), place) for variable, place in places.items()}
     before = dict(os.environ)
     # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses of dead peers

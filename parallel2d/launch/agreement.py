@@ -88,7 +88,7 @@ def recorded_run_dir(folder: str) -> str | None:
 
 
 @contextlib.contextmanager
-def held_by_nobody_else() -> Iterator[None]:
+def folder_errors_explained() -> Iterator[None]:
     """Turns the OSError of a folder that cannot be made private into `ConfigError`."""
     try:
         yield
@@ -116,7 +116,7 @@ def _record_job(job: Mapping[str, Any]) -> None:
     if not _is_started_again():
         return
     folder = launcher_folder()
-    with held_by_nobody_else():
+    with folder_errors_explained():
         folders.make_own(folder)
     path = os.path.join(folder, "job.json")
     files.replace(path, json.dumps({"run_dir": job["run_dir"], "config": job["config"]}))

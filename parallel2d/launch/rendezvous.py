@@ -13,7 +13,6 @@ The ranks use the same store, under names of their round: of what nodes and rank
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import uuid
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from parallel2d.launch.round import JsonBackend
 from parallel2d.store.address import PortTaken, owns_address, resolve, split_endpoint
 from parallel2d.store.client import StoreClient
 from parallel2d.store.secret import VARIABLE, find_secret, new_secret
-from parallel2d.store.server import StoreServer
+from parallel2d.store.server import StoreServer, say_who_came
 
 OUTSIDE = "parallel2d/outside"  # a key of stores that no job has opened
 _READ_TIMEOUT_S = 60.0  # of one operation on the store
@@ -147,11 +146,6 @@ def meet(config: LaunchConfig) -> Meeting:
             f"the store at {endpoint} serves more than one job: give yours a name with launch.job_id, the same on all its nodes"
         )
     return Meeting(store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d"))
-
-
-def say_who_came(address: str) -> None:
-    """Tells of a connection that was dropped."""
-    print(f"parallel2d: dropped a connection from {address}, which does not know this job's secret", file=sys.stderr, flush=True)
 
 
 def _closed_key(name: str) -> str:

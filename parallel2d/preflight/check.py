@@ -27,7 +27,7 @@ from parallel2d.preflight.judge import Finding, Link, NodeReport, judge, slow_li
 from parallel2d.preflight.meeting import Meeting, NodeMissing
 from parallel2d.preflight.probes import TOKEN_BYTES, Peer, ProbeServer, bandwidth, reach, round_trips
 from parallel2d.preflight.schedule import Round, disjoint_rounds, rounds_of
-from parallel2d.store.address import PortTaken, connection_failure, owns_address, resolve, split_endpoint
+from parallel2d.store.address import PortTaken, connection_failure, join_endpoint, owns_address, resolve, split_endpoint
 from parallel2d.store.secret import find_secret
 
 _REACH_S, _REACHING_AT_ONCE = 5.0, 128
@@ -119,7 +119,7 @@ def _meet_at(host: str, port: int, request: Request) -> tuple[Any, Any]:
     if owns_address(host):
         with contextlib.suppress(PortTaken):
             server = StoreServer.at(host, port, secret)
-    address = server.address if server else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = server.address if server else join_endpoint(host, port)
     return StoreClient(address, secret, timeout_s=request.timeout_s), server
 
 

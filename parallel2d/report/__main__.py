@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from parallel2d import files
 from parallel2d.config import ConfigError
-from parallel2d.files import for_terminal
 from parallel2d.report.page import markdown, page
 from parallel2d.report.runs import Run, read_run
 
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files.replace(os.path.join(folder, name), text)
             print(files.printable(os.path.join(folder, name), 4096))
     except ConfigError as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
+        print(f"parallel2d: {files.for_terminal(error)}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"parallel2d: --out: {files.printable(folder)} cannot be written: {error.strerror}", file=sys.stderr)

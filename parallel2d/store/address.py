@@ -36,6 +36,11 @@ def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str,
     return host.strip("[]"), int(port)
 
 
+def join_endpoint(host: str, port: int) -> str:
+    """What `split_endpoint` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]]:
     """``(family, numeric address, socket address with port 0)`` of every address of ``host``, IPv4 first, which is what most
     clusters route. Raises `ConfigError` when the name does not resolve."""
@@ -133,14 +138,19 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
         connection.settimeout(seconds)
         try:
             connection.connect((target[0], port, *target[2:]))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            set_for_requests(connection)
             return connection
         except OSError as error:
             connection.close()
             failure = error
     assert failure is not None
     raise failure
+
+
+def set_for_requests(connection: socket.socket) -> None:
+    """Small messages leave at once, and an end that is gone without a word is noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 @contextlib.contextmanager

@@ -102,8 +102,8 @@ class StoreClient(Store):
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
 
     def _await(self, operation: bytes, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
-        seconds = timeout.total_seconds()
-        answer = self._ask(operation, str(max(0, int(1000 * min(seconds, _LONGEST_S)))), *keys, late_s=seconds)
+        seconds = min(max(0.0, timeout.total_seconds()), _LONGEST_S)
+        answer = self._ask(operation, str(int(1000 * seconds)), *keys, late_s=seconds)
         if answer is None:
             raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
         return answer

@@ -14,14 +14,15 @@ import os
 import resource
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from parallel2d.config import ConfigError
-from parallel2d.store.address import bind, unix_path
-from parallel2d.store.channel import ANSWER, GREETING, HEADER, Channel, Untrusted, frame_length, random_number
+from parallel2d.store.address import bind, join_endpoint, set_for_requests, unix_path
+from parallel2d.store.channel import ANSWER, CODE, GREETING, HEADER, NUMBER, Channel, Untrusted, frame_length, random_number
 
 _PROOF_S = 20.0  # that a connection has to prove itself
 _UNPROVEN = 4096  # connections at a time that have not yet, or a quarter of those that this process may have
@@ -60,8 +61,7 @@ class StoreServer:
     def at(cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None) -> StoreServer:
         """On an address of this machine, and on no other. ``port``: 0 for a free one. Raises `ConfigError` as `bind` does."""
         listener, numeric = bind(host, port)
-        shown = f"[{numeric}]" if ":" in numeric else numeric
-        return cls(listener, f"{shown}:{listener.getsockname()[1]}", secret, report)
+        return cls(listener, join_endpoint(numeric, listener.getsockname()[1]), secret, report)
 
     @classmethod
     def within(cls, folder: str, secret: str) -> StoreServer:
@@ -125,6 +125,8 @@ class StoreServer:
         except OSError:  # out of descriptors, or gone again
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
+            else:
+                time.sleep(0.05)  # members hold them all: whoever knocks must not make this loop spin
             return
         peer = _Peer(connection, str(address[0]) if address else "")
         self._unproven[peer] = time.monotonic() + _PROOF_S
@@ -136,8 +138,7 @@ class StoreServer:
     def _greet(self, peer: _Peer) -> None:
         peer.socket.setblocking(False)
         if peer.socket.family != socket.AF_UNIX:
-            peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            set_for_requests(peer.socket)
         self._send(peer, GREETING + peer.number)
 
     def _attend(self, peer: _Peer, events: int) -> None:
@@ -167,7 +168,7 @@ class StoreServer:
         if peer.channel is None:
             if len(peer.inbox) < ANSWER:
                 return
-            clients, proof = _take(peer.inbox, 32), _take(peer.inbox, ANSWER - 32)
+            clients, proof = _take(peer.inbox, NUMBER), _take(peer.inbox, CODE)
             channel = Channel(self._secret, peer.number, clients, server=True)
             channel.check(proof)
             peer.channel = channel
@@ -324,6 +325,11 @@ class StoreServer:
         b"delete_all": _delete_all,
         b"count": _count,
     }
+
+
+def say_who_came(address: str) -> None:
+    """Tells on the terminal of a connection that was dropped. A ``report`` of `StoreServer`."""
+    print(f"parallel2d: dropped a connection from {address}, which does not know this job's secret", file=sys.stderr, flush=True)
 
 
 class _Peer:

@@ -1,0 +1,89 @@
+"""Start-up of a job and its restart after a killed rank, on this machine.
+
+    python tools/bench/startup.py [--against FOLDER] [--rounds 6]
+
+``--against``: another checkout; both take turns. Four ranks, ``strategy=hybrid``. Start-up: seconds of the whole command for two steps.
+Restart: what the run itself counts as lost (``goodput/lost_restart_s``) when one rank is killed. Prints the median and the range of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TRAIN = (sys.executable, "-m", "parallel2d.train", "strategy=hybrid", "launch.nproc_per_node=4", "metrics.console=silent")
+HERE = Path(__file__).resolve().parents[2]
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+
+
+def start_up(checkout: Path) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        words = [*TRAIN, "train.steps=2", f"hydra.run.dir={folder}/run"]
+        subprocess.run(words, cwd=checkout, env=environment(checkout), check=True, stderr=subprocess.DEVNULL)
+        return time.monotonic() - begin
+
+
+def last_row(run: Path) -> dict[str, float]:
+    try:
+        return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return {"step": 0, "goodput/lost_restart_s": 0.0}
+
+
+def children(process: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += [int(child), *children(int(child))]
+    return found
+
+
+def restart(checkout: Path) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        words = [*TRAIN, "train.steps=1000000", "checkpoint.every=10", "metrics.log_every=1", "launch.max_restarts=5"]
+        job = subprocess.Popen(
+            [*words, f"hydra.run.dir={run}"], cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL
+        )
+        while last_row(run)["step"] < 15:
+            time.sleep(0.05)
+        rank = next(p for p in children(job.pid) if Path(f"/proc/{p}/comm").read_text().strip() == "rank 1")
+        os.kill(rank, signal.SIGKILL)
+        while not last_row(run)["goodput/lost_restart_s"]:
+            time.sleep(0.05)
+        seconds = last_row(run)["goodput/lost_restart_s"]
+        job.send_signal(signal.SIGINT)
+        job.wait()
+        return seconds
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--against", type=Path, metavar="FOLDER")
+    words.add_argument("--rounds", type=int, default=6)
+    options = words.parse_args()
+    checkouts = {"this": HERE} | ({"other": options.against.resolve()} if options.against else {})
+    print("| | checkout | median (s) | from | to |\n|---|---|---|---|---|")
+    for name, measure in (("start-up", start_up), ("restart", restart)):
+        seconds: dict[str, list[float]] = {checkout: [] for checkout in checkouts}
+        for _ in range(options.rounds):
+            for checkout, folder in checkouts.items():
+                seconds[checkout].append(measure(folder))
+        for checkout, found in seconds.items():
+            print(f"| {name} | {checkout} | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
