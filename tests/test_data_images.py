@@ -116,6 +116,13 @@ def test_classes_are_the_subfolders_in_the_order_of_their_names(folder: Path) ->
     assert [target for image, target in zip(batch.inputs, batch.targets.tolist(), strict=True) if torch.equal(image, red)] == [0]
 
 
+def test_an_image_that_announces_too_many_pixels_is_not_decoded(folder: Path) -> None:
+    image = next((folder / "ant").iterdir())
+    Image.new("1", (5001, 5000)).save(image, format="PNG")  # 25 million and some, in a few kilobytes
+    with pytest.raises(ConfigError, match="5001 x 5000 are more than 25,000,000 pixels"):
+        everything(opened(folder, validation_fraction=0.0).train)
+
+
 def test_a_class_may_be_a_link_and_a_folder_in_it_may_not(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "ant").symlink_to(folder / "ant")

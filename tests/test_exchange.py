@@ -13,7 +13,9 @@ from parallel2d import exchange
 from parallel2d.checkpoint.geometry import Region
 from parallel2d.checkpoint.manifest import StoredFile
 from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+from parallel2d.config import ConfigError
 from parallel2d.parallelize.initialization import Place
+from parallel2d.store.address import PortTaken
 
 VALUES = (
     None, True, 0, -(2**70), 1.5, float("-inf"), "", "ü\n", b"\0\xff", [], [1, [2]], (), (1, ("a", b"b")), {}, {1: {2: 3}, "a": (None,)},
@@ -37,6 +39,11 @@ def test_numbers_that_are_none_errors_and_tensors_arrive():
         arrived = exchange.decode(exchange.encode(tensor))
         assert arrived.dtype == tensor.dtype
         assert torch.equal(arrived, tensor)
+
+
+def test_errors_for_people_keep_their_words():
+    error = exchange.decode(exchange.encode(PortTaken("port 1 is taken")))
+    assert (type(error), str(error)) == (ConfigError, "port 1 is taken")
 
 
 @pytest.mark.parametrize("value", [object(), len, lambda: None, {"a": [RuntimeError("no")]}, torch.device("cpu")])

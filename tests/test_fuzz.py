@@ -323,6 +323,18 @@ def test_files_changed_at_random(original, tmp_path, kind):
     check(kind, original(kind), tmp_path / "run", MUTATIONS)
 
 
+@pytest.mark.parametrize("ends", [[0, 5], [9, 3], [4, 4]])
+def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp_path, ends):
+    folder = shutil.copytree(original("tokens"), tmp_path / "run") / "tokens"
+    path = next(folder.glob("train-*.ends"))
+    data = bytearray(path.read_bytes())
+    data[:16] = struct.pack("<2Q", *ends)
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=f"{path} is damaged: its documents do not end one after the other"):
+        opened = open_data(DataConfig(name="tokens", path=str(folder), intra_document_masking=True), seq_len=16, seed=1)
+        opened.train.read(range(8))
+
+
 @pytest.mark.extras
 def test_images_changed_at_random(original, tmp_path):
     check("images", original("images"), tmp_path / "run", MUTATIONS)

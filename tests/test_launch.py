@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import jobs
 import pytest
+from torch.distributed import HashStore
 
 from parallel2d import folders
 from parallel2d.config import ConfigError, LaunchConfig
@@ -185,6 +186,19 @@ def test_a_name_is_new_once_its_job_has_ended(server):
     assert meet(alone).name == "mine-0", "a node that joins the same job"
     first.end()
     assert meet(alone).name == "mine-1"
+
+
+def test_names_of_a_round_go_with_the_next(tmp_path):
+    meeting = meet_alone(str(tmp_path))
+    first, second = SimpleNamespace(group_rank=0, store=HashStore()), SimpleNamespace(group_rank=0, store=HashStore())
+    prefix = meeting.ranks_prefix(first)
+    assert meeting.ranks_prefix(SimpleNamespace(group_rank=1, store=first.store)) == prefix, "the same on every node"
+    meeting.store.set(f"{prefix}address", "of a rank")
+    meeting.store.set("other", "kept")
+    assert meeting.ranks_prefix(second) != prefix
+    assert not meeting.store.check([f"{prefix}address"])
+    assert meeting.store.get("other") == b"kept"
+    meeting.close()
 
 
 def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
