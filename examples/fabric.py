@@ -1,4 +1,5 @@
-"""parallel2d inside Lightning Fabric: Fabric starts the processes and moves the data, parallel2d's functions shard the model.
+"""parallel2d inside Lightning Fabric: Fabric starts the processes and moves the data, parallel2d's
+functions shard the model.
 
 pip install 'parallel2d[lightning]'
 python examples/fabric.py --devices 4
@@ -36,24 +37,32 @@ VOCAB, SEQ, GLOBAL_BATCH, MICRO_BATCHES = 64, 32, 16, 2
 
 def sequences(steps: int) -> TensorDataset:
     """int64 [steps * GLOBAL_BATCH, SEQ + 1]: the global batches of all steps, one after another."""
-    start = torch.randint(0, VOCAB, (steps * GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(0))
+    start = torch.randint(
+        0, VOCAB, (steps * GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(0)
+    )
     return TensorDataset((start + 3 * torch.arange(SEQ + 1)) % VOCAB)
 
 
 def parallelize_fn(model: nn.Module, fabric_mesh: DeviceMesh, strategy: str) -> nn.Module:
-    """What Fabric calls with the model and its own mesh, whose axes are ``data_parallel`` and ``tensor_parallel``.
+    """What Fabric calls with the model and its own mesh, whose axes are ``data_parallel`` and
+    ``tensor_parallel``.
 
-    Fabric has one data axis. `build_mesh` splits it into replicate and shard by the nodes that it finds; tensor ranks stay next to each
-    other on both meshes, so Fabric's sampler gives all of them the same data.
+    Fabric has one data axis. `build_mesh` splits it into replicate and shard by the nodes that it
+    finds; tensor ranks stay next to each other on both meshes, so Fabric's sampler gives all of
+    them the same data.
     """
     tensor = fabric_mesh["tensor_parallel"].size()
     mesh = build_mesh(MeshSpec(tensor=tensor), strategy, device_type=fabric_mesh.device_type)
     plan = tensor_plan(model, tensor) if tensor > 1 else None
-    return parallelize(model, mesh, ParallelConfig(strategy), seed=0, init=model.init_weights, tensor_plan=plan)
+    return parallelize(
+        model, mesh, ParallelConfig(strategy), seed=0, init=model.init_weights, tensor_plan=plan
+    )
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("--devices", type=int, default=4)
     words.add_argument("--tensor", type=int, default=1)
     words.add_argument("--strategy", default="hybrid")
@@ -71,26 +80,43 @@ def main() -> None:
     fabric.launch()
 
     with build_on_meta():
-        model = Llama(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=VOCAB, max_seq_len=SEQ)
-    wrapped = fabric.setup(model)  # calls parallelize_fn; `model` itself is sharded, `wrapped` is Fabric's shell around it
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))  # after sharding
+        model = Llama(
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            hidden_dim=128,
+            vocab_size=VOCAB,
+            max_seq_len=SEQ,
+        )
+    # calls parallelize_fn; `model` itself is sharded, `wrapped` is Fabric's shell around it
+    wrapped = fabric.setup(model)
+    # after sharding
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
     data_ranks = given.devices // given.tensor
-    loader = fabric.setup_dataloaders(DataLoader(sequences(given.steps), batch_size=GLOBAL_BATCH // data_ranks))
+    loader = fabric.setup_dataloaders(
+        DataLoader(sequences(given.steps), batch_size=GLOBAL_BATCH // data_ranks)
+    )
     mesh = next(model.parameters()).device_mesh
 
     for step, (tokens,) in enumerate(loader, start=1):
         weight = token_weight(tokens[:, 1:].numel(), mesh)
         total = torch.zeros((), device=fabric.device)
-        for micro in accumulate(model, tokens.chunk(MICRO_BATCHES)):  # instead of fabric.no_backward_sync
+        # instead of fabric.no_backward_sync
+        for micro in accumulate(model, tokens.chunk(MICRO_BATCHES)):
             loss = cross_entropy_sum(wrapped(micro[:, :-1]), micro[:, 1:]) * weight.float()
             fabric.backward(loss)
             total += loss.detach()
-        norm = clip_gradient_norm(model.parameters(), 1.0)  # instead of fabric.clip_gradients, which refuses a mixture of meshes
+        # instead of fabric.clip_gradients, which refuses a mixture of meshes
+        norm = clip_gradient_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         loss = fabric.all_reduce(total, reduce_op="mean")
         if fabric.is_global_zero:
-            print(json.dumps({"step": step, "loss": loss.item(), "grad_norm": norm.item()}), flush=True)
+            print(
+                json.dumps({"step": step, "loss": loss.item(), "grad_norm": norm.item()}),
+                flush=True,
+            )
     if given.save:
         fabric.save(given.save, {"model": wrapped, "optimizer": optimizer})
 

@@ -1,10 +1,13 @@
-"""Fine-tunes a local ``transformers`` checkpoint, sharded, in one's own loop, and saves it as one again.
+"""Fine-tunes a local ``transformers`` checkpoint, sharded, in one's own loop, and saves it as one
+again.
 
 pip install 'parallel2d[hf]'
 torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDER
-torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDER --lora 8   # the saved weights have the adapters merged
+torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDER --lora 8 # the
+saved weights have the adapters merged
 
-Without --model a small Llama with random weights is made in a temporary folder, so that the example runs as it stands.
+Without --model a small Llama with random weights is made in a temporary folder, so that the example
+runs as it stands.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ class Adapter(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
-        self.down, self.up = nn.Parameter(torch.empty(rank, inputs)), nn.Parameter(torch.empty(outputs, rank))
+        self.down, self.up = (
+            nn.Parameter(torch.empty(rank, inputs)),
+            nn.Parameter(torch.empty(outputs, rank)),
+        )
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.down, a=5**0.5)
@@ -69,7 +75,8 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freezes ``model`` and puts an adapter beside every Linear whose name ends in one of `ADAPTED`."""
+    """Freezes ``model`` and puts an adapter beside every Linear whose name ends in one of
+    `ADAPTED`."""
     model.requires_grad_(False)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(ADAPTED):
@@ -83,25 +90,38 @@ def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, down in state.items():
         linear, adapter, leaf = name.rpartition(".adapter.")
         if adapter and leaf == "down":
-            found[f"{linear}.weight"] = found[f"{linear}.weight"] + state[f"{linear}.adapter.up"] @ down
+            found[f"{linear}.weight"] = (
+                found[f"{linear}.weight"] + state[f"{linear}.adapter.up"] @ down
+            )
     return found
 
 
 def build_small_llama(path: str) -> None:
     """A folder as a download would leave it."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    huggingface.build(architecture="llama", arguments={**sizes, "num_key_value_heads": 2}).save_pretrained(path)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    huggingface.build(
+        architecture="llama", arguments={**sizes, "num_key_value_heads": 2}
+    ).save_pretrained(path)
 
 
 def train(model: nn.Module, steps: int, lr: float) -> list[dict[str, float]]:
-    """``steps`` steps on a small artificial language; ``step``, ``loss`` and ``grad_norm`` of each, on every rank."""
+    """``steps`` steps on a small artificial language; ``step``, ``loss`` and ``grad_norm`` of each,
+    on every rank."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
     mesh = next(model.parameters()).device_mesh
     rank, ranks, rows = data_coordinate(mesh), mesh_shape(mesh).data_ranks, []
     for step in range(1, steps + 1):
-        start = torch.randint(0, 64, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(step))
+        start = torch.randint(
+            0, 64, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(step)
+        )
         tokens = ((start + 3 * torch.arange(SEQ + 1)) % 64).chunk(ranks)[rank].to(mesh.device_type)
         weight = token_weight(tokens[:, 1:].numel(), mesh).float()
         total = torch.zeros((), device=mesh.device_type)
@@ -116,14 +136,18 @@ def train(model: nn.Module, steps: int, lr: float) -> list[dict[str, float]]:
     return rows
 
 
-def finetune(path: str, save: str | None, *, strategy: str, lora: int, steps: int, lr: float) -> list[dict[str, float]]:
-    """Loads the folder ``path`` into shards, trains, and writes the folder ``save``. Collective; the rows of `train`."""
+def finetune(
+    path: str, save: str | None, *, strategy: str, lora: int, steps: int, lr: float
+) -> list[dict[str, float]]:
+    """Loads the folder ``path`` into shards, trains, and writes the folder ``save``. Collective;
+    the rows of `train`."""
     mesh = build_mesh(strategy=strategy)
     with build_on_meta():
         model = huggingface.build(path=path)
         if lora:
             add_adapters(model, lora)
-    # Every rank reads its own rows of the folder. Adapters are not in it: they are drawn from the seed.
+    # Every rank reads its own rows of the folder. Adapters are not in it: they are drawn from the
+    # seed.
     weights = partial(load_pretrained, path=path, fresh=("*.adapter.*",) if lora else ())
     model = parallelize(model, mesh, ParallelConfig(strategy), seed=0, weights=weights)
     rows = train(model, steps, lr)
@@ -138,11 +162,17 @@ def finetune(path: str, save: str | None, *, strategy: str, lora: int, steps: in
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--model", default=None, help="folder with config.json and safetensors weights")
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    words.add_argument(
+        "--model", default=None, help="folder with config.json and safetensors weights"
+    )
     words.add_argument("--save", default=None, help="a new folder")
     words.add_argument("--strategy", default="hybrid")
-    words.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0: every parameter is trained")
+    words.add_argument(
+        "--lora", type=int, default=0, help="rank of the adapters; 0: every parameter is trained"
+    )
     words.add_argument("--steps", type=int, default=10)
     words.add_argument("--lr", type=float, default=3e-3)
     given = words.parse_args()
@@ -153,7 +183,14 @@ def main() -> None:
         if given.model is None and runtime.is_first:
             build_small_llama(shared[0])
         barrier("there is a model")
-        rows = finetune(shared[0], given.save, strategy=given.strategy, lora=given.lora, steps=given.steps, lr=given.lr)
+        rows = finetune(
+            shared[0],
+            given.save,
+            strategy=given.strategy,
+            lora=given.lora,
+            steps=given.steps,
+            lr=given.lr,
+        )
         barrier("the folder is not needed any more")
     for row in rows if runtime.is_first else []:
         print(json.dumps(row), flush=True)

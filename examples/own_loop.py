@@ -1,4 +1,5 @@
-"""parallel2d in somebody's own loop: five lines turn a plain module into one that trains on any mesh.
+"""parallel2d in somebody's own loop: five lines turn a plain module into one that trains on any
+mesh.
 
 torchrun --nproc-per-node=4 examples/own_loop.py
 """
@@ -28,25 +29,33 @@ VOCAB, STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ = 64, 20, 16, 2, 32
 
 def build_model() -> nn.Module:
     block = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Embedding(VOCAB, 64), nn.TransformerEncoder(block, 3), nn.Linear(64, VOCAB))
+    return nn.Sequential(
+        nn.Embedding(VOCAB, 64), nn.TransformerEncoder(block, 3), nn.Linear(64, VOCAB)
+    )
 
 
 def main() -> None:
     runtime = setup(timeout_s=600)
-    mesh = build_mesh(strategy="hybrid", topology=runtime.topology)  # 1: which ranks share a node is found, not assumed
+    # 1: which ranks share a node is found, not assumed
+    mesh = build_mesh(strategy="hybrid", topology=runtime.topology)
     with build_on_meta():  # 2: no weights yet
         model = build_model()
-    model = parallelize(model, mesh, ParallelConfig(strategy="hybrid", bucketing="block"), seed=0)  # 3: sharded, then drawn
+    # 3: sharded, then drawn
+    model = parallelize(model, mesh, ParallelConfig(strategy="hybrid", bucketing="block"), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     for step in range(1, STEPS + 1):
         generator = torch.Generator().manual_seed(step)
         start = torch.randint(0, VOCAB, (GLOBAL_BATCH, 1), generator=generator)
-        tokens = ((start + 3 * torch.arange(SEQ + 1)) % VOCAB).chunk(ranks)[rank].to(mesh.device_type)
-        weight = token_weight(tokens[:, 1:].numel(), mesh)  # 4: the mean over all valid tokens, on any mesh
+        tokens = (
+            ((start + 3 * torch.arange(SEQ + 1)) % VOCAB).chunk(ranks)[rank].to(mesh.device_type)
+        )
+        # 4: the mean over all valid tokens, on any mesh
+        weight = token_weight(tokens[:, 1:].numel(), mesh)
         total = torch.zeros((), device=mesh.device_type)
-        for micro in accumulate(model, tokens.split(MICRO_BATCH)):  # 5: the slow axis moves once per global batch
+        # 5: the slow axis moves once per global batch
+        for micro in accumulate(model, tokens.split(MICRO_BATCH)):
             loss = cross_entropy_sum(model(micro[:, :-1]), micro[:, 1:]) * weight.float()
             loss.backward()
             total += loss.detach()

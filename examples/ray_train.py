@@ -1,8 +1,10 @@
-"""parallel2d under Ray Train: Ray starts the workers and their process group, parallel2d's functions shard the model and train it.
+"""parallel2d under Ray Train: Ray starts the workers and their process group, parallel2d's
+functions shard the model and train it.
 
 pip install 'parallel2d[ray]'
 python examples/ray_train.py --workers 4
-torchrun --nproc-per-node=4 examples/ray_train.py --no-ray          # the same loop, started by torchrun: the same losses
+torchrun --nproc-per-node=4 examples/ray_train.py --no-ray # the same loop, started by torchrun: the
+same losses
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ VOCAB, SEQ = 64, 32
 
 def build_model() -> nn.Module:
     block = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Embedding(VOCAB, 64), nn.TransformerEncoder(block, 2), nn.Linear(64, VOCAB))
+    return nn.Sequential(
+        nn.Embedding(VOCAB, 64), nn.TransformerEncoder(block, 2), nn.Linear(64, VOCAB)
+    )
 
 
 def global_batch(step: int, size: int) -> torch.Tensor:
@@ -45,20 +49,26 @@ def global_batch(step: int, size: int) -> torch.Tensor:
 
 
 def train_steps(config: dict[str, Any]) -> list[dict[str, float]]:
-    """``config["steps"]`` steps on the default process group. Returns ``step``, ``loss`` and ``grad_norm`` of each, on every rank.
+    """``config["steps"]`` steps on the default process group. Returns ``step``, ``loss`` and
+    ``grad_norm`` of each, on every rank.
 
-    ``shard``: ranks of a shard group, ``auto`` for those of a node. ``global_batch``, ``micro_batch``: in sequences, micro per rank.
+    ``shard``: ranks of a shard group, ``auto`` for those of a node. ``global_batch``,
+    ``micro_batch``: in sequences, micro per rank.
     """
     mesh = build_mesh(MeshSpec(shard=config["shard"]), strategy="hybrid")
     with build_on_meta():
         model = build_model()
     parallel = ParallelConfig(strategy="hybrid", bucketing="block", precision=config["precision"])
-    model = parallelize(model, mesh, parallel, seed=0)  # not ray.train.torch.prepare_model, which would wrap it in DDP once more
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after sharding: it must see the sharded parameters
+    # not ray.train.torch.prepare_model, which would wrap it in DDP once more
+    model = parallelize(model, mesh, parallel, seed=0)
+    # after sharding: it must see the sharded parameters
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     rows = []
     for step in range(1, config["steps"] + 1):
-        tokens = global_batch(step, config["global_batch"]).chunk(data_ranks)[rank].to(mesh.device_type)
+        tokens = (
+            global_batch(step, config["global_batch"]).chunk(data_ranks)[rank].to(mesh.device_type)
+        )
         weight = token_weight(tokens[:, 1:].numel(), mesh)
         total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
         for micro in accumulate(model, tokens.split(config["micro_batch"])):
@@ -83,34 +93,51 @@ def train_loop_per_worker(config: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("--workers", type=int, default=4)
     words.add_argument("--steps", type=int, default=10)
-    words.add_argument("--shard", default="auto", help="ranks of a shard group (default: those of a node)")
+    words.add_argument(
+        "--shard", default="auto", help="ranks of a shard group (default: those of a node)"
+    )
     words.add_argument("--precision", default="fp32")
-    words.add_argument("--storage", default=None, help="where Ray writes its results (default: ~/ray_results)")
+    words.add_argument(
+        "--storage", default=None, help="where Ray writes its results (default: ~/ray_results)"
+    )
     words.add_argument("--gpu", action="store_true", help="one GPU per worker")
     words.add_argument("--no-ray", action="store_true", help="under torchrun, or as one process")
     given = words.parse_args()
     config = {
-        "steps": given.steps, "shard": given.shard if given.shard == "auto" else int(given.shard), "precision": given.precision,
-        "global_batch": 16, "micro_batch": 2,
-    }  # fmt: skip
-    rows = run_without_ray(config, given.gpu) if given.no_ray else run_with_ray(config, given.workers, given.gpu, given.storage)
+        "steps": given.steps,
+        "shard": given.shard if given.shard == "auto" else int(given.shard),
+        "precision": given.precision,
+        "global_batch": 16,
+        "micro_batch": 2,
+    }
+    rows = (
+        run_without_ray(config, given.gpu)
+        if given.no_ray
+        else run_with_ray(config, given.workers, given.gpu, given.storage)
+    )
     for row in rows:
         print(json.dumps(row), flush=True)
 
 
-def run_with_ray(config: dict[str, Any], workers: int, gpu: bool, storage: str | None) -> list[dict[str, float]]:
+def run_with_ray(
+    config: dict[str, Any], workers: int, gpu: bool, storage: str | None
+) -> list[dict[str, float]]:
     """Trains on ``workers`` Ray workers; the rows of rank 0."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    # A cluster tells its CPUs; on one machine with fewer than workers, Ray would wait for more for ever.
+    # A cluster tells its CPUs; on one machine with fewer than workers, Ray would wait for more for
+    # ever.
     cpus = None if "RAY_ADDRESS" in os.environ else max(workers + 1, os.cpu_count() or 1)
     ray.init(num_cpus=cpus, ignore_reinit_error=True, log_to_driver=False)
-    # With GPUs: gloo beside NCCL, for what parallel2d exchanges on the CPU (which ranks share a node, checkpoints).
+    # With GPUs: gloo beside NCCL, for what parallel2d exchanges on the CPU (which ranks share a
+    # node, checkpoints).
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     trainer = TorchTrainer(
         train_loop_per_worker,

@@ -1,8 +1,10 @@
-"""Hugging Face ``transformers`` models from a configuration alone: nothing is downloaded and no code of a model's folder is run.
+"""Hugging Face ``transformers`` models from a configuration alone: nothing is downloaded and no
+code of a model's folder is run.
 
-A local folder with a ``config.json``, or an architecture's name and its arguments, flow in; a plain ``nn.Module`` flows out, and
-beside it its tensor-parallel plan in words. The class is the one that the configuration names, or the
-library's language, sequence-to-sequence, masked or image-classification model for that architecture.
+A local folder with a ``config.json``, or an architecture's name and its arguments, flow in; a plain
+``nn.Module`` flows out, and beside it its tensor-parallel plan in words. The class is the one that
+the configuration names, or the library's language, sequence-to-sequence, masked or
+image-classification model for that architecture.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ WORDS = (
 _LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
 _MOST_LAYERS = 10_000
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
-# Looked through in this order when neither the configuration nor the caller names a class: an encoder that could also
-# decode (BERT) is a masked model, and a pair of both (T5, BART) translates.
+# Looked through in this order when neither the configuration nor the caller names a class: an
+# encoder that could also decode (BERT) is a masked model, and a pair of both (T5, BART) translates.
 _MAPPINGS = {
     "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -47,41 +49,59 @@ def library() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f'model=hf needs the transformers library: pip install "parallel2d[hf]" ({error})') from None
+        raise ImportError(
+            f'model=hf needs the transformers library: pip install "parallel2d[hf]" ({error})'
+        ) from None
     return transformers
 
 
 def read_config(path: str | None, architecture: str | None, arguments: Mapping[str, Any]) -> Any:
-    """The configuration of a local folder, or of an architecture (``llama``, ``gpt2``, ...), with ``arguments`` set on it.
+    """The configuration of a local folder, or of an architecture (``llama``, ``gpt2``, ...), with
+    ``arguments`` set on it.
 
-    Raises ValueError for a folder without config.json, an architecture that the library does not have, and an argument that the
-    configuration does not know: the library itself would keep that one and never read it.
+    Raises ValueError for a folder without config.json, an architecture that the library does not
+    have, and an argument that the configuration does not know: the library itself would keep that
+    one and never read it.
     """
     transformers = library()
     _check_layers(arguments)
     if path is not None:
         if not os.path.isfile(os.path.join(path, "config.json")):
-            raise ValueError(f"{path} holds no config.json; it must be the folder of a saved model, nothing is downloaded")
+            raise ValueError(
+                f"{path} holds no config.json; it must be the folder of a saved model, nothing is "
+                "downloaded"
+            )
         try:
             _check_layers(read_json(os.path.realpath(os.path.join(path, "config.json"))))
         except OSError as error:
             raise ValueError(f"{path}/config.json cannot be read: {error.strerror}") from None
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     else:
         known = transformers.CONFIG_MAPPING
         if architecture not in known:
             import difflib
 
             near = difflib.get_close_matches(str(architecture), list(known), n=3, cutoff=0.4)
-            raise ValueError(f"transformers {transformers.__version__} has no architecture {architecture!r}; near: {near}")
+            raise ValueError(
+                f"transformers {transformers.__version__} has no architecture {architecture!r}; "
+                f"near: {near}"
+            )
         config = known[architecture]()
-    # attn_implementation and the like are arguments of the configuration, kept under a private name.
-    unknown = [name for name in arguments if not hasattr(config, name) and not hasattr(config, f"_{name}")]
+    # attn_implementation and the like are arguments of the configuration, kept under a private
+    # name.
+    unknown = [
+        name for name in arguments if not hasattr(config, name) and not hasattr(config, f"_{name}")
+    ]
     if unknown:
         fields = sorted(name for name in config.to_dict() if not name.startswith("_"))
-        raise ValueError(f"{type(config).__name__} has no {', '.join(unknown)}; it has {', '.join(fields)}")
+        raise ValueError(
+            f"{type(config).__name__} has no {', '.join(unknown)}; it has {', '.join(fields)}"
+        )
     if arguments:
-        # Made anew rather than set one by one: other values of a configuration follow from these (layer kinds, head sizes).
+        # Made anew rather than set one by one: other values of a configuration follow from these
+        # (layer kinds, head sizes).
         given = {**(config.to_diff_dict() if path is not None else {}), **arguments}
         given.pop("model_type", None)
         config = type(config)(**given)
@@ -91,7 +111,8 @@ def read_config(path: str | None, architecture: str | None, arguments: Mapping[s
 
 
 def _check_layers(settings: Any) -> None:
-    """Raises ValueError for more layers than any model has: the library would build them for minutes, without a word."""
+    """Raises ValueError for more layers than any model has: the library would build them for
+    minutes, without a word."""
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if isinstance(value, Mapping):
             _check_layers(value)
@@ -100,20 +121,28 @@ def _check_layers(settings: Any) -> None:
 
 
 def model_class(config: Any, head: str = "auto") -> type[nn.Module]:
-    """The class of the model. Raises ValueError when the library has none with that head for this architecture."""
+    """The class of the model. Raises ValueError when the library has none with that head for this
+    architecture."""
     transformers = library()
     from transformers.models.auto import modeling_auto
 
     names = {key: getattr(modeling_auto, mapping) for key, mapping in _MAPPINGS.items()}
     if head == "auto":
-        named = [name for name in (getattr(config, "architectures", None) or []) if hasattr(transformers, name)]
+        named = [
+            name
+            for name in (getattr(config, "architectures", None) or [])
+            if hasattr(transformers, name)
+        ]
         if named:
             return getattr(transformers, named[0])
         head = next((key for key in names if config.model_type in names[key]), "base")
     name = names[head].get(config.model_type)
     if name is None:
         has = [key for key in names if config.model_type in names[key]]
-        raise ValueError(f"{config.model_type} has no {head} model in transformers; it has {', '.join(has) or 'none'}")
+        raise ValueError(
+            f"{config.model_type} has no {head} model in transformers; it has "
+            f"{', '.join(has) or 'none'}"
+        )
     return getattr(transformers, name if isinstance(name, str) else name[0])
 
 
@@ -123,9 +152,11 @@ def build(
     arguments: Mapping[str, Any] | None = None,
     head: str = "auto",
 ) -> nn.Module:
-    """The model with fresh weights (none, under a context that keeps parameters on meta), in training mode.
+    """The model with fresh weights (none, under a context that keeps parameters on meta), in
+    training mode.
 
-    Raises ValueError for what `read_config` and `model_class` refuse, ImportError without the library.
+    Raises ValueError for what `read_config` and `model_class` refuse, ImportError without the
+    library.
     """
     config = read_config(path, architecture, arguments or {})
     return model_class(config, head)(config).train()
@@ -137,37 +168,53 @@ def has_tensor_plan(model: nn.Module) -> bool:
 
 
 def tensor_words(model: nn.Module) -> dict[str, str]:
-    """The model's own tensor-parallel plan, module pattern -> word, as the library ships it; empty when it ships none.
+    """The model's own tensor-parallel plan, module pattern -> word, as the library ships it; empty
+    when it ships none.
 
-    Expert layers, whose parameters belong to no Linear, are left out and so stay whole: every tensor rank computes them, which is
-    right though not split. Raises ValueError for a plan with other words that would have to be translated.
+    Expert layers, whose parameters belong to no Linear, are left out and so stay whole: every
+    tensor rank computes them, which is right though not split. Raises ValueError for a plan with
+    other words that would have to be translated.
     """
     modules = [name for name, _ in model.named_modules()]
     plan = dict(getattr(model, "_tp_plan", None) or {})
     experts = tuple(pattern for pattern, word in plan.items() if word.startswith(_EXPERT_WORDS))
     found: dict[str, str] = {}
     for pattern, word in plan.items():
-        if word.startswith(_EXPERT_WORDS) or pattern.startswith(experts) or not fnmatch.filter(modules, pattern):
+        if (
+            word.startswith(_EXPERT_WORDS)
+            or pattern.startswith(experts)
+            or not fnmatch.filter(modules, pattern)
+        ):
             continue
         if word not in WORDS:
             raise ValueError(
-                f"{type(model).__name__} ships a tensor-parallel plan with {pattern}: {word}, which is not translated; give "
-                "one with model.tensor_plan={pattern: word} or package.module:function, or set mesh.tensor=1"
+                f"{type(model).__name__} ships a tensor-parallel plan with {pattern}: {word}, "
+                "which is not translated; give "
+                "one with model.tensor_plan={pattern: word} or package.module:function, or set "
+                "mesh.tensor=1"
             )
         found[pattern] = word
     return found
 
 
 def classifies_images(model: nn.Module) -> bool:
-    """Whether the library lists the model's class among those for image classification: it then gives logits, [n, classes]."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+    """Whether the library lists the model's class among those for image classification: it then
+    gives logits, [n, classes]."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
+    )
 
-    names = {name for value in CLASSES.values() for name in ([value] if isinstance(value, str) else value)}
+    names = {
+        name
+        for value in CLASSES.values()
+        for name in ([value] if isinstance(value, str) else value)
+    }
     return type(model).__name__ in names
 
 
 def image_input(config: Any) -> tuple[int | None, int | None]:
-    """Pixels of a side and channels of the square images that a configuration names; None for what it does not name."""
+    """Pixels of a side and channels of the square images that a configuration names; None for what
+    it does not name."""
     vision = getattr(config, "vision_config", config)
     size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", None)
     if isinstance(size, list | tuple) and len(size) == 2 and size[0] == size[1]:
@@ -176,16 +223,19 @@ def image_input(config: Any) -> tuple[int | None, int | None]:
 
 
 def context_of(seq_len: int) -> int:
-    """Positions at the start of a sequence for which an encoder and a decoder give no output: see `read_prefix_and_suffix`."""
+    """Positions at the start of a sequence for which an encoder and a decoder give no output: see
+    `read_prefix_and_suffix`."""
     return max(0, seq_len // 2 - 1)
 
 
 def read_prefix_and_suffix(model: nn.Module) -> None:
-    """Makes an encoder-decoder take one sequence of token ids, int64 [n, T], as a decoder alone would.
+    """Makes an encoder-decoder take one sequence of token ids, int64 [n, T], as a decoder alone
+    would.
 
-    The prefix language model objective (Raffel et al. 2020, section 3.2): the encoder reads the first h = T // 2 tokens, in both
-    directions; the decoder is given its start token and then tokens h to T - 1, and predicts the token after each. Logits have
-    the shape [n, T - h + 1, vocabulary] and belong to the targets of positions h - 1 to T - 1; earlier targets have none.
+    The prefix language model objective (Raffel et al. 2020, section 3.2): the encoder reads the
+    first h = T // 2 tokens, in both directions; the decoder is given its start token and then
+    tokens h to T - 1, and predicts the token after each. Logits have the shape [n, T - h + 1,
+    vocabulary] and belong to the targets of positions h - 1 to T - 1; earlier targets have none.
 
     Raises ValueError when the model names no token to start with, or its head gives no logits.
     """
@@ -194,12 +244,18 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
     start = getattr(config, "pad_token_id", None) if start is None else start  # as T5 does
     if start is None:
         raise ValueError(
-            f"{type(config).__name__} has no decoder_start_token_id and no pad_token_id: set model.arguments.pad_token_id"
+            f"{type(config).__name__} has no decoder_start_token_id and no pad_token_id: set "
+            "model.arguments.pad_token_id"
         )
     if model_class(config, "seq2seq_lm") is not _library_class(model):
-        raise ValueError(f"{type(model).__name__} is no sequence-to-sequence language model; set model.head=seq2seq_lm")
+        raise ValueError(
+            f"{type(model).__name__} is no sequence-to-sequence language model; set "
+            "model.head=seq2seq_lm"
+        )
 
-    def split(_model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
+    def split(
+        _model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
         if len(inputs) != 1 or options:
             return None  # called by somebody who knows what it takes
         (tokens,) = inputs
@@ -212,8 +268,8 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StoredForm:
-    """How a parameter is put together: each group of stored tensors stacked along a new dim 0 if ``stacked``, the groups then
-    concatenated along ``dim`` (None: there is one group)."""
+    """How a parameter is put together: each group of stored tensors stacked along a new dim 0 if
+    ``stacked``, the groups then concatenated along ``dim`` (None: there is one group)."""
 
     names: list[list[str]]
     stacked: bool
@@ -221,11 +277,13 @@ class StoredForm:
 
 
 def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredForm]:
-    """What the library makes of the tensor names ``stored`` when it reads them into ``model``: parameter name -> form.
+    """What the library makes of the tensor names ``stored`` when it reads them into ``model``:
+    parameter name -> form.
 
-    Saved folders hold the names and forms in which a model was first published, and the library renames, stacks and concatenates
-    on the way in (transformers 5: experts of Mixtral, Qwen-MoE, DeepSeek). Only names that differ from a stored one are listed;
-    empty for a model that is not the library's. Raises ValueError for a parameter that is made in another way.
+    Saved folders hold the names and forms in which a model was first published, and the library
+    renames, stacks and concatenates on the way in (transformers 5: experts of Mixtral, Qwen-MoE,
+    DeepSeek). Only names that differ from a stored one are listed; empty for a model that is not
+    the library's. Raises ValueError for a parameter that is made in another way.
     """
     config, kind = getattr(model, "config", None), _library_class(model)
     if config is None or kind is None:
@@ -241,7 +299,9 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     collected: dict[str, dict[str | None, list[str]]] = {}
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, twin.base_model_prefix, names_here)
+        target, pattern = rename_source_key(
+            name, renamings, converters, twin.base_model_prefix, names_here
+        )
         if target != name:
             collected.setdefault(target, {}).setdefault(pattern, []).append(name)
     found: dict[str, StoredForm] = {}
@@ -253,10 +313,16 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
         operations = [(type(one).__name__, getattr(one, "dim", None)) for one in rule.operations]
         stacked = bool(operations) and operations[0] == ("MergeModulelist", 0)
         rest = operations[stacked:]
-        if len(rule.target_patterns) != 1 or len(rest) > 1 or any(name != "Concatenate" for name, _ in rest):
+        if (
+            len(rule.target_patterns) != 1
+            or len(rest) > 1
+            or any(name != "Concatenate" for name, _ in rest)
+        ):
             raise ValueError(
-                f"{target} is stored in a form that is not read in parts ({', '.join(name for name, _ in operations)} of "
-                f"{len(rule.target_patterns)}); save the model's own state_dict() with safetensors, which has no such form"
+                f"{target} is stored in a form that is not read in parts "
+                f"({', '.join(name for name, _ in operations)} of "
+                f"{len(rule.target_patterns)}); save the model's own state_dict() with "
+                "safetensors, which has no such form"
             )
         names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]
         found[target] = StoredForm(names, stacked, rest[0][1] if rest else None)
@@ -264,5 +330,13 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
 
 
 def _library_class(model: nn.Module) -> type[nn.Module] | None:
-    """The class of the ``transformers`` model that ``model`` is, or was before it was sharded; None for any other module."""
-    return next((kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")), None)
+    """The class of the ``transformers`` model that ``model`` is, or was before it was sharded; None
+    for any other module."""
+    return next(
+        (
+            kind
+            for kind in type(model).__mro__
+            if kind.__module__.startswith("transformers.models.")
+        ),
+        None,
+    )

@@ -1,9 +1,10 @@
 """A Llama-3-style decoder and, beside it, the plan that splits it over a tensor axis.
 
-RMSNorm before each sub-layer, rotary position embedding, grouped-query attention, SwiGLU feed-forward, optional weight tying
-(Dubey et al. 2024, "The Llama 3 Herd of Models"). Token ids flow in, logits flow out. Plain PyTorch: nothing here knows how
-the model is trained, and no shape is taken from the configuration where it can be taken from the tensor, so that a module
-whose weights hold a slice of the heads computes those heads.
+RMSNorm before each sub-layer, rotary position embedding, grouped-query attention, SwiGLU
+feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). Token ids
+flow in, logits flow out. Plain PyTorch: nothing here knows how the model is trained, and no shape
+is taken from the configuration where it can be taken from the tensor, so that a module whose
+weights hold a slice of the heads computes those heads.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotation angles, each fp32 of shape [seq, head_dim / 2] (Su et al. 2021, RoFormer).
+    """Cosine and sine of the rotation angles, each fp32 of shape [seq, head_dim / 2] (Su et al.
+    2021, RoFormer).
 
-    Computed where they are used, from integer ``positions`` [seq]: a cached table of floats would be rounded to bf16 on its
-    way into a block by any mixed-precision wrapper that casts inputs, and integers are not.
+    Computed where they are used, from integer ``positions`` [seq]: a cached table of floats would
+    be rounded to bf16 on its way into a block by any mixed-precision wrapper that casts inputs, and
+    integers are not.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    exponents = (
+        torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    )
     angles = torch.outer(positions.float(), theta**-exponents)
     return angles.cos(), angles.sin()
 
@@ -27,8 +32,9 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the two halves of the last dim against each other.
 
-    ``x``: [batch, heads, seq, head_dim]; ``cos``, ``sin``: [seq, head_dim / 2]. Computed in fp32 at least, returned in the
-    dtype of ``x``. The half-split pairing is the one of Hugging Face checkpoints.
+    ``x``: [batch, heads, seq, head_dim]; ``cos``, ``sin``: [seq, head_dim / 2]. Computed in fp32 at
+    least, returned in the dtype of ``x``. The half-split pairing is the one of Hugging Face
+    checkpoints.
     """
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -47,10 +53,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """``x``: [batch, seq, dim]; ``positions``: int64 [seq]; ``mask``: bool [batch, 1, seq, seq] or None (causal)."""
+        """``x``: [batch, seq, dim]; ``positions``: int64 [seq]; ``mask``: bool [batch, 1, seq, seq]
+        or None (causal)."""
         batch, seq, _ = x.shape
         query, key, value = (
-            projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2) for projection in (self.wq, self.wk, self.wv)
+            projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.wq, self.wk, self.wv)
         )
         cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -79,9 +87,18 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each with its norm before and its residual around."""
+    """One decoder layer: attention and feed-forward, each with its norm before and its residual
+    around."""
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, hidden_dim: int, norm_eps: float, rope_theta: float) -> None:
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        hidden_dim: int,
+        norm_eps: float,
+        rope_theta: float,
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.attention = Attention(dim, n_heads, n_kv_heads, rope_theta)
@@ -113,7 +130,10 @@ class Llama(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.max_seq_len = n_heads, n_kv_heads, max_seq_len
         self.embedding = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(Block(dim, n_heads, n_kv_heads, hidden_dim, norm_eps, rope_theta) for _ in range(n_layers))
+        self.layers = nn.ModuleList(
+            Block(dim, n_heads, n_kv_heads, hidden_dim, norm_eps, rope_theta)
+            for _ in range(n_layers)
+        )
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
         if tie_embeddings:
@@ -122,7 +142,8 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """``tokens``: int64 [batch, seq]; returns logits [batch, seq, vocab_size].
 
-        ``document_ids``: int64 [batch, seq]; when given, a token attends only to earlier tokens of its own document.
+        ``document_ids``: int64 [batch, seq]; when given, a token attends only to earlier tokens of
+        its own document.
         """
         seq = tokens.shape[1]
         mask = None
@@ -136,11 +157,14 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
     def init_weights(self, module: nn.Module, name: str) -> None:
-        """Sets the parameters that ``module``, called ``name``, owns itself: normal with deviation 0.02, the projections that
-        write into the residual stream scaled down by the depth (Radford et al. 2019), norms one."""
+        """Sets the parameters that ``module``, called ``name``, owns itself: normal with deviation
+        0.02, the projections that write into the residual stream scaled down by the depth (Radford
+        et al. 2019), norms one."""
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = name.endswith((".wo", ".w2"))
-            nn.init.normal_(module.weight, std=0.02 / (2 * len(self.layers)) ** 0.5 if residual else 0.02)
+            nn.init.normal_(
+                module.weight, std=0.02 / (2 * len(self.layers)) ** 0.5 if residual else 0.02
+            )
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
@@ -148,9 +172,10 @@ class Llama(nn.Module):
 def tensor_plan(model: Llama, tensor: int) -> dict[str, object]:
     """Module pattern -> parallel style, for a tensor axis of ``tensor`` ranks.
 
-    Column- then row-parallel matrices, so that each sub-layer needs one all-gather and one reduce-scatter; norms and residuals
-    run on a slice of the sequence (Korthikanti et al. 2022); logits stay split over the vocabulary for the loss to consume.
-    Raises ValueError when the heads do not divide.
+    Column- then row-parallel matrices, so that each sub-layer needs one all-gather and one
+    reduce-scatter; norms and residuals run on a slice of the sequence (Korthikanti et al. 2022);
+    logits stay split over the vocabulary for the loss to consume. Raises ValueError when the heads
+    do not divide.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -162,7 +187,8 @@ def tensor_plan(model: Llama, tensor: int) -> dict[str, object]:
 
     if model.n_kv_heads % tensor or model.n_heads % tensor:
         raise ValueError(
-            f"mesh.tensor={tensor} does not divide the heads: n_heads={model.n_heads}, n_kv_heads={model.n_kv_heads}"
+            f"mesh.tensor={tensor} does not divide the heads: n_heads={model.n_heads}, "
+            f"n_kv_heads={model.n_kv_heads}"
         )
     return {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -173,9 +199,13 @@ def tensor_plan(model: Llama, tensor: int) -> dict[str, object]:
         "layers.*.attention.w[qkv]": ColwiseParallel(),
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.feed_forward_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "layers.*.feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
         "layers.*.feed_forward.w[13]": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
     }

@@ -1,6 +1,8 @@
-"""parallel2d: hybrid 2-D parallel training. Shard inside a node, replicate across nodes; the loss does not depend on the mesh.
+"""parallel2d: hybrid 2-D parallel training. Shard inside a node, replicate across nodes; the loss
+does not depend on the mesh.
 
-The names below are imported when first used, so that commands which do not train start without loading torch.
+The names below are imported when first used, so that commands which do not train start without
+loading torch.
 """
 
 from __future__ import annotations
@@ -9,7 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallel2d.checkpoint.whole import full_state, load_full_state, load_sharded_state, rekey_optimizer_state, sharded_state
+    from parallel2d.checkpoint.whole import (
+        full_state,
+        load_full_state,
+        load_sharded_state,
+        rekey_optimizer_state,
+        sharded_state,
+    )
     from parallel2d.config import ConfigError, ParallelConfig
     from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.loss import cross_entropy_sum, token_weight

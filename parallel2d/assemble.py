@@ -1,7 +1,9 @@
-"""Builds the parts of a run from its configuration, in the order in which the rooms stand: mesh, data, model, optimizer, metrics.
+"""Builds the parts of a run from its configuration, in the order in which the rooms stand: mesh,
+data, model, optimizer, metrics.
 
-`check` does what one process can do without workers, so that a job that cannot work ends before any is started; `build_trainer`
-does all of it on a rank. Both go through the same functions, so neither can know a rule that the other does not.
+`check` does what one process can do without workers, so that a job that cannot work ends before any
+is started; `build_trainer` does all of it on a rank. Both go through the same functions, so neither
+can know a rule that the other does not.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ log = logging.getLogger(__name__)
 
 
 def check(config: TrainConfig, topology: Topology) -> None:
-    """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on ``topology``."""
+    """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on
+    ``topology``."""
     shape = resolve_mesh(config, topology)
     plan_batches(config, shape, data_rank=0, pad=False)
     check_compilation(config.compile, shape.tensor)
@@ -65,7 +68,8 @@ def check(config: TrainConfig, topology: Topology) -> None:
 
 
 def build_trainer(job: Job, runtime: Runtime) -> Trainer:
-    """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what cannot work."""
+    """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what
+    cannot work."""
     config, device = job.config, runtime.device
     check_shared_run_dir(job.run_dir)
     claim = RunClaim(job.run_dir) if runtime.is_first else None
@@ -77,7 +81,9 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         allow_cross_node=config.mesh.allow_cross_node,
         device_type=device.type,
     )
-    plan = plan_batches(config, shape, data_coordinate(mesh), pad=job.restarted or config.launch.elastic)
+    plan = plan_batches(
+        config, shape, data_coordinate(mesh), pad=job.restarted or config.launch.elastic
+    )
     parts = build_model(config.model)
     data = open_training_data(config, parts)
     check_same_data(data.fingerprint)
@@ -117,14 +123,22 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         device=device,
         run_dir=job.run_dir,
         predicted=activations
-        | predict_communication(model, mesh, accumulation=plan.accumulation, during_accumulation=config.sync.during_accumulation),
+        | predict_communication(
+            model,
+            mesh,
+            accumulation=plan.accumulation,
+            during_accumulation=config.sync.during_accumulation,
+        ),
         classes=data.classes,
     )
     for axis, sent in update_bytes(optimizer).items():
         if (key := f"comm/{axis}/bytes") in facts.predicted:
             facts.predicted[key] += sent
-    described = {**facts.layout(), "model": dataclasses.asdict(config.model)}  # what an export to another format needs to know
-    checkpointer = Checkpointer(config.checkpoint, job.run_dir, mesh, model, optimizer, layout=described)
+    # what an export to another format needs to know
+    described = {**facts.layout(), "model": dataclasses.asdict(config.model)}
+    checkpointer = Checkpointer(
+        config.checkpoint, job.run_dir, mesh, model, optimizer, layout=described
+    )
     trainer = Trainer(
         config=config,
         model=model,
@@ -149,7 +163,8 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
 
 
 def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
-    """Counted once per job: restarted workers read what the first ones wrote, since counting loads a second's worth of torch."""
+    """Counted once per job: restarted workers read what the first ones wrote, since counting loads
+    a second's worth of torch."""
     if job.restarted:
         try:
             with open(os.path.join(job.run_dir, "layout.json")) as file:
@@ -160,7 +175,9 @@ def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int 
     return count_flops(parts.module, functools.partial(sample.example, 1), parts.loss)
 
 
-def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool) -> Recorder:
+def build_recorder(
+    config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool
+) -> Recorder:
     """Every rank records; only the first writes and speaks. Shows the header."""
     display = writer = None
     if first:
@@ -169,9 +186,15 @@ def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, fi
         for line in facts.lines():
             display.say(line)
         facts.write_layout()
-        texts = {"config": f"```yaml\n{to_yaml(config)}\n```", "mesh": "```\n" + "\n".join(facts.lines()) + "\n```"}
+        texts = {
+            "config": f"```yaml\n{to_yaml(config)}\n```",
+            "mesh": "```\n" + "\n".join(facts.lines()) + "\n```",
+        }
         writer = MetricsWriter(
-            facts.run_dir, texts, tensorboard=config.metrics.tensorboard, hparams=facts.hparams(config.optimizer.lr)
+            facts.run_dir,
+            texts,
+            tensorboard=config.metrics.tensorboard,
+            hparams=facts.hparams(config.optimizer.lr),
         )
     flops = facts.flops_per_sequence
     return Recorder(
@@ -188,7 +211,9 @@ def build_recorder(config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, fi
         meter=CommunicationMeter(mesh) if config.metrics.communication else None,
         predicted=facts.predicted,
         slow_axes=facts.slow_axes(),
-        profiler=StepProfiler(facts.run_dir, dist.get_rank(), facts.device, config.profile.steps, config.profile.ranks),
+        profiler=StepProfiler(
+            facts.run_dir, dist.get_rank(), facts.device, config.profile.steps, config.profile.ranks
+        ),
     )
 
 
@@ -208,7 +233,8 @@ def predict_activations(
     tensor_plan: Mapping[str, object] | None,
     sample: SampleShape,
 ) -> dict[str, float]:
-    """What the tensor axis will move per step; nothing without that axis or where nothing is measured. Every rank must ask."""
+    """What the tensor axis will move per step; nothing without that axis or where nothing is
+    measured. Every rank must ask."""
     if tensor_plan is None or not config.metrics.communication:
         return {}
     computes_in = DTYPES[config.precision.param if config.precision.cast_forward_inputs else "fp32"]
@@ -224,8 +250,8 @@ def predict_activations(
 
 
 def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: bool) -> BatchPlan:
-    """This data rank's share of every global batch. ``pad``: sizes need not divide, because the number of ranks is not what the
-    job began with."""
+    """This data rank's share of every global batch. ``pad``: sizes need not divide, because the
+    number of ranks is not what the job began with."""
     return BatchPlan(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
@@ -236,43 +262,68 @@ def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: 
 
 
 def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
-    """The configured data, with targets where the model has outputs; prepared first where it has not been.
+    """The configured data, with targets where the model has outputs; prepared first where it has
+    not been.
 
-    Raises `ConfigError` for data that the model does not read, and for fewer images than a global batch takes.
+    Raises `ConfigError` for data that the model does not read, and for fewer images than a global
+    batch takes.
     """
     seq_len, name = config.train.seq_len, config.data.name
     if parts.reads not in (None, "images" if name == "images" else "tokens"):
-        gives = f"{words_of(config.model)}: {type(parts.module).__name__} reads {parts.reads}, and data={name} gives"
+        gives = (
+            f"{words_of(config.model)}: {type(parts.module).__name__} reads {parts.reads}, "
+            f"and data={name} gives"
+        )
         if name == "images":
             raise ConfigError(
-                f"{gives} images: set data=stdlib, text, tokens or hf, or a model of images, such as model.architecture=vit"
+                f"{gives} images: set data=stdlib, text, tokens or hf, or a model of images, such "
+                "as model.architecture=vit"
             )
-        raise ConfigError(f"{gives} token ids: set data=images data.path=FOLDER, with a subfolder of images per class")
-    if name != "images":
-        return open_data(config.data, seq_len=seq_len, seed=config.train.seed, context=parts.context(seq_len))
-    data = open_data(fit_images(config.data, parts), seed=config.train.seed)
-    if data.train.ends_before(0, batch := config.train.global_batch_size) or (data.train.end is None and len(data.train) < batch):
         raise ConfigError(
-            f"train.global_batch_size={batch} is more than the {len(data.train)} training images of {config.data.path}"
+            f"{gives} token ids: set data=images data.path=FOLDER, with a subfolder of images per "
+            "class"
+        )
+    if name != "images":
+        return open_data(
+            config.data, seq_len=seq_len, seed=config.train.seed, context=parts.context(seq_len)
+        )
+    data = open_data(fit_images(config.data, parts), seed=config.train.seed)
+    if data.train.ends_before(0, batch := config.train.global_batch_size) or (
+        data.train.end is None and len(data.train) < batch
+    ):
+        raise ConfigError(
+            f"train.global_batch_size={batch} is more than the {len(data.train)} training images "
+            f"of {config.data.path}"
         )
     return data
 
 
 def fit_images(data: DataConfig, parts: ModelParts) -> DataConfig:
-    """``data`` with the image size and channels that the model reads, where they are not given. Raises `ConfigError` when nobody names
-    a size, or the model does not take what is given."""
-    size, channels = data.image_size or parts.images.size, data.channels or parts.images.channels or 3
+    """``data`` with the image size and channels that the model reads, where they are not given.
+    Raises `ConfigError` when nobody names a size, or the model does not take what is given."""
+    size, channels = (
+        data.image_size or parts.images.size,
+        data.channels or parts.images.channels or 3,
+    )
     kind = type(parts.module).__name__
     if size is None:
-        raise ConfigError(f"data.image_size is required: {kind} names no image_size in a configuration of its own")
+        raise ConfigError(
+            f"data.image_size is required: {kind} names no image_size in a configuration of its own"
+        )
     if channels not in (1, 3):
-        raise ConfigError(f"data=images gives 1 or 3 channels (data.channels), and {kind} reads {channels}")
+        raise ConfigError(
+            f"data=images gives 1 or 3 channels (data.channels), and {kind} reads {channels}"
+        )
     own = parts.images.channels or channels, parts.images.size or size
     if (channels, size) != own:  # convolutions take many sizes, patches one: it is tried
         error = _error_on_images(parts.module, channels, size)
-        if error is not None and _error_on_images(parts.module, *own) is None:  # without storage some run on none
+        # without storage some run on none
+        if error is not None and _error_on_images(parts.module, *own) is None:
             reason = str(error).split("\n")[0]
-            raise ConfigError(f"{kind} does not read images of data.channels={channels}, data.image_size={size}: {reason}")
+            raise ConfigError(
+                f"{kind} does not read images of data.channels={channels}, "
+                f"data.image_size={size}: {reason}"
+            )
     return dataclasses.replace(data, image_size=size, channels=channels)
 
 
@@ -286,53 +337,67 @@ def _error_on_images(model: nn.Module, channels: int, size: int) -> Exception | 
 
 
 def check_position(restored: Mapping[str, object], data: OpenData, config: TrainConfig) -> None:
-    """Raises `ConfigError` when the checkpoint's position is one in other data; ``checkpoint.strict=false`` only says so."""
+    """Raises `ConfigError` when the checkpoint's position is one in other data;
+    ``checkpoint.strict=false`` only says so."""
     saved = restored.get("data_fingerprint")
     if saved in (None, data.fingerprint):
         return
     text = (
-        f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut otherwise (files, tokenizer, "
-        f"train.seq_len, image size, train.seed, data.*): here sample {restored['samples']} is another one"
+        f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut "
+        "otherwise (files, tokenizer, "
+        f"train.seq_len, image size, train.seed, data.*): here sample {restored['samples']} is "
+        "another one"
     )
     if config.checkpoint.strict:
         raise ConfigError(
-            f"{text}; checkpoint.load=model_only starts over with its weights, checkpoint.strict=false goes on at that position"
+            f"{text}; checkpoint.load=model_only starts over with its weights, "
+            "checkpoint.strict=false goes on at that position"
         )
     log.warning("%s; going on at that position", text)
 
 
-def plan_tensor_axis(config: TrainConfig, parts: ModelParts, shape: MeshShape) -> Mapping[str, object] | None:
-    """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model cannot be split so."""
+def plan_tensor_axis(
+    config: TrainConfig, parts: ModelParts, shape: MeshShape
+) -> Mapping[str, object] | None:
+    """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model
+    cannot be split so."""
     if shape.tensor == 1:
         return None
     if isinstance(config.model, LlamaModel) and config.train.seq_len % shape.tensor:
         raise ConfigError(
-            f"train.seq_len={config.train.seq_len} must be a multiple of mesh.tensor={shape.tensor}: norms run on slices of "
+            f"train.seq_len={config.train.seq_len} must be a multiple of "
+            f"mesh.tensor={shape.tensor}: norms run on slices of "
             "the sequence"
         )
     try:
-        plan = parts.tensor_plan(parts.module, shape.tensor) if parts.tensor_plan is not None else None
+        plan = (
+            parts.tensor_plan(parts.module, shape.tensor) if parts.tensor_plan is not None else None
+        )
         if plan:
             resolve_plan(parts.module, plan, shape.tensor)
             return plan
     except ValueError as error:
         raise ConfigError(str(error)) from None
     raise ConfigError(
-        f"mesh.tensor={shape.tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give one with "
+        f"mesh.tensor={shape.tensor}: {type(parts.module).__name__} has no tensor-parallel plan; "
+        "give one with "
         "model.tensor_plan={pattern: word} or package.module:function, or set mesh.tensor=1"
     )
 
 
 def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> None:
-    """Raises `ConfigError` when the data hold token ids that the model has no row for, or more classes than it tells apart."""
+    """Raises `ConfigError` when the data hold token ids that the model has no row for, or more
+    classes than it tells apart."""
     classes = len(data.classes)
     if classes and parts.images.classes is not None and parts.images.classes < classes:
         raise ConfigError(
-            f"model.arguments.num_labels={parts.images.classes} is smaller than the {classes} classes of data.path={config.data.path}; "
+            f"model.arguments.num_labels={parts.images.classes} is smaller than the {classes} "
+            f"classes of data.path={config.data.path}; "
             f"it must be at least {classes}"
         )
     if parts.vocab_size is not None and parts.vocab_size < data.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={parts.vocab_size} is smaller than the {data.vocab_size} token ids of data={config.data.name}; "
+            f"model.vocab_size={parts.vocab_size} is smaller than the {data.vocab_size} token ids "
+            f"of data={config.data.name}; "
             f"it must be at least {data.vocab_size}"
         )

@@ -1,11 +1,14 @@
 """Whose a run directory is: the last start of the run that took it.
 
-A run directory flows in; an error flows out of a rank that goes on after another start has taken over.
+A run directory flows in; an error flows out of a rank that goes on after another start has taken
+over.
 
-[Note: two halves of a job] When a network splits, or a launcher is silent for longer than the others wait, both halves may believe that
-they are what is left of the job, and both would write rows and checkpoints of one run. The rendezvous cannot rule that out, since whoever
-is cut off from it does not hear of its end. So every start leaves its mark in the run directory before it reads anything there, and rank 0
-looks at every step whether the mark is still its own. The half that was there first ends, and joins the other when it hears of it.
+[Note: two halves of a job] When a network splits, or a launcher is silent for longer than the
+others wait, both halves may believe that they are what is left of the job, and both would write
+rows and checkpoints of one run. The rendezvous cannot rule that out, since whoever is cut off from
+it does not hear of its end. So every start leaves its mark in the run directory before it reads
+anything there, and rank 0 looks at every step whether the mark is still its own. The half that was
+there first ends, and joins the other when it hears of it.
 """
 
 from __future__ import annotations
@@ -31,12 +34,18 @@ class RunClaim:
         """Takes the directory, from whoever has it. Raises OSError when it cannot be written."""
         self._path = os.path.join(run_dir, _FILE)
         self._token = os.urandom(8).hex()
-        mark = {"token": self._token, "host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%F %T")}
+        mark = {
+            "token": self._token,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "time": time.strftime("%F %T"),
+        }
         files.replace(self._path, json.dumps(mark))
         self._seen = self._identity(self._path)
 
     def check(self) -> None:
-        """Raises `RunTakenOver` naming who took the directory. A look at the file's number and time, unless they have changed."""
+        """Raises `RunTakenOver` naming who took the directory. A look at the file's number and
+        time, unless they have changed."""
         try:
             if self._identity(self._path) == self._seen:
                 return
@@ -45,9 +54,12 @@ class RunClaim:
             return  # a file system that hiccups has not given the run to anybody
         if not isinstance(mark, dict) or mark.get("token") != self._token:
             told = mark if isinstance(mark, dict) else {}
-            host, process, since = (files.printable(told.get(key)) for key in ("host", "process", "time"))
+            host, process, since = (
+                files.printable(told.get(key)) for key in ("host", "process", "time")
+            )
             raise RunTakenOver(
-                f"another start of this run, on {host} (process {process}, {since}), has taken over "
+                f"another start of this run, on {host} (process {process}, {since}), has taken "
+                "over "
                 f"{os.path.dirname(self._path)}: this one ends without writing anything more"
             )
 

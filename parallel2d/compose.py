@@ -1,7 +1,8 @@
 """Hydra at the door: from command-line words to a validated `TrainConfig` and a run directory.
 
-Registers the schema, runs Hydra, and turns what is wrong with the words into one message that names the key, the value, what is
-allowed and the nearest valid choice. Nothing behind the door knows Hydra.
+Registers the schema, runs Hydra, and turns what is wrong with the words into one message that names
+the key, the value, what is allowed and the nearest valid choice. Nothing behind the door knows
+Hydra.
 """
 
 from __future__ import annotations
@@ -60,8 +61,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "profile": {"default": ProfileConfig()},
     "launch": {"local": LaunchConfig()},
 }
-_MODEL_SCHEMAS = {"llama_schema": LlamaModel, "custom_schema": CustomModel, "hf_schema": HuggingFaceModel}
-_OPEN = ("model.arguments.", "model.arguments=", "model.tensor_plan=")  # whose content no schema knows
+_MODEL_SCHEMAS = {
+    "llama_schema": LlamaModel,
+    "custom_schema": CustomModel,
+    "hf_schema": HuggingFaceModel,
+}
+# whose content no schema knows
+_OPEN = ("model.arguments.", "model.arguments=", "model.tensor_plan=")
 _FOLDER = re.compile(r"\+*hydra\.(run|sweep)\.dir=(?P<path>.+)")
 _EMPTY_FOLDER = re.compile(r"\+*hydra\.(run|sweep)\.dir=[\s'\"]*")
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
@@ -78,7 +84,8 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Job:
-    """One composed job: its validated configuration, its directory, and the words it was started with."""
+    """One composed job: its validated configuration, its directory, and the words it was started
+    with."""
 
     config: TrainConfig
     run_dir: str
@@ -98,17 +105,23 @@ def register() -> None:
         store.store(group="model", name=name, node=node)
 
 
-def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multirun: str | None = None) -> None:
+def run(
+    arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multirun: str | None = None
+) -> None:
     """Composes ``arguments`` and calls ``task`` once per job, each with a run directory of its own.
 
-    ``refuse_multirun``: why ``-m`` cannot be used here, if it cannot. Raises `ConfigError` for anything wrong with the words.
+    ``refuse_multirun``: why ``-m`` cannot be used here, if it cannot. Raises `ConfigError` for
+    anything wrong with the words.
     """
     register()
     words = _open_words(arguments)
     if any(word.startswith("--experimental-rerun") for word in words):
         raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
     if any(_EMPTY_FOLDER.fullmatch(word) for word in words):
-        raise ConfigError("hydra.run.dir is empty: it would be the current folder; name one, or leave it out for a new one")
+        raise ConfigError(
+            "hydra.run.dir is empty: it would be the current folder; name one, or leave it out "
+            "for a new one"
+        )
     if refuse_multirun and any(word in ("-m", "--multirun") for word in words):
         raise ConfigError(f"-m is refused here: {refuse_multirun}")
 
@@ -123,19 +136,30 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
         overrides = tuple(hydra_config.overrides.task)
         _check_links(hydra_config.runtime.output_dir)
         try:
-            task(Job(to_config(composed), os.path.abspath(hydra_config.runtime.output_dir), overrides))
-        except Exception as error:  # kept from Hydra, which would print its own account of it; the other jobs still run
+            task(
+                Job(
+                    to_config(composed), os.path.abspath(hydra_config.runtime.output_dir), overrides
+                )
+            )
+        # kept from Hydra, which would print its own account of it; the other jobs still run
+        except Exception as error:
             failures.append((" ".join(overrides), error))
 
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv[0], *words]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions on instead of printing them and exiting
+    # Hydra then hands its exceptions on instead of printing them and exiting
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")(call)()
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: precision=32, compile=true
+        hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")(
+            call
+        )()
+    # ValueError: precision=32, compile=true
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(words, error)) from None
     except OSError as error:
-        raise ConfigError(f"hydra.run.dir: the run directory cannot be made or written: {error}") from None
+        raise ConfigError(
+            f"hydra.run.dir: the run directory cannot be made or written: {error}"
+        ) from None
     finally:
         sys.argv = argv
         if full_error is None:
@@ -151,8 +175,8 @@ def run(arguments: Sequence[str], task: Callable[[Job], None], *, refuse_multiru
 def preview(arguments: Sequence[str]) -> TrainConfig | None:
     """What ``arguments`` compose to, without a run directory or any other trace.
 
-    None where `run` may not compose one job (``-m``, ``--help``, ``--cfg``, several values for a key). Raises `ConfigError` for anything
-    wrong with the words.
+    None where `run` may not compose one job (``-m``, ``--help``, ``--cfg``, several values for a
+    key). Raises `ConfigError` for anything wrong with the words.
     """
     from hydra import compose, initialize_config_module
     from hydra._internal.utils import get_args_parser
@@ -166,9 +190,19 @@ def preview(arguments: Sequence[str]) -> TrainConfig | None:
         return None
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
-        hint = obsolete.answer(name) or f"settings are words key=value, such as {name}=VALUE if that is one"
+        hint = (
+            obsolete.answer(name)
+            or f"settings are words key=value, such as {name}=VALUE if that is one"
+        )
         raise ConfigError(f"{unknown[0]} is no option of this command: {hint}; --help lists all")
-    if parsed.help or parsed.hydra_help or parsed.cfg or parsed.info or parsed.multirun or parsed.config_path:
+    if (
+        parsed.help
+        or parsed.hydra_help
+        or parsed.cfg
+        or parsed.info
+        or parsed.multirun
+        or parsed.config_path
+    ):
         return None
     words = list(parsed.overrides)
     if parsed.config_dir:
@@ -191,21 +225,30 @@ def _check_links(folder: str) -> None:
     try:
         files.check_no_planted_links(folder)
     except OSError as error:
-        raise ConfigError(f"hydra.run.dir: {files.printable(error.filename, 500)}: {error.strerror}") from None
+        raise ConfigError(
+            f"hydra.run.dir: {files.printable(error.filename, 500)}: {error.strerror}"
+        ) from None
 
 
 def _may_sweep(words: Sequence[str]) -> bool:
     """Whether a word has several values: a sweep, if Hydra was told so, by ``-m`` or in a file."""
     try:
-        return any(override.is_sweep_override() for override in OverridesParser.create().parse_overrides(list(words)))
+        return any(
+            override.is_sweep_override()
+            for override in OverridesParser.create().parse_overrides(list(words))
+        )
     except HydraException:
         return False
 
 
 def _open_words(arguments: Sequence[str]) -> list[str]:
-    """The factory's own arguments are no keys of ours: Hydra wants ++ before a key that its schema does not have. In a pattern of
-    ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the pattern, which Hydra takes only with backslashes."""
-    words = [_BRACKET.sub(r"\\\1", word) if word.lstrip("+").startswith("model.tensor_plan={") else word for word in arguments]
+    """The factory's own arguments are no keys of ours: Hydra wants ++ before a key that its schema
+    does not have. In a pattern of ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong
+    to the pattern, which Hydra takes only with backslashes."""
+    words = [
+        _BRACKET.sub(r"\\\1", word) if word.lstrip("+").startswith("model.tensor_plan={") else word
+        for word in arguments
+    ]
     return [f"++{word}" if word.startswith(_OPEN) else word for word in words]
 
 
@@ -221,7 +264,12 @@ def to_config(composed: DictConfig) -> TrainConfig:
     if extra := _extra_keys(composed):
         known = [key for key in _dotted_keys(composed) if not key.startswith(tuple(extra))]
         hints = ((key, obsolete.answer(key)) for key in extra)
-        raise ConfigError("\n".join(f"unknown key {key}{f': {hint}' if hint else _nearest(key, known)}" for key, hint in hints))
+        raise ConfigError(
+            "\n".join(
+                f"unknown key {key}{f': {hint}' if hint else _nearest(key, known)}"
+                for key, hint in hints
+            )
+        )
     config.validate()
     return config
 
@@ -232,7 +280,8 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def from_yaml(text: str) -> TrainConfig:
-    """The configuration that `to_yaml` wrote. Data only: nothing in it is instantiated but the schema's own dataclasses."""
+    """The configuration that `to_yaml` wrote. Data only: nothing in it is instantiated but the
+    schema's own dataclasses."""
     loaded = OmegaConf.create(text)
     schema = OmegaConf.structured(TrainConfig)
     families = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
@@ -244,7 +293,8 @@ def from_yaml(text: str) -> TrainConfig:
 
 
 def _explain(words: Sequence[str], error: Exception) -> str:
-    """One line per wrong word, found by trying each on its own; the error's own first line when none is."""
+    """One line per wrong word, found by trying each on its own; the error's own first line when
+    none is."""
     from hydra import compose, initialize_config_module
     from hydra._internal.utils import get_args_parser
     from hydra.core.global_hydra import GlobalHydra
@@ -266,7 +316,10 @@ def _explain(words: Sequence[str], error: Exception) -> str:
                 reason = str(wrong).splitlines()[0]
                 advice = "write key=value, and quote special characters"
                 if word.lstrip("+").startswith("model.tensor_plan="):
-                    advice = "patterns may hold * ? and [abc] here; others go in a YAML file or come from package.module:function"
+                    advice = (
+                        "patterns may hold * ? and [abc] here; others go in a YAML file or "
+                        "come from package.module:function"
+                    )
                 lines.append(f"{word} cannot be read ({reason}); {advice}")
                 continue
             key = str(override.key_or_group)
@@ -275,11 +328,15 @@ def _explain(words: Sequence[str], error: Exception) -> str:
                 if key not in groups or not override.is_sweep_override():
                     continue
             else:
-                choices = [str(override.value() if override.is_delete() else override.get_value_string())]
+                choices = [
+                    str(override.value() if override.is_delete() else override.get_value_string())
+                ]
             if key not in groups:
                 values.append((word, override))
                 continue
-            allowed = [name for name in loader.get_group_options(key) if not name.endswith("_schema")]
+            allowed = [
+                name for name in loader.get_group_options(key) if not name.endswith("_schema")
+            ]
             for choice in choices:
                 if choice not in allowed:
                     hint = obsolete.strategy_answer(choice) if key == "strategy" else None
@@ -289,11 +346,15 @@ def _explain(words: Sequence[str], error: Exception) -> str:
                     chosen.append(f"{key}={choice}")
         base = compose("train", overrides=chosen)
         keys = _dotted_keys(base)
-        lines += [line for word, override in values for line in _try(base, keys, groups, word, override)]
+        lines += [
+            line for word, override in values for line in _try(base, keys, groups, word, override)
+        ]
     return "\n".join(lines) or _first_line(error)
 
 
-def _try(base: DictConfig, keys: list[str], groups: set[str], word: str, override: Any) -> list[str]:
+def _try(
+    base: DictConfig, keys: list[str], groups: set[str], word: str, override: Any
+) -> list[str]:
     key = override.key_or_group
     if override.is_delete():
         return [f"{word}: keys cannot be removed, only set"]
@@ -303,7 +364,11 @@ def _try(base: DictConfig, keys: list[str], groups: set[str], word: str, overrid
             return [f"unknown key {key} (given as {word}): {instead}"]
         parent = key.rpartition(".")[0]
         siblings = [k for k in keys if k.rpartition(".")[0] == parent] if parent in keys else []
-        listed = f"; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}" if siblings else ""
+        listed = (
+            f"; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}"
+            if siblings
+            else ""
+        )
         near = _nearest(key, [*keys, *groups], 0.8) or _nearest_last(key, siblings or keys)
         return [f"unknown key {key} (given as {word}){near}{listed}"]
     if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
@@ -339,7 +404,9 @@ def _dotted_keys(config: DictConfig, prefix: str = "") -> list[str]:
 def _extra_keys(config: DictConfig, prefix: str = "") -> list[str]:
     """Keys that ``+key=value`` added and that the schema does not have: nothing would read them."""
     kind = OmegaConf.get_type(config)
-    known = {item.name for item in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else None
+    known = (
+        {item.name for item in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else None
+    )
     extra: list[str] = []
     for key in map(str, config):
         node = config._get_node(key)
@@ -358,9 +425,16 @@ def _nearest(word: str, choices: Sequence[str], alike: float = 0.6) -> str:
 
 
 def _nearest_last(key: str, keys: Sequence[str]) -> str:
-    """As `_nearest`, by the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
-    close = difflib.get_close_matches(key.rpartition(".")[2], [k.rpartition(".")[2] for k in keys], n=1, cutoff=0.6)
-    return f"; did you mean {' or '.join(k for k in keys if k.rpartition('.')[2] == close[0])}?" if close else ""
+    """As `_nearest`, by the last part of the keys alone: ``steps`` is train.steps or
+    profile.steps."""
+    close = difflib.get_close_matches(
+        key.rpartition(".")[2], [k.rpartition(".")[2] for k in keys], n=1, cutoff=0.6
+    )
+    return (
+        f"; did you mean {' or '.join(k for k in keys if k.rpartition('.')[2] == close[0])}?"
+        if close
+        else ""
+    )
 
 
 def _first_line(error: BaseException) -> str:

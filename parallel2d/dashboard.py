@@ -1,6 +1,8 @@
-"""``python -m parallel2d.dashboard RUN [RUN ...]``: TensorBoard on this machine alone, showing the given runs.
+"""``python -m parallel2d.dashboard RUN [RUN ...]``: TensorBoard on this machine alone, showing the
+given runs.
 
-Run directories, or folders with runs somewhere below them, flow in; a server on localhost is what comes out.
+Run directories, or folders with runs somewhere below them, flow in; a server on localhost is what
+comes out.
 """
 
 from __future__ import annotations
@@ -16,24 +18,35 @@ from parallel2d.files import for_terminal
 
 
 def find_boards(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> ``tensorboard`` folder of every run at or below ``paths``. Raises `ConfigError` where there is none."""
+    """Name -> ``tensorboard`` folder of every run at or below ``paths``. Raises `ConfigError` where
+    there is none."""
     found: dict[str, str] = {}
     for path in paths:
-        below = sorted(os.path.join(folder, "tensorboard") for folder, names, _ in os.walk(path) if "tensorboard" in names)
+        below = sorted(
+            os.path.join(folder, "tensorboard")
+            for folder, names, _ in os.walk(path)
+            if "tensorboard" in names
+        )
         if not below:
             raise ConfigError(f"{path}: no run with a tensorboard folder here or below")
         for board in below:
             run = os.path.dirname(os.path.abspath(board))
             parts = run.split(os.sep)
-            name = next(n for k in range(1, len(parts) + 1) if (n := "-".join(parts[-k:])) not in found)
+            name = next(
+                n for k in range(1, len(parts) + 1) if (n := "-".join(parts[-k:])) not in found
+            )
             found[name] = board
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until interrupted. Exit code 2 for folders without runs."""
-    parser = argparse.ArgumentParser(prog="python -m parallel2d.dashboard", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs below it")
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel2d.dashboard", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs below it"
+    )
     parser.add_argument("--port", type=int, default=6006, help="on localhost; 0 picks a free one")
     options = parser.parse_args(arguments)
     try:
@@ -44,12 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tensorboard import program
 
     server = program.TensorBoard()
-    with tempfile.TemporaryDirectory(prefix="parallel2d-dashboard-") as shown:  # one link per run, by the name it is shown under
+    # one link per run, by the name it is shown under
+    with tempfile.TemporaryDirectory(prefix="parallel2d-dashboard-") as shown:
         for name, folder in boards.items():
             link = os.path.join(shown, name)
             os.makedirs(os.path.dirname(link), exist_ok=True)
             os.symlink(os.path.abspath(folder), link)
-        server.configure(argv=["tensorboard", "--logdir", shown, "--host", "localhost", "--port", str(options.port)])
+        server.configure(
+            argv=[
+                "tensorboard",
+                "--logdir",
+                shown,
+                "--host",
+                "localhost",
+                "--port",
+                str(options.port),
+            ]
+        )
         return int(server.main() or 0)
 
 

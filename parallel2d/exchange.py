@@ -1,8 +1,8 @@
 """Small values between ranks, as JSON.
 
-torch's object collectives pickle, and a pickle from the network runs code. Here values are None, booleans, numbers, strings, bytes,
-lists, tuples, sets, dictionaries, dtypes, small tensors, and the dataclasses and errors that `sendable` has registered. Another rank
-receives the same types.
+torch's object collectives pickle, and a pickle from the network runs code. Here values are None,
+booleans, numbers, strings, bytes, lists, tuples, sets, dictionaries, dtypes, small tensors, and the
+dataclasses and errors that `sendable` has registered. Another rank receives the same types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d  # the names in torch.distributed may be wrapped, to count bytes
+
+# the names in torch.distributed may be wrapped, to count bytes
+from torch.distributed import distributed_c10d as c10d
 
 from parallel2d.config import ConfigError
 
@@ -26,7 +28,8 @@ _sendable: dict[str, type] = {}
 
 
 def sendable(kind: _Class) -> _Class:
-    """Lets values of a dataclass, a named tuple or an exception of one argument be sent. A decorator."""
+    """Lets values of a dataclass, a named tuple or an exception of one argument be sent. A
+    decorator."""
     _sendable[_name(kind)] = kind
     return kind
 
@@ -36,7 +39,8 @@ def _name(kind: type) -> str:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks, by rank in ``group`` (default: all). Collective. Raises TypeError for what cannot be sent."""
+    """The values of all ranks, by rank in ``group`` (default: all). Collective. Raises TypeError
+    for what cannot be sent."""
     own, lengths = _padded(value, group)
     received = [torch.empty_like(own) for _ in lengths]
     c10d.all_gather(received, own, group=group)
@@ -48,11 +52,16 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> l
     own, lengths = _padded(value, group)
     received = [torch.empty_like(own) for _ in lengths] if dist.get_rank() == to else None
     c10d.gather(own, received, dst=to, group=group)
-    return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)] if received is not None else None
+    return (
+        [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
+        if received is not None
+        else None
+    )
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of global rank ``source``, on every rank. Collective. Raises TypeError for what cannot be sent."""
+    """The value of global rank ``source``, on every rank. Collective. Raises TypeError for what
+    cannot be sent."""
     device, mine = _device(group), dist.get_rank() == source
     data = _encoded(value, device) if mine else torch.empty(0, dtype=torch.uint8, device=device)
     length = torch.tensor([data.numel()], device=device)
@@ -76,7 +85,9 @@ def decode(text: str | bytes) -> Any:
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
     device = _device(group)
     data = _encoded(value, device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    lengths = [
+        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
+    ]
     c10d.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     sizes = [int(length) for length in lengths]
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -86,7 +97,11 @@ def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[i
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     types = (group or c10d._get_default_group())._device_types
-    return torch.device("cpu") if torch.device("cpu") in types else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    return (
+        torch.device("cpu")
+        if torch.device("cpu") in types
+        else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    )
 
 
 def _encoded(value: Any, device: torch.device) -> Tensor:
@@ -98,7 +113,8 @@ def _decoded(data: Tensor) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in JSON's types; what JSON lacks becomes a dictionary of one entry, the kind and its parts."""
+    """``value`` in JSON's types; what JSON lacks becomes a dictionary of one entry, the kind and
+    its parts."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if type(value) is list:
@@ -109,7 +125,9 @@ def _plain(value: Any) -> Any:
         value = ConfigError(str(value))
     if (name := _name(type(value))) in _sendable:
         if dataclasses.is_dataclass(value):
-            parts = [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+            parts = [
+                getattr(value, field.name) for field in dataclasses.fields(value) if field.init
+            ]
         else:
             parts = [str(value)] if isinstance(value, BaseException) else list(value)
         return {name: [_plain(part) for part in parts]}
@@ -140,10 +158,18 @@ def _tensor_parts(value: Tensor) -> list[Any]:
 
 def _tensor(parts: list[Any]) -> Tensor:
     dtype, shape, data = parts
-    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].view(dtype).reshape(shape)
+    return (
+        torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 # kind -> classes, value to JSON, JSON to value
 _KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {

@@ -1,4 +1,5 @@
-"""Files in folders that somebody else may write to: no link is followed, and nothing is believed to be small or sound."""
+"""Files in folders that somebody else may write to: no link is followed, and nothing is believed to
+be small or sound."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
 
 
 def open_regular(path: str) -> BinaryIO:
-    """A file to read. Raises OSError for a link and for what is no regular file, such as a pipe that would never end."""
+    """A file to read. Raises OSError for a link and for what is no regular file, such as a pipe
+    that would never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -22,8 +24,9 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
-    """What a JSON file holds. Raises OSError as `open_regular`, ValueError for more than ``largest`` bytes, for what is not JSON, and
-    for lists and dicts nested deeper than any code that walks them expects."""
+    """What a JSON file holds. Raises OSError as `open_regular`, ValueError for more than
+    ``largest`` bytes, for what is not JSON, and for lists and dicts nested deeper than any code
+    that walks them expects."""
     with open_regular(path) as file:
         data = file.read(largest + 1)
     if len(data) > largest:
@@ -32,7 +35,8 @@ def read_json(path: str, largest: int = 16 * 2**20) -> Any:
 
 
 def check_density(data: bytes) -> None:
-    """Raises ValueError for JSON that is hardly more than brackets: each becomes an object of many times its size."""
+    """Raises ValueError for JSON that is hardly more than brackets: each becomes an object of many
+    times its size."""
     if data.count(b"{") + data.count(b"[") > len(data) // 8 + 10_000:
         raise ValueError("more lists than a file of its size has")
 
@@ -53,16 +57,20 @@ def check_depth(value: Any) -> None:
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         containers = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [item for container in containers for item in container if isinstance(item, dict | list)]
+        level = [
+            item for container in containers for item in container if isinstance(item, dict | list)
+        ]
         if not level:
             return
     raise ValueError("nested too deeply")
 
 
 def replace(path: str, text: str, *, durable: bool = False) -> None:
-    """Gives ``path`` this content in one rename: a reader sees the old file or the whole new one, and a link is not followed.
+    """Gives ``path`` this content in one rename: a reader sees the old file or the whole new one,
+    and a link is not followed.
 
-    ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves nothing behind then.
+    ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves
+    nothing behind then.
     """
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
@@ -80,17 +88,24 @@ def replace(path: str, text: str, *, durable: bool = False) -> None:
 
 
 def check_no_planted_links(folder: str) -> None:
-    """Raises OSError for a link, in the folder or in one inside it, that another user has made: what is written there goes elsewhere.
-    Nothing happens when the folder does not exist."""
+    """Raises OSError for a link, in the folder or in one inside it, that another user has made:
+    what is written there goes elsewhere. Nothing happens when the folder does not exist."""
     level = [folder]
     for _ in range(2):
         entries: list[os.DirEntry[str]] = []
         for inside in level:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(inside) as found:
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+                os.scandir(inside) as found,
+            ):
                 entries += found
         for entry in entries:
             if entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid != os.getuid():
-                raise OSError(errno.ELOOP, "a link that another user has made, and is not followed", entry.path)
+                raise OSError(
+                    errno.ELOOP,
+                    "a link that another user has made, and is not followed",
+                    entry.path,
+                )
         level = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 

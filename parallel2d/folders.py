@@ -1,8 +1,10 @@
-"""Folders that live as long as the process which starts a node's workers, for what must outlive the workers.
+"""Folders that live as long as the process which starts a node's workers, for what must outlive the
+workers.
 
-They are named after that process's id and start time, since an id alone is given out again, inside a folder of this user and this
-process-id namespace, where ids of others mean nothing. Temporary folders are open to all users, and these names can be guessed: so
-both levels are made private, and nothing in them is believed that others could have put there.
+They are named after that process's id and start time, since an id alone is given out again, inside
+a folder of this user and this process-id namespace, where ids of others mean nothing. Temporary
+folders are open to all users, and these names can be guessed: so both levels are made private, and
+nothing in them is believed that others could have put there.
 """
 
 from __future__ import annotations
@@ -17,34 +19,38 @@ import tempfile
 
 
 def temporary_place() -> str:
-    """Where launchers keep their records: the user's runtime folder if it is private, otherwise the temporary folder."""
+    """Where launchers keep their records: the user's runtime folder if it is private, otherwise the
+    temporary folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return runtime if runtime and is_private(runtime) else tempfile.gettempdir()
 
 
 def make_private(path: str) -> None:
-    """Makes the folder if it does not exist, readable by this user alone. Raises OSError when it is a link, no folder, or belongs to
-    another user."""
+    """Makes the folder if it does not exist, readable by this user alone. Raises OSError when it is
+    a link, no folder, or belongs to another user."""
     with contextlib.suppress(FileExistsError):
         os.makedirs(path, mode=0o700)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link is not followed)", path)
     if status.st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, f"belongs to user {status.st_uid}, not to {os.getuid()}", path)
+        raise PermissionError(
+            errno.EPERM, f"belongs to user {status.st_uid}, not to {os.getuid()}", path
+        )
     if status.st_mode & 0o077:
         os.chmod(path, 0o700)
 
 
 def make_own(path: str) -> None:
-    """Makes a folder that `folder_of` names, and the one around it, private. Raises OSError as `make_private` does."""
+    """Makes a folder that `folder_of` names, and the one around it, private. Raises OSError as
+    `make_private` does."""
     make_private(os.path.dirname(path))
     make_private(path)
 
 
 def open_folder(process: int, place: str) -> str:
-    """The private folder in ``place`` of a launcher with this process id, made if it does not exist; those of launchers that are gone are
-    removed. Raises OSError as `make_private` does."""
+    """The private folder in ``place`` of a launcher with this process id, made if it does not
+    exist; those of launchers that are gone are removed. Raises OSError as `make_private` does."""
     make_private(around(place))
     remove_stale(place)
     path = folder_of(process, place)
@@ -58,11 +64,14 @@ def is_private(path: str) -> bool:
         status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )
 
 
 def around(place: str) -> str:
-    """The folder in ``place`` that holds those of all launchers of this user in this process-id namespace."""
+    """The folder in ``place`` that holds those of all launchers of this user in this process-id
+    namespace."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # not Linux
@@ -76,7 +85,8 @@ def folder_of(process: int, place: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Removes a launcher's folder, and the one around it when that was the last. Nothing happens when it is not there."""
+    """Removes a launcher's folder, and the one around it when that was the last. Nothing happens
+    when it is not there."""
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
@@ -95,7 +105,8 @@ def remove_stale(place: str) -> None:
 
 
 def _started(process: int) -> str:
-    """When a process started, in clock ticks since boot; ``unknown`` for one that does not exist, or off Linux."""
+    """When a process started, in clock ticks since boot; ``unknown`` for one that does not exist,
+    or off Linux."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[19]

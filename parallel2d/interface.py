@@ -1,8 +1,10 @@
-"""Which network interface training uses. The endpoint's host flows in; an interface's name and its address here flow out.
+"""Which network interface training uses. The endpoint's host flows in; an interface's name and its
+address here flow out.
 
-[Note: which interface] Without being told, gloo takes whatever address this machine's own host name resolves to (often loopback),
-and NCCL takes the first interface that is up, in an order of its own. The interface that leads to the endpoint is the one on which
-the nodes are known to meet, so that is the guess; what the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is kept.
+[Note: which interface] Without being told, gloo takes whatever address this machine's own host name
+resolves to (often loopback), and NCCL takes the first interface that is up, in an order of its own.
+The interface that leads to the endpoint is the one on which the nodes are known to meet, so that is
+the guess; what the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is kept.
 """
 
 from __future__ import annotations
@@ -29,35 +31,44 @@ class Interface(NamedTuple):
 
 
 def choose_interface(endpoint_host: str, environment: Mapping[str, str] | None = None) -> Interface:
-    """The interface that gloo and NCCL should use to meet the other nodes, and this machine's address on it.
+    """The interface that gloo and NCCL should use to meet the other nodes, and this machine's
+    address on it.
 
-    ``endpoint_host``: the host of the rendezvous endpoint, a name or an address; on that node itself, the interface that holds the
-    address. GLOO_SOCKET_IFNAME wins, then NCCL_SOCKET_IFNAME, then the route to the endpoint. The address is of the endpoint's
-    family where the interface has one. Raises `ConfigError` for an interface that does not exist or has no address, and when no
+    ``endpoint_host``: the host of the rendezvous endpoint, a name or an address; on that node
+    itself, the interface that holds the address. GLOO_SOCKET_IFNAME wins, then NCCL_SOCKET_IFNAME,
+    then the route to the endpoint. The address is of the endpoint's family where the interface has
+    one. Raises `ConfigError` for an interface that does not exist or has no address, and when no
     interface leads to the endpoint. See [Note: which interface].
     """
     env = os.environ if environment is None else environment
     present = list_interfaces()
     targets = resolve(endpoint_host)
     routed = _routed(endpoint_host, present)
-    families = [family for family, _, _ in targets] if routed is None else [_family_of(routed.address)]
+    families = (
+        [family for family, _, _ in targets] if routed is None else [_family_of(routed.address)]
+    )
     if names := [name.strip() for name in env.get(GLOO, "").split(",") if name.strip()]:
-        return _first_with_address(GLOO, env[GLOO], [each for each in present if each.name == names[0]], families, present)
+        return _first_with_address(
+            GLOO, env[GLOO], [each for each in present if each.name == names[0]], families, present
+        )
     if pattern := env.get(NCCL, "").strip():
         allowed = [each for each in present if matches_nccl(pattern, each.name)]
-        if routed is not None and routed in allowed:  # several fit: the one that leads to the endpoint
+        # several fit: the one that leads to the endpoint
+        if routed is not None and routed in allowed:
             return routed
         return _first_with_address(NCCL, pattern, allowed, families, present)
     if routed is None:
         raise ConfigError(
             f"no interface of {socket.gethostname()} leads to the endpoint {endpoint_host} "
-            f"({', '.join(sorted({address for _, address, _ in targets}))}); it has {_listing(present)}; set {GLOO} and {NCCL}"
+            f"({', '.join(sorted({address for _, address, _ in targets}))}); it has "
+            f"{_listing(present)}; set {GLOO} and {NCCL}"
         )
     return routed
 
 
 def choice_reason(endpoint_host: str, environment: Mapping[str, str] | None = None) -> str:
-    """Why `choose_interface` takes what it takes, for a message: ``set in GLOO_SOCKET_IFNAME``, ``the route to node0``."""
+    """Why `choose_interface` takes what it takes, for a message: ``set in GLOO_SOCKET_IFNAME``,
+    ``the route to node0``."""
     env = os.environ if environment is None else environment
     for name in (GLOO, NCCL):
         if env.get(name, "").strip():
@@ -66,19 +77,24 @@ def choice_reason(endpoint_host: str, environment: Mapping[str, str] | None = No
 
 
 def matches_nccl(pattern: str, name: str) -> bool:
-    """Whether NCCL would use interface ``name`` under NCCL_SOCKET_IFNAME=``pattern``: ``eth`` is a prefix, ``=eth0`` a whole name,
-    ``^docker`` everything but that prefix, ``^=eth3`` everything but that name; a comma separates alternatives. (NCCL's user guide,
-    "Environment variables")"""
+    """Whether NCCL would use interface ``name`` under NCCL_SOCKET_IFNAME=``pattern``: ``eth`` is a
+    prefix, ``=eth0`` a whole name, ``^docker`` everything but that prefix, ``^=eth3`` everything
+    but that name; a comma separates alternatives. (NCCL's user guide, "Environment variables")"""
     exclude = pattern.startswith("^")
     words = pattern.removeprefix("^")
     exact = words.startswith("=")
-    listed = [word.strip().partition(":")[0] for word in words.removeprefix("=").split(",") if word.strip()]
+    listed = [
+        word.strip().partition(":")[0]
+        for word in words.removeprefix("=").split(",")
+        if word.strip()
+    ]
     found = any(name == word if exact else name.startswith(word) for word in listed)
     return found != exclude
 
 
 def list_interfaces() -> list[Interface]:
-    """Every address of every interface that is up, IPv4 and IPv6, as the system lists them; loopback last."""
+    """Every address of every interface that is up, IPv4 and IPv6, as the system lists them;
+    loopback last."""
     found = [Interface(name, address) for name, address in _getifaddrs()]
     return sorted(dict.fromkeys(found), key=lambda each: is_loopback(each.address))
 
@@ -89,7 +105,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _routed(host: str, present: list[Interface]) -> Interface | None:
-    """Connecting a datagram socket sends nothing; it asks the kernel for the route and tells the source address it would use."""
+    """Connecting a datagram socket sends nothing; it asks the kernel for the route and tells the
+    source address it would use."""
     by_address = {each.address: each for each in present}
     for family, _, address in resolve(host):
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -105,7 +122,11 @@ def _routed(host: str, present: list[Interface]) -> Interface | None:
 
 
 def _first_with_address(
-    variable: str, value: str, candidates: list[Interface], families: list[socket.AddressFamily], present: list[Interface]
+    variable: str,
+    value: str,
+    candidates: list[Interface],
+    families: list[socket.AddressFamily],
+    present: list[Interface],
 ) -> Interface:
     for family in families:
         for each in candidates:
@@ -114,7 +135,8 @@ def _first_with_address(
     if candidates:
         return candidates[0]
     raise ConfigError(
-        f"{variable}={value}: {socket.gethostname()} has no such interface that is up and has an address; it has {_listing(present)}"
+        f"{variable}={value}: {socket.gethostname()} has no such interface that is up and has an "
+        f"address; it has {_listing(present)}"
     )
 
 
@@ -130,7 +152,11 @@ class _SocketAddress(ctypes.Structure):
     if sys.platform == "linux":
         _fields_ = [("family", ctypes.c_uint16), ("data", ctypes.c_ubyte * 26)]
     else:  # the BSDs put a length first
-        _fields_ = [("length", ctypes.c_uint8), ("family", ctypes.c_uint8), ("data", ctypes.c_ubyte * 26)]
+        _fields_ = [
+            ("length", ctypes.c_uint8),
+            ("family", ctypes.c_uint8),
+            ("data", ctypes.c_ubyte * 26),
+        ]
 
 
 class _InterfaceAddress(ctypes.Structure):
@@ -168,7 +194,9 @@ def _getifaddrs() -> list[tuple[str, str]]:
                 found.append((name, socket.inet_ntop(socket.AF_INET, data[2:6])))
             elif family == socket.AF_INET6:
                 address = socket.inet_ntop(socket.AF_INET6, data[6:22])
-                found.append((name, f"{address}%{name}" if address.startswith("fe80:") else address))
+                found.append(
+                    (name, f"{address}%{name}" if address.startswith("fe80:") else address)
+                )
     finally:
         _libc().freeifaddrs(head)
     return found

@@ -1,9 +1,10 @@
 """The loss, and the scaling that makes it and its gradient independent of the layout.
 
-[Note: the mean over valid tokens] The loss of a global batch is the sum over its valid tokens divided by their number, however
-unevenly they fall on ranks and micro-batches; a mean of rank means is something else. Each rank backpropagates its summed loss
-times `token_weight` = data ranks / valid tokens of the global batch. Sharding averages gradients over the data ranks, which
-cancels the numerator, so that what remains is exactly the gradient of the global mean.
+[Note: the mean over valid tokens] The loss of a global batch is the sum over its valid tokens
+divided by their number, however unevenly they fall on ranks and micro-batches; a mean of rank means
+is something else. Each rank backpropagates its summed loss times `token_weight` = data ranks /
+valid tokens of the global batch. Sharding averages gradients over the data ranks, which cancels the
+numerator, so that what remains is exactly the gradient of the global mean.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ _CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
 
 
 def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
-    """What a rank's summed loss is multiplied with before ``backward``; see [Note: the mean over valid tokens].
+    """What a rank's summed loss is multiplied with before ``backward``; see [Note: the mean over
+    valid tokens].
 
-    ``valid_tokens``: those of this rank in the whole global batch (all of its micro-batches). Collective over the data ranks.
-    Returns an fp64 scalar tensor on the mesh's device; zero when no rank has a valid token.
+    ``valid_tokens``: those of this rank in the whole global batch (all of its micro-batches).
+    Collective over the data ranks. Returns an fp64 scalar tensor on the mesh's device; zero when no
+    rank has a valid token.
     """
     total = torch.as_tensor(valid_tokens, dtype=torch.float64, device=mesh.device_type).clone()
     sum_over_data_ranks(total, mesh)
@@ -34,11 +37,13 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
-    """Summed cross-entropy over the targets that are not `IGNORED`; a scalar in fp32 (fp64 for fp64 logits).
+    """Summed cross-entropy over the targets that are not `IGNORED`; a scalar in fp32 (fp64 for fp64
+    logits).
 
-    ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism leaves it, or a model output
-    with an attribute ``logits``; ``targets``: int64 [...]. Beside the logits and their gradient only one chunk is ever held in
-    full precision: softmax is computed again in backward from a saved log-sum-exp per token. Raises RuntimeError for a target that has
+    ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
+    leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...]. Beside the
+    logits and their gradient only one chunk is ever held in full precision: softmax is computed
+    again in backward from a saved log-sum-exp per token. Raises RuntimeError for a target that has
     no logit.
     """
     logits = getattr(logits, "logits", logits)
@@ -50,7 +55,9 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
         return cross_entropy_sum(logits.full_tensor(), targets)
     per_rank = -(-logits.shape[-1] // mesh.size())
     local = logits.to_local()
-    return _CrossEntropySum.apply(local.flatten(0, -2), targets.flatten(), mesh.get_group(), per_rank * mesh.get_local_rank())
+    return _CrossEntropySum.apply(
+        local.flatten(0, -2), targets.flatten(), mesh.get_group(), per_rank * mesh.get_local_rank()
+    )
 
 
 def _check_targets(targets: Tensor, columns: int) -> None:
@@ -59,16 +66,21 @@ def _check_targets(targets: Tensor, columns: int) -> None:
         known = ((targets >= 0) & (targets < columns)) | (targets == IGNORED)
         torch._assert_async(
             known.all(),
-            f"a target has no logit: the last dim of the logits is {columns}. Is the vocabulary too small, or are these only this rank's "
-            "columns of a tensor-parallel head (plan: colwise_gather_output, or keep them a DTensor)?",
+            f"a target has no logit: the last dim of the logits is {columns}. Is the vocabulary "
+            "too small, or are these only this rank's "
+            "columns of a tensor-parallel head (plan: colwise_gather_output, or keep them a "
+            "DTensor)?",
         )
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Cross-entropy over a vocabulary of which this rank may hold only columns ``first`` onwards (Shoeybi et al. 2019)."""
+    """Cross-entropy over a vocabulary of which this rank may hold only columns ``first`` onwards
+    (Shoeybi et al. 2019)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, first: int
+    ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         columns = logits.shape[1]
         log_sums, picked = [], []

@@ -1,9 +1,9 @@
 """Which ranks form which axis: `MeshSpec`, the found topology, `build_mesh`.
 
-Sizes (numbers or ``auto``) and the hosts of all ranks flow in; a `DeviceMesh` with named axes ``replicate``, ``shard`` and, where
-it is larger than one, ``tensor`` flows out. Which ranks share a host is asked of the ranks, never assumed from their order. A
-mesh that puts a shard or tensor group on the slow link although it would fit inside a host is refused. Nothing here knows
-about models.
+Sizes (numbers or ``auto``) and the hosts of all ranks flow in; a `DeviceMesh` with named axes
+``replicate``, ``shard`` and, where it is larger than one, ``tensor`` flows out. Which ranks share a
+host is asked of the ranks, never assumed from their order. A mesh that puts a shard or tensor group
+on the slow link although it would fit inside a host is refused. Nothing here knows about models.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ AXES = ("replicate", "shard", "tensor")
 def host_identity(override: str | None = None) -> str:
     """What two ranks share exactly when traffic between them stays inside one machine.
 
-    Host name plus network namespace: containers and namespaces on one kernel count as different hosts, as their traffic
-    does. The boot id would not do: namespaces share it.
+    Host name plus network namespace: containers and namespaces on one kernel count as different
+    hosts, as their traffic does. The boot id would not do: namespaces share it.
     """
     if override is not None:
         return override
@@ -60,7 +60,8 @@ class Topology:
 
     @classmethod
     def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
-        """``hosts`` machines with ``ranks`` each: what a launcher on one of several nodes expects."""
+        """``hosts`` machines with ``ranks`` each: what a launcher on one of several nodes
+        expects."""
         return cls(tuple(f"host {host}" for host in range(hosts) for _ in range(ranks)))
 
     @property
@@ -89,9 +90,10 @@ class Topology:
 class MeshSpec:
     """Sizes of the axes; ``auto`` is resolved by `resolve` against a topology and a strategy.
 
-    ``ddp``: replicate = all ranks / tensor. ``zero2``, ``zero3``: shard = all ranks / tensor. Hybrids: shard = the ranks of a
-    node / tensor (the largest size that divides every host's, when hosts are uneven) and replicate = the rest; on a single
-    host they split the ranks in two replicas, and where that is impossible (one rank, a prime number) replicate = 1.
+    ``ddp``: replicate = all ranks / tensor. ``zero2``, ``zero3``: shard = all ranks / tensor.
+    Hybrids: shard = the ranks of a node / tensor (the largest size that divides every host's, when
+    hosts are uneven) and replicate = the rest; on a single host they split the ranks in two
+    replicas, and where that is impossible (one rank, a prime number) replicate = 1.
     """
 
     replicate: int | str = "auto"
@@ -103,29 +105,37 @@ class MeshSpec:
         return cls(config.replicate, config.shard, config.tensor)
 
     def resolve(self, strategy: str, topology: Topology) -> MeshShape:
-        """Numbers for every axis, and what was decided on the way. Raises `ConfigError` for any impossible size."""
+        """Numbers for every axis, and what was decided on the way. Raises `ConfigError` for any
+        impossible size."""
         world = topology.world_size
         for axis in AXES:
             size = getattr(self, axis)
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ConfigError(f"mesh.{axis}={size} must be a whole number of at least 1 or auto")
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
         tensor = 1 if self.tensor == "auto" else int(self.tensor)
         if world % tensor:
-            raise ConfigError(f"mesh.tensor={tensor} does not divide the {world} ranks; it may be {_divisors(world)}")
+            raise ConfigError(
+                f"mesh.tensor={tensor} does not divide the {world} ranks; it may be "
+                f"{_divisors(world)}"
+            )
         rest = world // tensor
         self.refuse_contradiction(strategy)
         notes: list[str] = []
         replicate, shard = self._resolve_pair(strategy, topology, tensor, rest, notes)
         if replicate * shard != rest:
             raise ConfigError(
-                f"mesh.replicate={self.replicate} x mesh.shard={self.shard} x mesh.tensor={self.tensor} does not fill the "
+                f"mesh.replicate={self.replicate} x mesh.shard={self.shard} x "
+                f"mesh.tensor={self.tensor} does not fill the "
                 f"{world} ranks: replicate x shard must be {rest}, one of {_factor_pairs(rest)}"
             )
         return MeshShape(replicate, shard, tensor, tuple(notes))
 
     def resolve_elastic(self, strategy: str, topology: Topology, nodes: int) -> MeshShape:
-        """As `resolve`, for a job whose nodes come and go, at most ``nodes``: given sizes are those with all nodes there. With fewer,
-        the shard groups of a hybrid stay as large as they were, since a model that fits must go on fitting, and there are fewer of them.
+        """As `resolve`, for a job whose nodes come and go, at most ``nodes``: given sizes are those
+        with all nodes there. With fewer, the shard groups of a hybrid stay as large as they were,
+        since a model that fits must go on fitting, and there are fewer of them.
         """
         sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
         expected = self.resolve(strategy, Topology.equal_hosts(nodes, math.gcd(*sizes)))
@@ -134,20 +144,30 @@ class MeshSpec:
         shard = expected.shard if strategy.startswith("hybrid") else "auto"
         shape = MeshSpec("auto", shard, self.tensor).resolve(strategy, topology)
         note = (
-            f"{len(sizes)} of {nodes} nodes are there: replicate {shape.replicate} x shard {shape.shard} x tensor {shape.tensor}"
+            f"{len(sizes)} of {nodes} nodes are there: replicate {shape.replicate} x shard "
+            f"{shape.shard} x tensor {shape.tensor}"
         )
         return replace(shape, notes=(note,))
 
     def refuse_contradiction(self, strategy: str) -> None:
         """Raises `ConfigError` for an axis that ``strategy`` does not have."""
         if strategy == "ddp" and self.shard not in ("auto", 1):
-            raise ConfigError(f"strategy=ddp keeps a full copy per rank, so mesh.shard={self.shard} must be 1 or auto; "
-                              "did you mean strategy=hybrid_zero2?")  # fmt: skip
+            raise ConfigError(
+                "strategy=ddp keeps a full copy per rank, so "
+                f"mesh.shard={self.shard} must be 1 or auto; "
+                "did you mean strategy=hybrid_zero2?"
+            )
         if strategy in ("zero2", "zero3") and self.replicate not in ("auto", 1):
-            raise ConfigError(f"strategy={strategy} shards over all ranks, so mesh.replicate={self.replicate} must be 1 or "
-                              f"auto; did you mean strategy={'hybrid' if strategy == 'zero3' else 'hybrid_zero2'}?")  # fmt: skip
+            raise ConfigError(
+                f"strategy={strategy} shards over all ranks, so "
+                f"mesh.replicate={self.replicate} must be 1 or "
+                "auto; did you mean "
+                f"strategy={'hybrid' if strategy == 'zero3' else 'hybrid_zero2'}?"
+            )
 
-    def _resolve_pair(self, strategy: str, topology: Topology, tensor: int, rest: int, notes: list[str]) -> tuple[int, int]:
+    def _resolve_pair(
+        self, strategy: str, topology: Topology, tensor: int, rest: int, notes: list[str]
+    ) -> tuple[int, int]:
         if strategy == "ddp":
             return (rest if self.replicate == "auto" else int(self.replicate)), 1
         if strategy in ("zero2", "zero3"):
@@ -156,7 +176,8 @@ class MeshSpec:
             size = getattr(self, given)
             if size != "auto" and rest % size:
                 raise ConfigError(
-                    f"mesh.{given}={size} does not divide the {rest} ranks that tensor={tensor} leaves of "
+                    f"mesh.{given}={size} does not divide the {rest} ranks that tensor={tensor} "
+                    "leaves of "
                     f"{topology.world_size}; it may be {_divisors(rest)}"
                 )
             if size != "auto" and getattr(self, other) == "auto":
@@ -169,17 +190,25 @@ class MeshSpec:
             inside = math.gcd(*sizes)
             if inside % tensor:
                 raise ConfigError(
-                    f"mesh.tensor={tensor} does not divide the ranks of every host ({topology.describe()}); set mesh.shard "
+                    f"mesh.tensor={tensor} does not divide the ranks of every host "
+                    f"({topology.describe()}); set mesh.shard "
                     f"and mesh.replicate yourself, or let tensor be one of {_divisors(inside)}"
                 )
             if len(set(sizes)) > 1:
-                notes.append(f"uneven hosts ({topology.describe()}): shard groups of {inside // tensor}")
+                notes.append(
+                    f"uneven hosts ({topology.describe()}): shard groups of {inside // tensor}"
+                )
             return rest // (inside // tensor), inside // tensor
         replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
         if replicate > 1:
-            notes.append(f"one host: its {rest} data ranks are split in {replicate} replicas of {rest // replicate}")
+            notes.append(
+                f"one host: its {rest} data ranks are split in {replicate} replicas of "
+                f"{rest // replicate}"
+            )
         else:
-            notes.append(f"one host with {rest} data rank{'s' if rest > 1 else ''}: a single replica")
+            notes.append(
+                f"one host with {rest} data rank{'s' if rest > 1 else ''}: a single replica"
+            )
         return replicate, rest // replicate
 
 
@@ -206,16 +235,20 @@ class MeshShape:
         return MeshSpec(self.replicate, self.shard, self.tensor)
 
     def place(self, topology: Topology) -> torch.Tensor:
-        """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever the order of the ranks."""
+        """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever the order of the
+        ranks."""
         order = [rank for ranks in topology.ranks_by_host.values() for rank in ranks]
-        return torch.tensor(order, dtype=torch.int64).reshape(self.replicate, self.shard, self.tensor)
+        return torch.tensor(order, dtype=torch.int64).reshape(
+            self.replicate, self.shard, self.tensor
+        )
 
 
 def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: bool) -> list[str]:
     """Refuses shard and tensor groups that cross hosts although they would fit inside one.
 
-    ``ranks``: int64 [replicate, shard, tensor]. Returns warnings for groups that cross because they are larger than any
-    host, and for those that were allowed to. Raises `ConfigError` with the numbers.
+    ``ranks``: int64 [replicate, shard, tensor]. Returns warnings for groups that cross because they
+    are larger than any host, and for those that were allowed to. Raises `ConfigError` with the
+    numbers.
     """
     largest = max(len(members) for members in topology.ranks_by_host.values())
     crossing: list[tuple[str, int, list[int]]] = []
@@ -234,10 +267,14 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
         text = f"the {axis} group of ranks {group} crosses hosts ({where})"
         if needed <= largest and not allow_cross_node:
             raise ConfigError(
-                f"mesh.{axis}={size}: {text}, although its {needed} ranks fit inside one host of {largest} "
-                f"({topology.describe()}). Every all-gather would use the slow link: expect up to 4 times the traffic between "
-                f"hosts. Choose mesh.shard x mesh.tensor so that it divides the ranks of every host "
-                f"({_divisors(math.gcd(*(len(r) for r in topology.ranks_by_host.values())))}), or set "
+                f"mesh.{axis}={size}: {text}, although its {needed} ranks fit inside one host of "
+                f"{largest} "
+                f"({topology.describe()}). Every all-gather would use the slow link: expect up to "
+                "4 times the traffic between "
+                "hosts. Choose mesh.shard x mesh.tensor so that it divides the ranks of every "
+                "host "
+                f"({_divisors(math.gcd(*(len(r) for r in topology.ranks_by_host.values())))}), or "
+                "set "
                 "mesh.allow_cross_node=true"
             )
         warnings.append(f"{text}: every all-gather uses the slow link")
@@ -252,11 +289,13 @@ def build_mesh(
     allow_cross_node: bool = False,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """The `DeviceMesh` of this job, its axes named ``replicate``, ``shard`` and, when larger than one, ``tensor``.
+    """The `DeviceMesh` of this job, its axes named ``replicate``, ``shard`` and, when larger than
+    one, ``tensor``.
 
-    Collective: every rank calls it after ``init_process_group``. ``topology`` defaults to the one found by asking the ranks.
-    Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link by accident, and for another
-    strategy than those of `parallel2d.config.STRATEGIES`.
+    Collective: every rank calls it after ``init_process_group``. ``topology`` defaults to the one
+        found by asking the ranks.
+    Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
+    by accident, and for another strategy than those of `parallel2d.config.STRATEGIES`.
     """
     strategy = ParallelConfig(strategy).resolved().strategy.name
     if isinstance(spec, MeshConfig):
@@ -269,17 +308,22 @@ def build_mesh(
     for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
         if dist.get_rank() == 0:
             log.info("%s", line)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     device_type = device_type or (accelerator.type if accelerator else "cpu")
     names = AXES if shape.tensor > 1 else AXES[:2]
-    mesh = DeviceMesh(device_type, ranks if shape.tensor > 1 else ranks[..., 0], mesh_dim_names=names)
+    mesh = DeviceMesh(
+        device_type, ranks if shape.tensor > 1 else ranks[..., 0], mesh_dim_names=names
+    )
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
     return mesh
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Lets collectives on ``group`` time out like those of the world; torch gives new groups its own default."""
+    """Lets collectives on ``group`` time out like those of the world; torch gives new groups its
+    own default."""
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     options = getattr(default, "options", None)
     if options is not None:  # the fake backend never waits
@@ -292,19 +336,27 @@ def has_cpu_backend() -> bool:
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
-    """The sizes of a mesh with our axis names; an absent axis has size 1. Raises `ConfigError` for other names."""
+    """The sizes of a mesh with our axis names; an absent axis has size 1. Raises `ConfigError` for
+    other names."""
     names = mesh.mesh_dim_names or ()
-    if not names or any(name not in AXES for name in names) or list(names) != sorted(names, key=AXES.index):
-        raise ConfigError(f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}")
-    sizes = dict(zip(names, mesh.shape, strict=True))  # mesh[name] would make a mesh of its own, a millisecond each
+    if (
+        not names
+        or any(name not in AXES for name in names)
+        or list(names) != sorted(names, key=AXES.index)
+    ):
+        raise ConfigError(
+            f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}"
+        )
+    # mesh[name] would make a mesh of its own, a millisecond each
+    sizes = dict(zip(names, mesh.shape, strict=True))
     return MeshShape(sizes.get("replicate", 1), sizes.get("shard", 1), sizes.get("tensor", 1))
 
 
 def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Sums ``value`` (floating point) in place over the replicate and shard axes. Collective.
 
-    Tensor ranks hold copies, not parts. When the mesh is the whole world, as it nearly always is, one all-reduce does and the
-    copies are divided out.
+    Tensor ranks hold copies, not parts. When the mesh is the whole world, as it nearly always is,
+    one all-reduce does and the copies are divided out.
     """
     shape = mesh_shape(mesh)
     if mesh.size() == dist.get_world_size():
@@ -317,21 +369,28 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:
-    """This rank's number among the data ranks: its place over replicate x shard, equal for all its tensor ranks."""
+    """This rank's number among the data ranks: its place over replicate x shard, equal for all its
+    tensor ranks."""
     shape = mesh_shape(mesh)
     coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
     return coordinate.get("replicate", 0) * shape.shard + coordinate.get("shard", 0)
 
 
 def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
-    """The mesh as text: one line per replica, ``rank`` numbers grouped by tensor, the host at the end.
+    """The mesh as text: one line per replica, ``rank`` numbers grouped by tensor, the host at the
+    end.
 
     ``ranks``: int64 [replicate, shard, tensor]. Long meshes are cut in the middle.
     """
     lines = []
     for replica, row in enumerate(ranks.tolist()):
-        groups = " ".join("(" + " ".join(map(str, group)) + ")" if len(group) > 1 else str(group[0]) for group in row)
-        hosts = list(dict.fromkeys(topology.hosts[rank].split("/")[0] for group in row for rank in group))
+        groups = " ".join(
+            "(" + " ".join(map(str, group)) + ")" if len(group) > 1 else str(group[0])
+            for group in row
+        )
+        hosts = list(
+            dict.fromkeys(topology.hosts[rank].split("/")[0] for group in row for rank in group)
+        )
         line = f"  replica {replica}  [{groups}]  on {', '.join(hosts)}"
         lines.append(line if len(line) <= width else line[: width - 3] + "...")
     if len(lines) > 10:

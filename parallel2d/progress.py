@@ -1,4 +1,5 @@
-"""What the loop says about itself: where the run stands, and what one step came to. Read by metrics and checkpoints."""
+"""What the loop says about itself: where the run stands, and what one step came to. Read by metrics
+and checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Outcome:
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """What is wrong with ``state``, which a checkpoint of ``step`` says `Trainer.state_dict` has given it; empty if nothing.
+    """What is wrong with ``state``, which a checkpoint of ``step`` says `Trainer.state_dict` has
+    given it; empty if nothing.
 
     Numbers must be finite, in range, and possible together.
     """
@@ -47,13 +49,17 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     for item in fields(Progress):
         value = state.get(item.name)
         if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
-            problems.append(f"{item.name} is {printable(repr(value), 40)}, no whole number from 0 to 2**53")
+            problems.append(
+                f"{item.name} is {printable(repr(value), 40)}, no whole number from 0 to 2**53"
+            )
     if problems:
         return problems
     if state["step"] != step:
         problems.append(f"step is {state['step']}, and the checkpoint is of step {step}")
     if not state["skipped_in_a_row"] <= state["skipped"] <= state["step"] <= state["samples"]:
-        counts = ", ".join(f"{name} {state[name]}" for name in ("skipped_in_a_row", "skipped", "step", "samples"))
+        counts = ", ".join(
+            f"{name} {state[name]}" for name in ("skipped_in_a_row", "skipped", "step", "samples")
+        )
         problems.append(f"its counts contradict each other: {counts}")
     scaler, fingerprint = state["scaler"], state["data_fingerprint"]
     if not isinstance(fingerprint, str) or len(fingerprint) > 1000:
@@ -62,8 +68,14 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
         problems.append("scaler is not scale and good_steps")
     else:
         scale, good = scaler["scale"], scaler["good_steps"]
-        if type(scale) not in (int, float) or not 1 <= scale <= LARGEST_SCALE or not math.isfinite(scale):
+        if (
+            type(scale) not in (int, float)
+            or not 1 <= scale <= LARGEST_SCALE
+            or not math.isfinite(scale)
+        ):
             problems.append(f"scale is {printable(repr(scale), 40)}, no number from 1 to 2**24")
         if type(good) is not int or not 0 <= good <= step:
-            problems.append(f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}")
+            problems.append(
+                f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}"
+            )
     return problems

@@ -9,7 +9,8 @@ from parallel2d.config import ConfigError
 
 
 def load_reference(key: str, reference: str) -> Any:
-    """The callable that ``package.module:name`` names. Raises `ConfigError` with the reason when it cannot be imported."""
+    """The callable that ``package.module:name`` names. Raises `ConfigError` with the reason when it
+    cannot be imported."""
     module_name, _, name = reference.partition(":")
     try:
         found: Any = importlib.import_module(module_name)

@@ -1,11 +1,13 @@
-"""The ground a rank stands on: store, process group, device, seeds. A `Place` flows in, a `Runtime` flows out.
+"""The ground a rank stands on: store, process group, device, seeds. A `Place` flows in, a `Runtime`
+flows out.
 
-`process_group` serves the train command; `setup`, `teardown`, `limit_waiting`, `barrier` and `reduce` are for one's own loop and stand on
-the same functions.
+`process_group` serves the train command; `setup`, `teardown`, `limit_waiting`, `barrier` and
+`reduce` are for one's own loop and stand on the same functions.
 
-[Note: two timeouts] The first step of a run compiles, connects the ranks of every group and reads from a cold file system; ranks may
-wait for each other far longer than in any later step. So groups start with the longer timeout, and after the first step
-`limit_waiting` lowers it everywhere, so that a hang is then noticed early.
+[Note: two timeouts] The first step of a run compiles, connects the ranks of every group and reads
+from a cold file system; ranks may wait for each other far longer than in any later step. So groups
+start with the longer timeout, and after the first step `limit_waiting` lowers it everywhere, so
+that a hang is then noticed early.
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ log = logging.getLogger(__name__)
 
 
 def connect(place: Place, settings: LaunchConfig | None = None) -> Any:
-    """The store of this job's ranks. Under our own launchers it is the one that they have met at; under srun rank 0 opens it at
-    MASTER_ADDR; torchrun brings its own.
+    """The store of this job's ranks. Under our own launchers it is the one that they have met at;
+    under srun rank 0 opens it at MASTER_ADDR; torchrun brings its own.
 
-    ``settings``: for srun, where the secret is. Raises `ConfigError` when the address is taken or does not answer, and under srun
-    without a secret; under our own launchers, which make a new store with every start, RuntimeError.
+    ``settings``: for srun, where the secret is. Raises `ConfigError` when the address is taken or
+    does not answer, and under srun without a secret; under our own launchers, which make a new
+    store with every start, RuntimeError.
     """
     if place.launcher in ("self", "nodes"):
         try:
@@ -57,15 +60,23 @@ def connect(place: Place, settings: LaunchConfig | None = None) -> Any:
         return dist.PrefixStore(os.environ[PREFIX], client)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if place.launcher == "srun":
-        secret = find_secret(settings.secret_file, settings.insecure) if settings else find_secret(None)
+        secret = (
+            find_secret(settings.secret_file, settings.insecure) if settings else find_secret(None)
+        )
         if place.rank == 0:
             _servers.append(StoreServer.at(host, port, secret, say_who_came))
         return StoreClient(join_endpoint(host, port), secret)
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
-        reason = "is in use by another process" if "EADDRINUSE" in str(error) else f"does not answer ({_short(error)})"
-        raise ConfigError(f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port") from None
+        reason = (
+            "is in use by another process"
+            if "EADDRINUSE" in str(error)
+            else f"does not answer ({_short(error)})"
+        )
+        raise ConfigError(
+            f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port"
+        ) from None
     return store
 
 
@@ -82,39 +93,53 @@ class Runtime:
         return self.place.rank == 0
 
 
-FIRST_STEP_TIMEOUT = 1800.0  # seconds that ranks may wait for each other until `limit_waiting`, unless told otherwise
+# seconds that ranks may wait for each other until `limit_waiting`, unless told otherwise
+FIRST_STEP_TIMEOUT = 1800.0
 _setups = 0  # of this process; every setup meets under its own keys of the store
 _stores: dict[tuple[str, ...], Any] = {}
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
 _hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
 
 
-def setup(timeout_s: float = 600.0, first_timeout_s: float | None = None, host_id: str | None = None) -> Runtime:
-    """Joins the ranks that torchrun or srun started into the default process group; without either, a group of this process alone.
+def setup(
+    timeout_s: float = 600.0, first_timeout_s: float | None = None, host_id: str | None = None
+) -> Runtime:
+    """Joins the ranks that torchrun or srun started into the default process group; without either,
+    a group of this process alone.
 
     Args:
-        timeout_s: seconds that a collective may wait for a late rank once ``limit_waiting(timeout_s)`` was called.
-        first_timeout_s: the same until then; default: the larger of 1800 and ``timeout_s``. See [Note: two timeouts].
-        host_id: overrides the found host identity, by which `parallel2d.build_mesh` tells which ranks share a node.
+        timeout_s: seconds that a collective may wait for a late rank once
+            ``limit_waiting(timeout_s)`` was called.
+        first_timeout_s: the same until then; default: the larger of 1800 and ``timeout_s``. See
+            [Note: two timeouts].
+        host_id: overrides the found host identity, by which `parallel2d.build_mesh` tells which
+            ranks share a node.
 
-    Gloo on CPU; with GPUs NCCL for their tensors and gloo for the rest, the GPU of ``LOCAL_RANK`` chosen. May be called again after
-    `teardown`. The connection to the store is kept between both, because its address may not be free again. Collective. Raises
-    `ConfigError` when a process group exists, for incomplete environment variables, more ranks than GPUs, or a first timeout below
+    Gloo on CPU; with GPUs NCCL for their tensors and gloo for the rest, the GPU of ``LOCAL_RANK``
+    chosen. May be called again after `teardown`. The connection to the store is kept between both,
+    because its address may not be free again. Collective. Raises `ConfigError` when a process group
+    exists, for incomplete environment variables, more ranks than GPUs, or a first timeout below
     ``timeout_s``.
     """
     global _setups
     if dist.is_initialized():
         raise ConfigError(
-            "setup: a default process group exists already; leave it to setup, or call teardown() before a second one"
+            "setup: a default process group exists already; leave it to setup, or call teardown() "
+            "before a second one"
         )
     if first_timeout_s is not None and first_timeout_s < timeout_s:
-        raise ConfigError(f"first_timeout_s={first_timeout_s} must be at least timeout_s={timeout_s}")
+        raise ConfigError(
+            f"first_timeout_s={first_timeout_s} must be at least timeout_s={timeout_s}"
+        )
     place = find_place()
     if place is None:
         place = Place(rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none")
         store: Any = dist.HashStore()
     else:
-        key = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+        key = tuple(
+            os.environ.get(name, "")
+            for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        )
         if key not in _stores:
             _stores.clear()
             _stores[key] = connect(place)
@@ -124,12 +149,14 @@ def setup(timeout_s: float = 600.0, first_timeout_s: float | None = None, host_i
 
 
 def teardown(wait_s: float = 30.0) -> None:
-    """Leaves the process group and undoes what this package has put into the process, so that `setup` can be called again.
+    """Leaves the process group and undoes what this package has put into the process, so that
+    `setup` can be called again.
 
-    Waits up to ``wait_s`` seconds for the other ranks to get here, so that none of them loses its connection in the middle of something.
-    Then all process groups are destroyed; torch's caches that hold meshes, wrapped collective functions and signal handlers of ours
-    are reset; memory is returned. Drop your own references to model, optimizer and mesh before: what you hold stays. Does nothing
-    without a process group.
+    Waits up to ``wait_s`` seconds for the other ranks to get here, so that none of them loses its
+    connection in the middle of something. Then all process groups are destroyed; torch's caches
+    that hold meshes, wrapped collective functions and signal handlers of ours are reset; memory is
+    returned. Drop your own references to model, optimizer and mesh before: what you hold stays.
+    Does nothing without a process group.
     """
     from parallel2d import signals
     from parallel2d.metrics.communication import remove_installed
@@ -141,9 +168,15 @@ def teardown(wait_s: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def process_group(
-    place: Place, store: Any, *, timeout_s: float, host_id: str | None, first_timeout_s: float | None = None
+    place: Place,
+    store: Any,
+    *,
+    timeout_s: float,
+    host_id: str | None,
+    first_timeout_s: float | None = None,
 ) -> Iterator[Runtime]:
-    """As `setup`, on a store that exists; at the end all ranks wait for each other and leave. After an exception nobody waits."""
+    """As `setup`, on a store that exists; at the end all ranks wait for each other and leave. After
+    an exception nobody waits."""
     runtime = _join(place, store, timeout_s, first_timeout_s, host_id)
     wait_s = 0.0
     try:
@@ -153,20 +186,28 @@ def process_group(
         _leave(wait_s)
 
 
-def _join(place: Place, store: Any, timeout_s: float, first_timeout_s: float | None, host_id: str | None) -> Runtime:
+def _join(
+    place: Place, store: Any, timeout_s: float, first_timeout_s: float | None, host_id: str | None
+) -> Runtime:
     global _hosts
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         if place.local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"rank {place.rank} on {socket.gethostname()}: LOCAL_RANK={place.local_rank}, but this node has "
-                f"{torch.cuda.device_count()} GPUs and two ranks cannot share one; start fewer processes per node"
+                f"rank {place.rank} on {socket.gethostname()}: LOCAL_RANK={place.local_rank}, but "
+                "this node has "
+                f"{torch.cuda.device_count()} GPUs and two ranks cannot share one; start fewer "
+                "processes per node"
             )
         device, backend = torch.device("cuda", place.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     seconds = max(FIRST_STEP_TIMEOUT, timeout_s) if first_timeout_s is None else first_timeout_s
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=seconds)
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=seconds),
     )
     try:
         topology = Topology.gather(host_id)
@@ -190,8 +231,13 @@ def _leave(wait_s: float) -> None:
 
 
 def _await_leaving(wait_s: float) -> None:
-    """All ranks say that they leave and wait for the others; rank 0, which may host the store, waits until they have heard it."""
-    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    """All ranks say that they leave and wait for the others; rank 0, which may host the store,
+    waits until they have heard it."""
+    store, rank, ranks = (
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     if ranks == 1 or wait_s <= 0:
         return
     try:
@@ -200,12 +246,14 @@ def _await_leaving(wait_s: float) -> None:
                 store.set(f"parallel2d/all-{word}", "1")
             if word == "leaving" or rank == 0:
                 store.wait([f"parallel2d/all-{word}"], timedelta(seconds=wait_s))
-    except RuntimeError as error:  # somebody is late or gone, or the store is: whoever is here leaves
+    # somebody is late or gone, or the store is: whoever is here leaves
+    except RuntimeError as error:
         log.warning("rank %d did not wait for all others to leave: %s", rank, _short(error))
 
 
 def forget_meshes() -> None:
-    """Empties torch's caches of decisions about `DTensor`s, whose keys hold meshes of groups that exist no more."""
+    """Empties torch's caches of decisions about `DTensor`s, whose keys hold meshes of groups that
+    exist no more."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -214,26 +262,33 @@ def forget_meshes() -> None:
 
 
 def limit_waiting(seconds: float) -> None:
-    """From now on a collective on any process group that exists waits at most ``seconds`` for a late rank.
+    """From now on a collective on any process group that exists waits at most ``seconds`` for a
+    late rank.
 
-    Call it after the first step; see [Note: two timeouts]. Groups made later have torch's own default again, those of a mesh from
-    `parallel2d.build_mesh` the one of the world.
+    Call it after the first step; see [Note: two timeouts]. Groups made later have torch's own
+    default again, those of a mesh from `parallel2d.build_mesh` the one of the world.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def barrier(name: str, timeout_s: float | None = None) -> None:
-    """Returns when every rank has called it with this ``name``. With a GPU, what was issued to it is done by then.
+    """Returns when every rank has called it with this ``name``. With a GPU, what was issued to it
+    is done by then.
 
-    Runs over the store, on any backend. Raises TimeoutError on every rank that waited longer than ``timeout_s`` (default: the world's
-    timeout), naming the late ranks and, after `setup`, their hosts. Without a process group it returns at once.
+    Runs over the store, on any backend. Raises TimeoutError on every rank that waited longer than
+    ``timeout_s`` (default: the world's timeout), naming the late ranks and, after `setup`, their
+    hosts. Without a process group it returns at once.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, ranks = (
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     seconds = world_timeout() if timeout_s is None else timeout_s
     number = store.add(f"parallel2d/barrier/{name}/calls/{rank}", 1)
     key = f"parallel2d/barrier/{name}/{number}"
@@ -245,8 +300,12 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     except RuntimeError as error:
         late = [other for other in range(ranks) if not store.check([f"{key}/{other}"])]
         if late:
-            names = ", ".join(f"rank {other}" + (f" on {_hosts[other]}" if _hosts else "") for other in late)
-            raise TimeoutError(f"barrier {name}: rank {rank} waited {seconds:g} s for {names}") from None
+            names = ", ".join(
+                f"rank {other}" + (f" on {_hosts[other]}" if _hosts else "") for other in late
+            )
+            raise TimeoutError(
+                f"barrier {name}: rank {rank} waited {seconds:g} s for {names}"
+            ) from None
         if not store.check([f"{key}/open"]):
             raise error
     if rank == 0 and number > 1:  # everybody is here, so everybody has left the one before
@@ -261,29 +320,44 @@ def world_timeout() -> float:
     return world._get_backend(world._device_types[0]).options._timeout.total_seconds()
 
 
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
 
 
-def reduce(value: Any, group: dist.ProcessGroup | None = None, op: str | dist.ReduceOp | Any = "mean") -> Any:
-    """``value`` reduced over the ranks of ``group`` (default: all), a new tensor equal on each of them. Collective.
+def reduce(
+    value: Any, group: dist.ProcessGroup | None = None, op: str | dist.ReduceOp | Any = "mean"
+) -> Any:
+    """``value`` reduced over the ranks of ``group`` (default: all), a new tensor equal on each of
+    them. Collective.
 
     Args:
-        op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or one of ``dist.ReduceOp``'s.
+        op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or one of
+            ``dist.ReduceOp``'s.
 
-    ``value`` keeps its dtype, device and contents, with two exceptions: a mean of integers or booleans is fp64, because a rounded one is
-    hardly ever meant, and a sum of booleans is int64. bf16 and fp16 are added in fp32. What is no tensor is returned as it is; without a
-    process group a tensor is returned as a copy. Raises `ConfigError` for another ``op`` and for a `DTensor`.
+    ``value`` keeps its dtype, device and contents, with two exceptions: a mean of integers or
+    booleans is fp64, because a rounded one is hardly ever meant, and a sum of booleans is int64.
+    bf16 and fp16 are added in fp32. What is no tensor is returned as it is; without a process group
+    a tensor is returned as a copy. Raises `ConfigError` for another ``op`` and for a `DTensor`.
     """
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):
-        raise ConfigError("reduce: a DTensor is one tensor over all its ranks; give its .to_local() or take .full_tensor()")
+        raise ConfigError(
+            "reduce: a DTensor is one tensor over all its ranks; give its .to_local() or take "
+            ".full_tensor()"
+        )
     word = op.lower() if isinstance(op, str) else op
     mean = word in ("mean", "avg", dist.ReduceOp.AVG)
     if isinstance(word, str) and not mean and word not in _OPERATIONS:
         near = difflib.get_close_matches(word, ["mean", "avg", *_OPERATIONS], n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"reduce: op={op} is not one of mean, avg, {', '.join(_OPERATIONS)}{hint}")
+        raise ConfigError(
+            f"reduce: op={op} is not one of mean, avg, {', '.join(_OPERATIONS)}{hint}"
+        )
     operation = dist.ReduceOp.SUM if mean else _OPERATIONS[word] if isinstance(word, str) else word
     result, kept = value.detach().clone(), value.dtype
     if not value.is_floating_point() and not value.is_complex():
@@ -301,7 +375,8 @@ def reduce(value: Any, group: dist.ProcessGroup | None = None, op: str | dist.Re
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seeds what draws numbers while training (dropout); weights and data order have generators of their own."""
+    """Seeds what draws numbers while training (dropout); weights and data order have generators of
+    their own."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -311,7 +386,8 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def check_shared_run_dir(run_dir: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory. Collective."""
+    """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory.
+    Collective."""
     path = os.path.join(run_dir, f".shared-{broadcast(uuid.uuid4().hex)}")
     if dist.get_rank() == 0:
         with open(path, "w"):
@@ -326,9 +402,11 @@ def check_shared_run_dir(run_dir: str) -> None:
 
 
 def check_same_data(fingerprint: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the nodes whose data differ from rank 0's. Collective."""
+    """Raises `ConfigError`, on every rank, naming the nodes whose data differ from rank 0's.
+    Collective."""
     _refuse_where(
-        fingerprint != broadcast(fingerprint), "data differ from those of rank 0 (other files, or another Python's library)"
+        fingerprint != broadcast(fingerprint),
+        "data differ from those of rank 0 (other files, or another Python's library)",
     )
 
 

@@ -1,7 +1,9 @@
-"""Being told to save and end. A signal only sets a flag; the step's agreement carries it to all ranks.
+"""Being told to save and end. A signal only sets a flag; the step's agreement carries it to all
+ranks.
 
-[Note: pre-emption] Slurm sends SIGTERM (or SIGUSR1 with ``--signal``) before it takes a node away. A handler may interrupt a
-collective, so it must not start one: it sets a flag, the flag rides on the next step's agreement, and all ranks save the same step.
+[Note: pre-emption] Slurm sends SIGTERM (or SIGUSR1 with ``--signal``) before it takes a node away.
+A handler may interrupt a collective, so it must not start one: it sets a flag, the flag rides on
+the next step's agreement, and all ranks save the same step.
 """
 
 from __future__ import annotations
@@ -14,8 +16,13 @@ _replaced: dict[int, Any] = {}  # the handlers that were there before ours
 
 
 def listen() -> None:
-    """Installs the handlers, in the main thread. SIGINT ends a worker at once: its parent speaks for it."""
-    for number, handler in ((signal.SIGTERM, _request), (signal.SIGUSR1, _request), (signal.SIGINT, signal.SIG_DFL)):
+    """Installs the handlers, in the main thread. SIGINT ends a worker at once: its parent speaks
+    for it."""
+    for number, handler in (
+        (signal.SIGTERM, _request),
+        (signal.SIGUSR1, _request),
+        (signal.SIGINT, signal.SIG_DFL),
+    ):
         before = signal.signal(number, handler)
         _replaced.setdefault(number, before)
 

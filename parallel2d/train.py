@@ -1,7 +1,8 @@
 """``python -m parallel2d.train``: from the command line to a finished run.
 
-A process that is not a rank composes the job, checks all that can be checked before a worker exists, and starts the workers. A rank
-builds the parts, in the order in which the rooms stand, and hands them to the `Trainer`.
+A process that is not a rank composes the job, checks all that can be checked before a worker
+exists, and starts the workers. A rank builds the parts, in the order in which the rooms stand, and
+hands them to the `Trainer`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from parallel2d.files import for_terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 a configuration that cannot run, 130 interrupted."""
+    """Returns the exit code: 0 done, 1 failed, 2 a configuration that cannot run, 130
+    interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         place = launch.find_place()
@@ -48,13 +50,15 @@ def _launch(job: Job) -> None:
     """Checks the job as far as one process can, then runs it on local workers."""
     if job.config.launch.node_range != (1, 1):
         raise ConfigError(
-            f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several nodes start one job"
+            f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several "
+            "nodes start one job"
         )
     launch.start_workers(job, _check(job.config, nodes=1), main)
 
 
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
-    """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job composes."""
+    """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job
+    composes."""
     launch.start_node(config, words, _check(config, nodes=config.launch.node_range[1]), main)
 
 
@@ -65,9 +69,13 @@ def _check(config: TrainConfig, nodes: int) -> int:
     from parallel2d.assemble import check
     from parallel2d.mesh import Topology
 
-    torch.set_num_threads(1)  # ranks are forked from this process, and a fork has none of OpenMP's threads
+    # ranks are forked from this process, and a fork has none of OpenMP's threads
+    torch.set_num_threads(1)
     workers = launch.workers_per_node(config.launch)
-    check(config, Topology.single_host(workers) if nodes == 1 else Topology.equal_hosts(nodes, workers))
+    check(
+        config,
+        Topology.single_host(workers) if nodes == 1 else Topology.equal_hosts(nodes, workers),
+    )
     return workers
 
 
@@ -96,10 +104,15 @@ def _train(job: Job, place: launch.Place, store: object) -> int:
     settings = job.config.launch
     seed_everything(job.config.train.seed + place.rank, job.config.train.deterministic)
     first = settings.longest_wait
-    with process_group(place, store, timeout_s=settings.timeout, host_id=settings.host_id, first_timeout_s=first) as runtime:
-        with launch.failures_told_once(place, store):  # inside, so that nothing waits for peers on the way out
+    with process_group(
+        place, store, timeout_s=settings.timeout, host_id=settings.host_id, first_timeout_s=first
+    ) as runtime:
+        # inside, so that nothing waits for peers on the way out
+        with launch.failures_told_once(place, store):
             hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
-            with OutOfMemoryNote(place.rank, hosts[place.rank], job.run_dir, runtime.device, history=history) as note:
+            with OutOfMemoryNote(
+                place.rank, hosts[place.rank], job.run_dir, runtime.device, history=history
+            ) as note:
                 trainer = build_trainer(job, runtime)
                 note.position = trainer.recorder.position
                 position = launch.telling_progress(place, trainer.recorder.position)
@@ -122,7 +135,8 @@ def _train(job: Job, place: launch.Place, store: object) -> int:
 
 
 def _log_to(run_dir: str, place: launch.Place) -> None:
-    """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for people goes through the display."""
+    """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
+    people goes through the display."""
     logging.getLogger().handlers.clear()  # Hydra's, where this process composed
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)

@@ -1,11 +1,15 @@
-"""The loop, and only the loop. A validated job and a runtime flow in; steps, metrics and trained weights flow out.
+"""The loop, and only the loop. A validated job and a runtime flow in; steps, metrics and trained
+weights flow out.
 
-One step: take this rank's part of the global batch, accumulate gradients over its micro-batches, agree with all ranks, update.
+One step: take this rank's part of the global batch, accumulate gradients over its micro-batches,
+agree with all ranks, update.
 
-[Note: one agreement per step] All that ranks must know of each other rides on a single all-reduce of a small fp64 vector: loss,
-token counts (of this batch and of the next, whose weight is then known without asking), the squared gradient norm, the batch's
-hash, whether anything was not finite, whether somebody was told to save and end, and a few numbers per rank about the step before,
-each rank's in places of its own. Every decision is taken from that vector, so every rank takes the same one.
+[Note: one agreement per step] All that ranks must know of each other rides on a single all-reduce
+of a small fp64 vector: loss, token counts (of this batch and of the next, whose weight is then
+known without asking), the squared gradient norm, the batch's hash, whether anything was not finite,
+whether somebody was told to save and end, and a few numbers per rank about the step before, each
+rank's in places of its own. Every decision is taken from that vector, so every rank takes the same
+one.
 """
 
 from __future__ import annotations
@@ -64,20 +68,34 @@ class Trainer:
         data_fingerprint: str,
         claim: RunClaim | None = None,
     ) -> None:
-        self.config, self.model, self.loss, self.mesh, self.optimizer = config, model, loss, mesh, optimizer
+        self.config, self.model, self.loss, self.mesh, self.optimizer = (
+            config,
+            model,
+            loss,
+            mesh,
+            optimizer,
+        )
         self.training, self.validation, self.plan = training, validation, plan
         self.recorder, self.checkpointer, self.device = recorder, checkpointer, device
         self.data_fingerprint, self.claim = data_fingerprint, claim
-        # As sharding casts them where it computes in another dtype than it stores; it casts nothing where both are the same
-        self._input_dtype = DTYPES[config.precision.param] if config.precision.cast_forward_inputs else None
+        # As sharding casts them where it computes in another dtype than it stores; it casts nothing
+        # where both are the same
+        self._input_dtype = (
+            DTYPES[config.precision.param] if config.precision.cast_forward_inputs else None
+        )
         self.scaler = LossScaler(config.precision.loss_scaling)
         self.clock = PhaseClock(device)
         self.progress = Progress()
         self.preempted = False
-        self.after_first_step: Callable[[], object] = _nothing  # called once, when the first step of this process is done
+        # called once, when the first step of this process is done
+        self.after_first_step: Callable[[], object] = _nothing
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # Agreeing on which parameters were used rides on the step's agreement, where nothing must come before it
-        self._engine = next((e for e in engines_in(model) if isinstance(e, GradientSync) and e.defer_agreement()), None)
+        # Agreeing on which parameters were used rides on the step's agreement, where nothing must
+        # come before it
+        self._engine = next(
+            (e for e in engines_in(model) if isinstance(e, GradientSync) and e.defer_agreement()),
+            None,
+        )
         self._data_ranks = mesh_shape(mesh).data_ranks
         # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
         self._counts = float(mesh_shape(mesh).tensor == 1 or mesh.get_local_rank("tensor") == 0)
@@ -86,13 +104,16 @@ class Trainer:
         self._measured = recorder.measure({}, 0.0)
 
     def run(self) -> None:
-        """Trains until ``train.steps``, until finite data end, or until told to save and end. Collective.
+        """Trains until ``train.steps``, until finite data end, or until told to save and end.
+        Collective.
 
         Raises `ConfigError` after too many non-finite steps in a row.
         """
         feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
         gc.collect()
-        gc.disable()  # collections would fall at different moments on different ranks, and each would wait for all
+        # collections would fall at different moments on different ranks, and each would wait for
+        # all
+        gc.disable()
         try:
             self.begin(feed)
             while self._upcoming is not None and not self.preempted:
@@ -107,13 +128,19 @@ class Trainer:
             feed.close()
 
     def begin(self, feed: BatchFeed) -> None:
-        """Reads the first batch. Its token count is agreed on apart; later ones ride on the step before. Collective."""
+        """Reads the first batch. Its token count is agreed on apart; later ones ride on the step
+        before. Collective."""
         self._upcoming = self._take(feed) if self.progress.step < self.config.train.steps else None
-        count = torch.tensor([self._upcoming.valid_tokens if self._upcoming else 0], dtype=torch.float64, device=self.device)
+        count = torch.tensor(
+            [self._upcoming.valid_tokens if self._upcoming else 0],
+            dtype=torch.float64,
+            device=self.device,
+        )
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
 
     def step(self, feed: BatchFeed) -> None:
-        """One optimizer step, saved if that is due, and recorded. Collective. Raises `RunTakenOver` on rank 0."""
+        """One optimizer step, saved if that is due, and recorded. Collective. Raises `RunTakenOver`
+        on rank 0."""
         batch, tokens = self._upcoming, self._upcoming_tokens
         assert batch is not None, "begin() comes first, and no step after the last"
         step, train = self.progress.step + 1, self.config.train
@@ -137,7 +164,11 @@ class Trainer:
         self._count(step, batch, outcome)
         self._end_if_hopeless()
         validation_loss = None
-        if self.validation is not None and train.validate_every and step % train.validate_every == 0:
+        if (
+            self.validation is not None
+            and train.validate_every
+            and step % train.validate_every == 0
+        ):
             begin = time.perf_counter()
             validation_loss = self.validate(self.validation)
             seconds["validation_s"] = time.perf_counter() - begin
@@ -146,25 +177,37 @@ class Trainer:
         self.preempted = outcome.preempted
         last = self._upcoming is None
         self.checkpointer.save_if_due(
-            step, self.state_dict(), last=last, preempted=self.preempted and not last, due=outcome.save_is_due
+            step,
+            self.state_dict(),
+            last=last,
+            preempted=self.preempted and not last,
+            due=outcome.save_is_due,
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
         self.recorder.record(self.progress, outcome, rate, seconds, validation_loss, last=last)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors; plain numbers."""
-        return {**asdict(self.progress), "scaler": self.scaler.state_dict(), "data_fingerprint": self.data_fingerprint}
+        return {
+            **asdict(self.progress),
+            "scaler": self.scaler.state_dict(),
+            "data_fingerprint": self.data_fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken. Raises `ConfigError` for what it cannot have given."""
+        """Goes on from where `state_dict` was taken. Raises `ConfigError` for what it cannot have
+        given."""
         if problems := problems_of_state(state, state["step"]):
-            raise ConfigError(f"the checkpoint's state cannot be gone on from: {'; '.join(problems[:4])}")
+            raise ConfigError(
+                f"the checkpoint's state cannot be gone on from: {'; '.join(problems[:4])}"
+            )
         self.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**{item.name: int(state[item.name]) for item in fields(Progress)})
 
     @torch.no_grad()
     def validate(self, stream: SampleStream) -> float:
-        """Mean loss over the valid tokens of the first ``train.validate_batches`` global batches of ``stream``. Collective."""
+        """Mean loss over the valid tokens of the first ``train.validate_batches`` global batches of
+        ``stream``. Collective."""
         feed = BatchFeed(stream, self.plan, self.device)
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -199,11 +242,13 @@ class Trainer:
         return self.loss(output, targets)
 
     def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
-        """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss scale. Returns this rank's
-        summed loss, fp64."""
+        """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
+        scale. Returns this rank's summed loss, fp64."""
         weight = self._data_ranks / max(tokens, 1) * self.scaler.scale
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro in accumulate(self.model, batch.micro_batches, self.config.sync.during_accumulation):
+        for micro in accumulate(
+            self.model, batch.micro_batches, self.config.sync.during_accumulation
+        ):
             loss = self._loss_of(micro.inputs, micro.targets, micro.document_ids)
             (loss * weight).backward()
             summed += loss.detach()
@@ -212,17 +257,33 @@ class Trainer:
     def _agree(self, summed: Tensor, batch: StepBatch) -> Outcome:
         """See [Note: one agreement per step]."""
         upcoming = self._upcoming.valid_tokens if self._upcoming else 0
-        counts = torch.tensor([batch.valid_tokens, batch.sample_hash, upcoming], dtype=torch.float64, device=self.device)
-        share = squared_norm_share(self.parameters, dist.get_world_size()).to(self.device).reshape(1)
+        counts = torch.tensor(
+            [batch.valid_tokens, batch.sample_hash, upcoming],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        share = (
+            squared_norm_share(self.parameters, dist.get_world_size()).to(self.device).reshape(1)
+        )
         sums = torch.cat([torch.cat([summed.reshape(1), counts]) * self._counts, share])
         broken = (~sums.isfinite().all()).reshape(1).double()
-        flags = torch.tensor([signals.preemption_requested(), self.checkpointer.time_is_up()], dtype=torch.float64)
+        flags = torch.tensor(
+            [signals.preemption_requested(), self.checkpointer.time_is_up()], dtype=torch.float64
+        )
         places = torch.zeros(dist.get_world_size(), len(self._measured), dtype=torch.float64)
         places[dist.get_rank()] = torch.tensor(self._measured, dtype=torch.float64)
         used = self._engine.vector() if self._engine else torch.zeros(0, dtype=torch.float64)
-        vector = torch.cat([sums.nan_to_num(0.0, 0.0, 0.0), broken, torch.cat([flags, places.flatten(), used]).to(self.device)])
+        vector = torch.cat(
+            [
+                sums.nan_to_num(0.0, 0.0, 0.0),
+                broken,
+                torch.cat([flags, places.flatten(), used]).to(self.device),
+            ]
+        )
         dist.all_reduce(vector)
-        loss_sum, tokens, batch_hash, upcoming_tokens, squared_norm, not_finite, preempted, due = vector[:8].tolist()
+        loss_sum, tokens, batch_hash, upcoming_tokens, squared_norm, not_finite, preempted, due = (
+            vector[:8].tolist()
+        )
         self._upcoming_tokens = int(upcoming_tokens)
         if self._engine:
             self._engine.agree_on(vector[8 + places.numel() :].cpu())
@@ -257,6 +318,8 @@ class Trainer:
         limit = self.config.train.max_skipped_steps
         if self.progress.skipped_in_a_row >= limit:
             raise ConfigError(
-                f"loss or gradient was not finite in {limit} steps in a row (train.max_skipped_steps), the last one step "
-                f"{self.progress.step}: lower optimizer.lr={self.config.optimizer.lr} or use a wider precision"
+                f"loss or gradient was not finite in {limit} steps in a row "
+                "(train.max_skipped_steps), the last one step "
+                f"{self.progress.step}: lower optimizer.lr={self.config.optimizer.lr} or use a "
+                "wider precision"
             )

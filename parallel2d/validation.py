@@ -1,7 +1,8 @@
 """What may not be: everything that is wrong with a configuration, found at once.
 
-Dataclasses flow in, lines for people flow out. `problems` checks each field against its own constraint; the others check what fields
-mean together. Each line names the key, the value and what is allowed; nothing here raises on the first.
+Dataclasses flow in, lines for people flow out. `problems` checks each field against its own
+constraint; the others check what fields mean together. Each line names the key, the value and what
+is allowed; nothing here raises on the first.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ def _constraint_problems(key: str, value: Any, constraint: Any) -> Iterator[str]
         return
     bounds = " and ".join(
         text.format(constraint[name])
-        for name, text in (("minimum", "at least {}"), ("above", "above {}"), ("maximum", "at most {}"))
+        for name, text in (
+            ("minimum", "at least {}"),
+            ("above", "above {}"),
+            ("maximum", "at most {}"),
+        )
         if name in constraint
     )
     allowed = f"must be {'a whole number of ' if auto else ''}{bounds}{', or auto' if auto else ''}"
@@ -88,7 +93,14 @@ def _constraint_problems(key: str, value: Any, constraint: Any) -> Iterator[str]
 
 
 _SEQUENCES = ("packing", "intra_document_masking")
-_PREPARED_FROM_FILES = ("tokenizer", "end_token", "validation_fraction", "workers", "cache_dir", *_SEQUENCES)
+_PREPARED_FROM_FILES = (
+    "tokenizer",
+    "end_token",
+    "validation_fraction",
+    "workers",
+    "cache_dir",
+    *_SEQUENCES,
+)
 _READ_BY = {
     "stdlib": _PREPARED_FROM_FILES,
     "text": ("path", "text_field", "document_kib", "max_bad_rows", *_PREPARED_FROM_FILES),
@@ -100,14 +112,18 @@ _READ_ALWAYS = ("name", "epochs", "end")
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Yields one line per contradiction between the fields of a `DataConfig`, an option without effect included."""
+    """Yields one line per contradiction between the fields of a `DataConfig`, an option without
+    effect included."""
     default = DataConfig()
     read = (*_READ_ALWAYS, *_READ_BY.get(data.name, ()))
     for item in fields(data):
         value = getattr(data, item.name)
         if value != getattr(default, item.name) and item.name not in read and data.name in _READ_BY:
             readers = [name for name, keys in _READ_BY.items() if item.name in keys]
-            yield f"data.{item.name}={value} has no effect with data={data.name}, only with {', '.join(readers)}"
+            yield (
+                f"data.{item.name}={value} has no effect with data={data.name}, only with "
+                f"{', '.join(readers)}"
+            )
     if data.name == "text" and not data.path:
         yield "data.path is required with data=text: a file, folder or glob"
     if data.name == "hf" and not data.path:
@@ -119,12 +135,20 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     if data.channels not in (None, 1, 3):
         yield f"data.channels={data.channels} must be 1 (grey) or 3 (RGB), or null"
     if data.name == "tokens" and bool(data.path) == bool(data.mixture):
-        yield "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, weight: 0.7}, ...]"
+        yield (
+            "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
+            "weight: 0.7}, ...]"
+        )
     for entry in data.mixture:
         if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
-            yield f"data.mixture has {entry}; an entry has the form {{path: FOLDER, weight: NUMBER}}"
+            yield (
+                f"data.mixture has {entry}; an entry has the form {{path: FOLDER, weight: NUMBER}}"
+            )
     if data.packing == "padded" and data.intra_document_masking:
-        yield "data.intra_document_masking=true has no effect with data.packing=padded: a sequence holds one document"
+        yield (
+            "data.intra_document_masking=true has no effect with data.packing=padded: a "
+            "sequence holds one document"
+        )
     if data.end != default.end and not data.epochs:
         yield f"data.end={data.end} has no effect with data.epochs=0, which reads without end"
 
@@ -135,11 +159,20 @@ def job_problems(config: TrainConfig) -> Iterator[str]:
         if model.dim % model.n_heads:
             yield f"model.dim={model.dim} must be a multiple of model.n_heads={model.n_heads}"
         elif (model.dim // model.n_heads) % 2:
-            yield f"model.dim / model.n_heads = {model.dim // model.n_heads} must be even: rotary embedding turns pairs"
+            yield (
+                f"model.dim / model.n_heads = {model.dim // model.n_heads} must be even: rotary "
+                "embedding turns pairs"
+            )
         if model.n_heads % model.n_kv_heads:
-            yield f"model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}"
+            yield (
+                f"model.n_heads={model.n_heads} must be a multiple of "
+                f"model.n_kv_heads={model.n_kv_heads}"
+            )
         if train.seq_len > model.max_seq_len:
-            yield f"train.seq_len={train.seq_len} is longer than model.max_seq_len={model.max_seq_len}"
+            yield (
+                f"train.seq_len={train.seq_len} is longer than "
+                f"model.max_seq_len={model.max_seq_len}"
+            )
     elif isinstance(model, CustomModel):
         yield from _reference_problems(model, ("target", "init", "loss"))
         yield from _tensor_plan_problems(model.tensor_plan)
@@ -147,20 +180,30 @@ def job_problems(config: TrainConfig) -> Iterator[str]:
         yield from _reference_problems(model, ("loss",))
         yield from _tensor_plan_problems(model.tensor_plan)
         if (model.path is None) == (model.architecture is None):
-            yield "model=hf needs either model.path, the folder of a saved model, or model.architecture, such as llama or gpt2"
+            yield (
+                "model=hf needs either model.path, the folder of a saved model, or "
+                "model.architecture, such as llama or gpt2"
+            )
         if config.data.intra_document_masking:
             yield "data.intra_document_masking=true: models of model=hf take no document ids"
     yield from parallel_problems(config)
     yield from data_problems(config.data)
     if config.data.name == "images" and train.seq_len != LoopConfig().seq_len:
-        yield f"train.seq_len={train.seq_len} has no effect with data=images: an image is one sample with one target"
+        yield (
+            f"train.seq_len={train.seq_len} has no effect with data=images: an image is one "
+            "sample with one target"
+        )
     yield from optimizer_problems(config.optimizer)
     if config.scheduler.warmup_steps >= train.steps and config.scheduler.warmup_steps > 0:
-        yield f"scheduler.warmup_steps={config.scheduler.warmup_steps} must be below train.steps={train.steps}"
+        yield (
+            f"scheduler.warmup_steps={config.scheduler.warmup_steps} must be below "
+            f"train.steps={train.steps}"
+        )
     precision = config.precision
     if precision.keep_low_precision_gradients:
         yield (
-            f"precision.keep_low_precision_gradients=true is for optimizers of your own: optimizer={config.optimizer.name} needs "
+            "precision.keep_low_precision_gradients=true is for optimizers of your own: "
+            f"optimizer={config.optimizer.name} needs "
             "gradients in storage dtype"
         )
     for section in ("bucketing", "activation_checkpointing"):
@@ -171,19 +214,26 @@ def job_problems(config: TrainConfig) -> Iterator[str]:
         yield f"precision.loss_scaling=true needs precision.param=fp16, got {precision.param}"
     steps = config.profile.steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= train.steps):
-        yield f"profile.steps={steps} must be the first and the last step of a trace, within 1 and train.steps={train.steps}"
+        yield (
+            f"profile.steps={steps} must be the first and the last step of a trace, within 1 "
+            f"and train.steps={train.steps}"
+        )
     if any(rank < 0 for rank in config.profile.ranks):
         yield f"profile.ranks={config.profile.ranks} must be ranks, counted from 0"
     yield from launch_problems(config.launch)
     if isinstance(train.micro_batch_size, int) and train.micro_batch_size > train.global_batch_size:
         yield (
-            f"train.micro_batch_size={train.micro_batch_size} is larger than train.global_batch_size={train.global_batch_size}"
+            f"train.micro_batch_size={train.micro_batch_size} is larger than "
+            f"train.global_batch_size={train.global_batch_size}"
         )
 
 
 def launch_problems(launch: LaunchConfig) -> Iterator[str]:
     if launch.first_step_timeout is not None and not launch.first_step_timeout >= launch.timeout:
-        yield f"launch.first_step_timeout={launch.first_step_timeout} must be at least launch.timeout={launch.timeout}"
+        yield (
+            f"launch.first_step_timeout={launch.first_step_timeout} must be at least "
+            f"launch.timeout={launch.timeout}"
+        )
     try:
         _, largest = launch.node_range
     except ConfigError as error:
@@ -191,11 +241,15 @@ def launch_problems(launch: LaunchConfig) -> Iterator[str]:
         return
     if largest > 1 and not launch.rdzv_endpoint:
         yield (
-            f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on every node: an address of one of them, or "
+            f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on "
+            "every node: an address of one of them, or "
             "of a store that python -m parallel2d.launch store runs elsewhere"
         )
     if largest == 1 and launch.rdzv_endpoint:
-        yield f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1: a single node meets nobody"
+        yield (
+            f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1: a "
+            "single node meets nobody"
+        )
 
 
 _UPDATED_BY = {
@@ -214,17 +268,24 @@ _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yields one line per contradiction between the fields of an `OptimizerConfig`, an option without effect included."""
+    """Yields one line per contradiction between the fields of an `OptimizerConfig`, an option
+    without effect included."""
     default, name = OptimizerConfig(), optimizer.name
     for key, readers in _UPDATED_BY.items():
         value = getattr(optimizer, key)
         if value != getattr(default, key) and name not in readers and name in OPTIMIZERS:
-            yield f"optimizer.{key}={value} has no effect with optimizer={name}, only with {', '.join(readers)}"
+            yield (
+                f"optimizer.{key}={value} has no effect with optimizer={name}, only with "
+                f"{', '.join(readers)}"
+            )
     betas = optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
     if name == "sgd" and optimizer.implementation == "fused":
-        yield "optimizer.implementation=fused: torch's fused SGD does not take sharded parameters; use foreach or loop"
+        yield (
+            "optimizer.implementation=fused: torch's fused SGD does not take sharded "
+            "parameters; use foreach or loop"
+        )
     if optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov=true needs optimizer.momentum above 0"
     for entry in optimizer.groups:
@@ -233,19 +294,29 @@ def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
 
 def _group_problems(entry: Any, name: str) -> Iterator[str]:
     if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str) or len(entry) < 2:
-        yield f"optimizer.groups has {entry}; an entry has the form {{pattern: '*.norm*', weight_decay: 0.0, lr_scale: 0.1}}"
+        yield (
+            f"optimizer.groups has {entry}; an entry has the form {{pattern: '*.norm*', "
+            f"weight_decay: 0.0, lr_scale: 0.1}}"
+        )
         return
     for key, value in entry.items():
         where = f"optimizer.groups: {entry['pattern']}: {key}"
         if key not in _GROUP_KEYS:
             near = difflib.get_close_matches(str(key), _GROUP_KEYS, n=1, cutoff=0.5)
-            yield f"{where} is not one of {', '.join(_GROUP_KEYS)}{f'; did you mean {near[0]}?' if near else ''}"
+            yield (
+                f"{where} is not one of "
+                f"{', '.join(_GROUP_KEYS)}{f'; did you mean {near[0]}?' if near else ''}"
+            )
         elif key == "algorithm":
             if name != "muon":
                 yield f"{where}={value} has no effect with optimizer={name}, only with muon"
             elif value not in ("muon", "adamw"):
                 yield f"{where}={value} is not one of muon, adamw"
-        elif key != "pattern" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf):
+        elif key != "pattern" and (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value < math.inf
+        ):
             yield f"{where}={value} must be a number, at least 0"
 
 
@@ -263,15 +334,25 @@ def precision_problems(precision: PrecisionConfig) -> Iterator[str]:
             yield f"precision.{key}={value} is not one of {', '.join(DTYPES)}, or null"
     if precision.keep_low_precision_gradients and precision.reduce == precision.storage:
         yield (
-            f"precision.keep_low_precision_gradients=true has no effect with precision.reduce={precision.reduce}, which is "
+            "precision.keep_low_precision_gradients=true has no effect with "
+            f"precision.reduce={precision.reduce}, which is "
             "precision.storage too"
         )
     if precision.fp32_modules and precision.param not in ("bf16", "fp16"):
-        yield f"precision.fp32_modules has no effect with precision.param={precision.param}, only with bf16 and fp16"
+        yield (
+            f"precision.fp32_modules has no effect with precision.param={precision.param}, only "
+            "with bf16 and fp16"
+        )
     if precision.float8_exclude and precision.float8 == "none":
-        yield "precision.float8_exclude has no effect with precision.float8=none, only with tensorwise and rowwise"
+        yield (
+            "precision.float8_exclude has no effect with precision.float8=none, only with "
+            "tensorwise and rowwise"
+        )
     if precision.float8 != "none" and precision.param not in ("bf16", "fp32"):
-        yield f"precision.float8={precision.float8} needs precision.param=bf16 (or fp32), got {precision.param}"
+        yield (
+            f"precision.float8={precision.float8} needs precision.param=bf16 (or fp32), got "
+            f"{precision.param}"
+        )
 
 
 def bucketing_problems(bucketing: BucketingConfig) -> Iterator[str]:
@@ -279,10 +360,13 @@ def bucketing_problems(bucketing: BucketingConfig) -> Iterator[str]:
         yield "bucketing.policy and bucketing.blocks both say what a block is: give one of them"
 
 
-_PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")  # back ends that choose what backward recomputes
+# back ends that choose what backward recomputes
+_PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 
-def checkpointing_problems(checkpointing: ActivationCheckpointingConfig, compilation: CompileConfig) -> Iterator[str]:
+def checkpointing_problems(
+    checkpointing: ActivationCheckpointingConfig, compilation: CompileConfig
+) -> Iterator[str]:
     name, default = checkpointing.name, ActivationCheckpointingConfig()
     read = {
         "none": (),
@@ -294,14 +378,27 @@ def checkpointing_problems(checkpointing: ActivationCheckpointingConfig, compila
         value = getattr(checkpointing, key)
         if name in read and key not in read[name] and value != getattr(default, key):
             readers = [reader for reader, keys in read.items() if key in keys]
-            yield f"activation_checkpointing.{key} needs activation_checkpointing={' or '.join(readers)}, got {name}"
+            yield (
+                f"activation_checkpointing.{key} needs "
+                f"activation_checkpointing={' or '.join(readers)}, got {name}"
+            )
     if checkpointing.blocks and checkpointing.policy is not None:
-        yield "activation_checkpointing.policy and activation_checkpointing.blocks both say what is checkpointed: give one of them"
-    if name == "budget" and (compilation.name == "none" or compilation.backend not in _PARTITIONING):
-        got = f"compile.backend={compilation.backend}" if compilation.name != "none" else "compile=none"
+        yield (
+            "activation_checkpointing.policy and activation_checkpointing.blocks both say what "
+            "is checkpointed: give one of them"
+        )
+    if name == "budget" and (
+        compilation.name == "none" or compilation.backend not in _PARTITIONING
+    ):
+        got = (
+            f"compile.backend={compilation.backend}"
+            if compilation.name != "none"
+            else "compile=none"
+        )
         yield (
             "activation_checkpointing=budget needs compile=block with compile.backend="
-            f"{' or '.join(_PARTITIONING)}, got {got}: the compiler chooses what is recomputed; choose full or selective without it"
+            f"{' or '.join(_PARTITIONING)}, got {got}: the compiler chooses what is recomputed; "
+            "choose full or selective without it"
         )
 
 
@@ -318,13 +415,21 @@ def _tensor_plan_problems(plan: Any) -> Iterator[str]:
             if word not in TENSOR_WORDS:
                 near = difflib.get_close_matches(str(word), TENSOR_WORDS, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                yield f"model.tensor_plan: {pattern}: {word} is not one of {', '.join(TENSOR_WORDS)}{hint}"
+                yield (
+                    f"model.tensor_plan: {pattern}: {word} is not one of "
+                    f"{', '.join(TENSOR_WORDS)}{hint}"
+                )
     elif plan is not None and not _is_reference(plan):
-        yield f"model.tensor_plan={plan} must be {{pattern: word}} or have the form package.module:function"
+        yield (
+            f"model.tensor_plan={plan} must be {{pattern: word}} or have the form "
+            f"package.module:function"
+        )
 
 
 def _is_reference(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     module, colon, name = value.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
+    return bool(colon) and all(
+        part.isidentifier() for part in [*module.split("."), *name.split(".")]
+    )

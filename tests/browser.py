@@ -45,7 +45,9 @@ class Browser:
         self._buffer, self._number, self._session = b"", 0, None
         self.said: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
         self.call("Page.bringToFront")  # a page in the background draws nothing
@@ -69,7 +71,9 @@ class Browser:
 
     def ask(self, script: str) -> Any:
         """The JSON value of a JavaScript expression."""
-        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -77,12 +81,16 @@ class Browser:
         """The first value of ``script`` that is ``enough``."""
         end = time.monotonic() + seconds
         while not enough(value := self.ask(script)):
-            assert time.monotonic() < end, f"after {seconds} s the page still says {value!r}; its console: {self.said}"
+            assert time.monotonic() < end, (
+                f"after {seconds} s the page still says {value!r}; its console: {self.said}"
+            )
             time.sleep(0.1)
         return value
 
     def photograph(self, path: str | Path) -> None:
-        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        Path(path).write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         self._process.kill()
@@ -104,8 +112,12 @@ class Browser:
         parameters = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
             details = parameters["exceptionDetails"]
-            self.said.append(f"{details['text']} {details.get('exception', {}).get('description', '')}")
+            self.said.append(
+                f"{details['text']} {details.get('exception', {}).get('description', '')}"
+            )
         elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.said.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
         elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] == "error":
-            self.said.append(" ".join(str(a.get("value", a.get("description"))) for a in parameters["args"]))
+            self.said.append(
+                " ".join(str(a.get("value", a.get("description"))) for a in parameters["args"])
+            )

@@ -47,7 +47,9 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def build(mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any) -> tuple[Any, Any, Any]:
+def build(
+    mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
+) -> tuple[Any, Any, Any]:
     """(mesh, parallelized model, optimizer)."""
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.resolved().strategy.name)
@@ -91,13 +93,17 @@ def run(
     mesh, model, optimizer = build(mesh_sizes, config, seed, **(llama or {}))
     settings = CheckpointConfig(**{"every": 0, **(checkpoint or {})})
     with Heard() as heard:
-        checkpointer = Checkpointer(settings, folder, mesh, model, optimizer, layout={"strategy": config})
+        checkpointer = Checkpointer(
+            settings, folder, mesh, model, optimizer, layout={"strategy": config}
+        )
         restored = checkpointer.restore()
         start = restored["step"] if restored else 0
         losses, blocked = {}, []
         for step in range(start + 1, steps + 1):
             losses[step] = train_step(model, optimizer, mesh, step)
-            if validate:  # leaves parameters gathered where the strategy keeps them so after a forward
+            if (
+                validate
+            ):  # leaves parameters gathered where the strategy keeps them so after a forward
                 with torch.no_grad():
                     model(global_batch(step)[0])
             checkpointer.save_if_due(step, {"samples": 8 * step}, last=step == steps)
@@ -114,7 +120,10 @@ def run(
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
-    return {name: whole(parameter).detach().double().numpy() for name, parameter in model.named_parameters()}
+    return {
+        name: whole(parameter).detach().double().numpy()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def steps_in(folder: str) -> list[str]:

@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 from training import is_agreement
 
 import parallel2d
-from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, full_state, parallelize, sharded_state
+from parallel2d import (
+    ConfigError,
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    full_state,
+    parallelize,
+    sharded_state,
+)
 from parallel2d import config as config_module
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
@@ -30,7 +38,11 @@ class AllCollectives(CollectiveCounter):
         name = function.name().partition("::")[2]
         counted = function.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor"
         if counted and not is_agreement(function, args):
-            kind = "allgather" if "all_gather" in name else next((kind for kind in self.KINDS if kind in name), name)
+            kind = (
+                "allgather"
+                if "all_gather" in name
+                else next((kind for kind in self.KINDS if kind in name), name)
+            )
             self.counts[kind] = self.counts.get(kind, 0) + 1
         return function(*args, **(kwargs or {}))
 
@@ -73,9 +85,15 @@ def namespace(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
     names |= {name: kind for name, kind in vars(config_module).items() if isinstance(kind, type)}
     torch.manual_seed(dist.get_rank() if "broadcast_from" in used else 0)
-    mesh, config, rank = build_mesh(MeshSpec(2, 2), "hybrid"), ParallelConfig("hybrid"), dist.get_rank()
+    mesh, config, rank = (
+        build_mesh(MeshSpec(2, 2), "hybrid"),
+        ParallelConfig("hybrid"),
+        dist.get_rank(),
+    )
     module, bare = MyModel(), MyModel()
-    x = (torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)) % 8  # tensor ranks share their data
+    x = (
+        torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)
+    ) % 8  # tensor ranks share their data
     names |= {
         "torch": torch, "nn": nn, "MyModel": MyModel, "Block": Block, "module": module, "bare": bare, "mesh": mesh, "config": config,
         "bf16_compress_hook": default_hooks.bf16_compress_hook,
@@ -96,13 +114,18 @@ def namespace(code: str) -> dict[str, Any]:
     if "parts" in used:
         names["parts"] = sharded_state(model, names["optimizer"], copy=True)
     if "path" in used:
-        names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}")  # of all ranks of these workers
+        names["path"] = os.path.join(
+            tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}"
+        )  # of all ranks of these workers
         old = full_state(model, names["optimizer"]) if "torch" in used else {}
         if old:  # what FSDP1 calls a full state: parameters and their optimizer state by name
             torch.save({"model": old["model"], "optim": old["optimizer"]}, names["path"])
     if used & {"load_full_state", "load_sharded_state"}:
         with torch.no_grad():
-            for tensor in [*model.parameters(), *(entry["exp_avg"] for entry in names["optimizer"].state.values())]:
+            for tensor in [
+                *model.parameters(),
+                *(entry["exp_avg"] for entry in names["optimizer"].state.values()),
+            ]:
                 tensor.mul_(2.0)
         assert snapshot(model, names["optimizer"]) != names["before"]
         names["optimizer"].param_groups[0]["lr"] = 0.7
@@ -153,14 +176,20 @@ def check(origin: str, *lefts: str):
 
 
 def find_check(origin: str, left: str) -> Any:
-    found = [function for other, begin, function in CHECKS if other == origin and left.startswith(begin)]
+    found = [
+        function for other, begin, function in CHECKS if other == origin and left.startswith(begin)
+    ]
     assert len(found) == 1, f"{len(found)} checks for the row {origin}: {left}"
     return found[0]
 
 
 def counts(all_gathers: int, reduce_scatters: int, all_reduces: int):
     def function(names):
-        expected = {"allgather": all_gathers, "reduce_scatter": reduce_scatters, "allreduce": all_reduces}
+        expected = {
+            "allgather": all_gathers,
+            "reduce_scatter": reduce_scatters,
+            "allreduce": all_reduces,
+        }
         assert step_counts(names) == {kind: number for kind, number in expected.items() if number}
 
     return function
@@ -169,12 +198,18 @@ def counts(all_gathers: int, reduce_scatters: int, all_reduces: int):
 check("thunder", "fsdp(")(counts(6, 3, 0))
 check("thunder", "ddp(")(counts(0, 0, 1))
 check("thunder", "sharding_strategy=FSDPType.ZERO2")(counts(3, 3, 0))
-check("thunder", "sharding_strategy=FSDPType.ZERO3", "bucketing_strategy=FSDPBucketingStrategy.BLOCK")(counts(6, 3, 0))
-check("thunder", "bucketing_strategy=FSDPBucketingStrategy.NONE", "bucketing_strategy=FSDPBucketingStrategy.LAYER")(
-    counts(18, 9, 0)
-)
+check(
+    "thunder", "sharding_strategy=FSDPType.ZERO3", "bucketing_strategy=FSDPBucketingStrategy.BLOCK"
+)(counts(6, 3, 0))
+check(
+    "thunder",
+    "bucketing_strategy=FSDPBucketingStrategy.NONE",
+    "bucketing_strategy=FSDPBucketingStrategy.LAYER",
+)(counts(18, 9, 0))
 check("thunder", "everything in one bucket")(counts(2, 1, 0))
-check("FullySharded", "FSDP(model, device_mesh", "auto_wrap_policy", "lambda_auto_wrap_policy")(counts(6, 3, 1))
+check("FullySharded", "FSDP(model, device_mesh", "auto_wrap_policy", "lambda_auto_wrap_policy")(
+    counts(6, 3, 1)
+)
 check("fully_shard", "for block in", "reshard_after_forward=True")(counts(6, 3, 1))
 check("fully_shard", "reshard_after_forward=False")(counts(3, 3, 1))
 
@@ -184,13 +219,18 @@ check("fully_shard", "reshard_after_forward=False")(counts(3, 3, 1))
 def all_have_the_weights_of_rank_0(names):
     torch.manual_seed(0)
     expected = MyModel()
-    assert all(torch.equal(whole(a), b) for a, b in zip(names["model"].parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(whole(a), b)
+        for a, b in zip(names["model"].parameters(), expected.parameters(), strict=True)
+    )
     assert names["rank"] == 0 or not torch.equal(names["original"][0], expected.embedding.weight)
 
 
 @check("thunder", "device=")
 def on_the_device_of_the_mesh(names):
-    assert {p.to_local().device.type for p in names["model"].parameters()} == {names["mesh"].device_type}
+    assert {p.to_local().device.type for p in names["model"].parameters()} == {
+        names["mesh"].device_type
+    }
 
 
 @check("thunder", "move_state_dict_to_cpu")
@@ -202,7 +242,9 @@ def whole_on_rank_0(names):
         return
     state = names["state"]["model"]
     assert state.keys() == MyModel().state_dict().keys()
-    assert not any(isinstance(tensor, DTensor) or tensor.device.type != "cpu" for tensor in state.values())
+    assert not any(
+        isinstance(tensor, DTensor) or tensor.device.type != "cpu" for tensor in state.values()
+    )
     assert names["counts"]["allgather"] >= len(state)
 
 
@@ -245,7 +287,9 @@ def gradients_were_bf16_on_the_way(names):
 @check("FullySharded", "MixedPrecision(keep_low_precision_grads")
 def gradients_stay_in_bf16(names):
     step_counts(names)
-    assert {(p.dtype, p.grad.dtype) for p in names["model"].parameters()} == {(torch.float32, torch.bfloat16)}
+    assert {(p.dtype, p.grad.dtype) for p in names["model"].parameters()} == {
+        (torch.float32, torch.bfloat16)
+    }
 
 
 def dtypes_of(names) -> dict[str, torch.dtype]:
@@ -254,7 +298,10 @@ def dtypes_of(names) -> dict[str, torch.dtype]:
     for module in names["model"].modules():
         kind = type(module).__name__.removeprefix("FSDP")
         module.register_forward_hook(
-            lambda module, _inputs, _output, kind=kind: found.update({kind: next(module.parameters()).dtype}), prepend=True
+            lambda module, _inputs, _output, kind=kind: found.update(
+                {kind: next(module.parameters()).dtype}
+            ),
+            prepend=True,
         )
     found["output"] = names["model"](names["x"]).dtype
     return found
@@ -263,19 +310,31 @@ def dtypes_of(names) -> dict[str, torch.dtype]:
 @check("FullySharded", "MixedPrecision(_module_classes_to_ignore")
 def norms_in_fp32(names):
     found = dtypes_of(names)
-    assert (found["LayerNorm"], found["Linear"], found["output"]) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert (found["LayerNorm"], found["Linear"], found["output"]) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
 
 
 @check("fully_shard", "MixedPrecisionPolicy")
 def computes_in_bf16_and_returns_fp32(names):
     found = dtypes_of(names)
-    assert (found["LayerNorm"], found["Linear"], found["output"]) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (found["LayerNorm"], found["Linear"], found["output"]) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
 
 
 @check("FullySharded", "ignored_modules")
 @check("fully_shard", "ignored_params")
 def the_embedding_is_whole_and_plain(names):
-    plain = [name for name, parameter in names["model"].named_parameters() if not isinstance(parameter, DTensor)]
+    plain = [
+        name
+        for name, parameter in names["model"].named_parameters()
+        if not isinstance(parameter, DTensor)
+    ]
     assert plain == ["embedding.weight"]
 
 
@@ -346,7 +405,9 @@ def a_checkpoint_is_published(names):
     before = snapshot(names["model"], names["optimizer"])
     for parameter in names["model"].parameters():
         parameter.zero_()
-    again = Checkpointer(CheckpointConfig(), names["path"], names["mesh"], names["model"], names["optimizer"])
+    again = Checkpointer(
+        CheckpointConfig(), names["path"], names["mesh"], names["model"], names["optimizer"]
+    )
     assert again.restore() == {"step": 1, "samples": 64}
     assert snapshot(names["model"], names["optimizer"]) == before
     dist.barrier()
@@ -379,7 +440,9 @@ def optimizer_state_by_number(names):
     if names["rank"] == 0:
         state = names["numbered"]["state"]
         assert set(state) == set(range(len(list(names["bare"].parameters()))))
-        assert torch.equal(state[0]["exp_avg"], names["state"]["optimizer"]["state"]["embedding.weight"]["exp_avg"])
+        assert torch.equal(
+            state[0]["exp_avg"], names["state"]["optimizer"]["state"]["embedding.weight"]["exp_avg"]
+        )
 
 
 @check("FullySharded", "FSDP.fsdp_modules")
@@ -392,7 +455,10 @@ def norms_are_reset(names):
     for name, parameter in names["model"].named_parameters():
         if name == "norm.weight" or name.endswith("0.weight"):
             assert (whole(parameter) == 1).all(), name
-    changed = [a != b for a, b in zip(names["before"], snapshot(names["model"], names["optimizer"]), strict=True)]
+    changed = [
+        a != b
+        for a, b in zip(names["before"], snapshot(names["model"], names["optimizer"]), strict=True)
+    ]
     assert sum(changed) == 6  # weight and bias of three norms
 
 
@@ -410,7 +476,11 @@ def stays_one_parameter(names):
 @check("FullySharded", "frozen parameters")
 def no_gradient_for_what_is_frozen(names):
     assert step_counts(names) == {"allgather": 6, "reduce_scatter": 1, "allreduce": 1}
-    assert [name for name, p in names["model"].named_parameters() if p.grad is None and "blocks" not in name] == []
+    assert [
+        name
+        for name, p in names["model"].named_parameters()
+        if p.grad is None and "blocks" not in name
+    ] == []
     assert all(p.grad is None for p in names["model"].blocks.parameters())
 
 
@@ -418,9 +488,10 @@ def no_gradient_for_what_is_frozen(names):
 def chains_are_set(names):
     step_counts(names)
     block = names["model"].blocks[0]._get_fsdp_state()
-    assert [state._fsdp_param_groups[0].modules[0] for state in list.__iter__(block._states_to_forward_prefetch)] == [
-        names["model"].blocks[1]
-    ]
+    assert [
+        state._fsdp_param_groups[0].modules[0]
+        for state in list.__iter__(block._states_to_forward_prefetch)
+    ] == [names["model"].blocks[1]]
     assert len(names["model"]._get_fsdp_state()._states_to_backward_prefetch) == 2
 
 
@@ -459,7 +530,9 @@ def matrices_are_split(names):
 @check("fully_shard", "SequenceParallel")
 def norms_see_a_slice(names):
     seen = []
-    names["model"].blocks[0][0].register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
+    names["model"].blocks[0][0].register_forward_hook(
+        lambda _, inputs, output: seen.append(inputs[0])
+    )
     names["model"](names["x"])
     assert isinstance(seen[0], DTensor)
     assert seen[0].to_local().shape == (2, 2, 4)
@@ -478,7 +551,9 @@ def loss_of_split_logits(names):
 @check("fully_shard", "loss / dist")
 def mean_over_all_tokens(names):
     logits = names["model"](names["x"]).flatten(0, 1)
-    torch.testing.assert_close(names["loss"].float(), nn.functional.cross_entropy(logits, names["x"].flatten()))
+    torch.testing.assert_close(
+        names["loss"].float(), nn.functional.cross_entropy(logits, names["x"].flatten())
+    )
 
 
 @check("Lightning", "strategy.barrier")
@@ -519,7 +594,12 @@ def fails(code: str) -> str:
 
 def fails_on_two(code: str) -> str:
     """As `fails`, on two ranks, where nothing waits for the others."""
-    names = {"parallelize": parallelize, "ParallelConfig": ParallelConfig, "module": MyModel(), "mesh": build_mesh()}
+    names = {
+        "parallelize": parallelize,
+        "ParallelConfig": ParallelConfig,
+        "module": MyModel(),
+        "mesh": build_mesh(),
+    }
     try:
         exec(compile(code, "cell", "exec"), names)
     except ConfigError as error:

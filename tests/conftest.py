@@ -10,8 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-sys.path.insert(0, os.path.dirname(__file__))  # the forked workers import test modules and `workers` by name
-sys.path.append(os.path.dirname(os.path.dirname(__file__)))  # `tools` stands at the root of the repository
+sys.path.insert(
+    0, os.path.dirname(__file__)
+)  # the forked workers import test modules and `workers` by name
+sys.path.append(
+    os.path.dirname(os.path.dirname(__file__))
+)  # `tools` stands at the root of the repository
 
 # torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -30,7 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Pools that will run models of transformers import it once, before their workers are forked."""
-    if importlib.util.find_spec("transformers") and any(item.get_closest_marker("extras") for item in session.items):
+    if importlib.util.find_spec("transformers") and any(
+        item.get_closest_marker("extras") for item in session.items
+    ):
         Pools.preload.append("transformers.modeling_utils")
 
 
@@ -38,7 +44,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test whose mark `extras` names a module that is not installed."""
     for mark in item.iter_markers("extras"):
         for module in mark.args:
-            pytest.importorskip(module, reason=f"{module} is not installed: pip install -e '.[test-extras]'")
+            pytest.importorskip(
+                module, reason=f"{module} is not installed: pip install -e '.[test-extras]'"
+            )
 
 
 @pytest.fixture(autouse=True)

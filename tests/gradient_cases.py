@@ -52,7 +52,9 @@ class Experts(nn.Module):
     def __init__(self, widths):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(DIM, w), nn.Tanh(), nn.Linear(w, DIM)) for w in widths)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, w), nn.Tanh(), nn.Linear(w, DIM)) for w in widths
+        )
 
     def forward(self, x, chosen):
         return self.experts[chosen](self.norm(x))
@@ -179,7 +181,9 @@ class Complex(nn.Module):
 class Filter(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(DIM // 2 + 1, dtype=torch.complex128) for _ in range(2))
+        self.weights = nn.ParameterList(
+            torch.randn(DIM // 2 + 1, dtype=torch.complex128) for _ in range(2)
+        )
 
     def forward(self, x, chosen):
         return torch.fft.irfft(torch.fft.rfft(x) * self.weights[chosen], n=DIM)

@@ -24,11 +24,16 @@ def write_images(folder: Path, each: int = EACH, size: tuple[int, int] = (10, 12
     for number, name in enumerate(CLASSES):
         (folder / name / "more").mkdir(parents=True)
         for index in range(each):
-            pixels = generator.integers(0, 128, (*size, 3)) + np.array([number & 1, number & 2, number & 4]) * 30
+            pixels = (
+                generator.integers(0, 128, (*size, 3))
+                + np.array([number & 1, number & 2, number & 4]) * 30
+            )
             where = folder / name / ("more" if index % 3 == 0 else "") / f"{index}.png"
             Image.fromarray(pixels.astype(np.uint8)).save(where)
     return folder
 
 
 def opened(folder: Path, seed: int = 0, **options: Any) -> OpenData:
-    return open_data(DataConfig(name="images", path=str(folder), **{"image_size": 8, **options}), seed=seed)
+    return open_data(
+        DataConfig(name="images", path=str(folder), **{"image_size": 8, **options}), seed=seed
+    )

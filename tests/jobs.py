@@ -35,11 +35,23 @@ def config_of(words):
 
     from parallel2d.compose import _PRESETS, _open_words, to_config
 
-    choices = [word for word in words if word.partition("=")[0] in {*_PRESETS, "model", "data", "experiment"}]
+    choices = [
+        word
+        for word in words
+        if word.partition("=")[0] in {*_PRESETS, "model", "data", "experiment"}
+    ]
     composed = _with_choices(*choices).copy()
-    for word in _open_words([word for word in words if word not in choices and not word.startswith("hydra.")]):
+    for word in _open_words(
+        [word for word in words if word not in choices and not word.startswith("hydra.")]
+    ):
         override = OverridesParser.create().parse_override(word)
-        OmegaConf.update(composed, override.key_or_group, override.value(), merge=True, force_add=word.startswith("+"))
+        OmegaConf.update(
+            composed,
+            override.key_or_group,
+            override.value(),
+            merge=True,
+            force_add=word.startswith("+"),
+        )
     return to_config(composed)
 
 
@@ -63,7 +75,9 @@ def run(folder, run_dir, words, steps):
     rank, world = dist.get_rank(), dist.get_world_size()
     os.makedirs(run_dir, exist_ok=True)
     place = Place(rank, world, rank, 0, 1, "torchrun")
-    trainer = build_trainer(Job(config, run_dir, ()), Runtime(place, torch.device("cpu"), Topology.gather()))
+    trainer = build_trainer(
+        Job(config, run_dir, ()), Runtime(place, torch.device("cpu"), Topology.gather())
+    )
     begun = trainer.progress.step
     feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)
     trainer.begin(feed)
@@ -86,11 +100,15 @@ def ranks_of(launcher):
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                name, _, rest = Path(f"/proc/{entry}/stat").read_text().partition("(")[2].rpartition(")")
+                name, _, rest = (
+                    Path(f"/proc/{entry}/stat").read_text().partition("(")[2].rpartition(")")
+                )
             except OSError:  # it ended meanwhile
                 continue
             state, parent = rest.split()[:2]
             parents[int(entry)] = int(parent)
             if name.startswith("rank ") and state != "Z":
-                found.append((int(name.split()[1]), int(entry)))  # of other jobs too, which have the same names
+                found.append(
+                    (int(name.split()[1]), int(entry))
+                )  # of other jobs too, which have the same names
     return [pid for _, pid in sorted(found) if parents.get(parents[pid]) == launcher]

@@ -54,7 +54,12 @@ def life(
                 losses[step] = train_step(model, optimizer, mesh, step)
                 draws[step] = torch.rand(()).item()
                 last = step == until and end == "finished"
-                saver.save_if_due(step, {"samples": 8 * step}, last=last, preempted=step == until and end == "preempted")
+                saver.save_if_due(
+                    step,
+                    {"samples": 8 * step},
+                    last=last,
+                    preempted=step == until and end == "preempted",
+                )
                 if saver.memory is not None:
                     saver.memory.wait()
             saver._join()

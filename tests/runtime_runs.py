@@ -18,7 +18,15 @@ from torch import nn
 
 def one_run() -> float:
     """A few steps of a small sharded model between a setup and a teardown."""
-    from parallel2d import ParallelConfig, build_mesh, build_on_meta, clip_gradient_norm, parallelize, setup, teardown
+    from parallel2d import (
+        ParallelConfig,
+        build_mesh,
+        build_on_meta,
+        clip_gradient_norm,
+        parallelize,
+        setup,
+        teardown,
+    )
     from parallel2d.config import OPTIMIZERS
     from parallel2d.metrics.communication import CommunicationMeter
     from parallel2d.optimizer import build_optimizer
@@ -28,7 +36,11 @@ def one_run() -> float:
     with build_on_meta():
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     model = parallelize(
-        model, mesh, ParallelConfig("zero3" if mesh.size(0) == 1 else "hybrid"), seed=0, topology=runtime.topology
+        model,
+        mesh,
+        ParallelConfig("zero3" if mesh.size(0) == 1 else "hybrid"),
+        seed=0,
+        topology=runtime.topology,
     )
     CommunicationMeter(mesh).install()  # left for teardown to remove
     optimizer = build_optimizer(model, OPTIMIZERS["adafactor"])
@@ -55,7 +67,8 @@ def state() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python_threads": threading.active_count(),
-        "groups": len(dist.distributed_c10d._world.pg_map) + sum(isinstance(o, dist.ProcessGroup) for o in gc.get_objects()),
+        "groups": len(dist.distributed_c10d._world.pg_map)
+        + sum(isinstance(o, dist.ProcessGroup) for o in gc.get_objects()),
         "meshes": sum(type(o).__name__ == "DeviceMesh" for o in gc.get_objects()),
         "resident": resident(),
     }
@@ -67,7 +80,12 @@ def soak(times: str) -> dict[str, object]:
     losses = [one_run() for _ in range(3)]
     early = state()
     losses += [one_run() for _ in range(int(times) - 3)]
-    return {"early": early, "late": state(), "losses": losses, "unwrapped": dist.all_reduce is all_reduce}
+    return {
+        "early": early,
+        "late": state(),
+        "losses": losses,
+        "unwrapped": dist.all_reduce is all_reduce,
+    }
 
 
 def alone() -> dict[str, object]:
@@ -82,7 +100,13 @@ def alone() -> dict[str, object]:
         setup()
     except ConfigError as error:
         told = str(error)
-    answer = [runtime.place.rank, runtime.place.world_size, reduce(torch.ones(2)).tolist(), dist.get_backend(), told]
+    answer = [
+        runtime.place.rank,
+        runtime.place.world_size,
+        reduce(torch.ones(2)).tolist(),
+        dist.get_backend(),
+        told,
+    ]
     teardown()
     teardown()
     return {"answer": answer, "left": not dist.is_initialized()}
@@ -96,7 +120,10 @@ def timeouts() -> dict[str, object]:
 
     def all_timeouts() -> list[float]:
         groups = dist.distributed_c10d._world.pg_map
-        found = [group._get_backend(torch.device("cpu")).options._timeout / timedelta(seconds=1) for group in groups]
+        found = [
+            group._get_backend(torch.device("cpu")).options._timeout / timedelta(seconds=1)
+            for group in groups
+        ]
         return sorted(set(found))
 
     setup(timeout_s=7, first_timeout_s=70)
@@ -136,14 +163,20 @@ def signals() -> dict[str, object]:
     from parallel2d import setup, teardown
     from parallel2d import signals as ours
 
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    before = [
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    ]
     setup()
     ours.listen()
     signal.raise_signal(signal.SIGUSR1)
     heard = ours.preemption_requested()
     teardown()
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    return {"heard": heard, "restored": before == after, "forgotten": not ours.preemption_requested()}
+    return {
+        "heard": heard,
+        "restored": before == after,
+        "forgotten": not ours.preemption_requested(),
+    }
 
 
 def main() -> None:

@@ -36,13 +36,17 @@ def checkpointed(config, compilation=None, layers=2):
     blocks = find_blocks(model)
     checkpoint_activations(model, blocks, config)
     if compilation is not None:
-        compile_blocks(model, blocks, compilation, 1, config.memory_budget if config.name == "budget" else None)
+        compile_blocks(
+            model, blocks, compilation, 1, config.memory_budget if config.name == "budget" else None
+        )
     return model
 
 
 def kept_bytes(model):
     """Bytes that autograd keeps for backward after one forward, parameters not counted; each storage once."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {b.untyped_storage().data_ptr() for b in model.buffers()}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {
+        b.untyped_storage().data_ptr() for b in model.buffers()
+    }
     kept = {}
 
     def pack(tensor):
@@ -80,7 +84,11 @@ def recomputed(config):
         with OperatorCounter() as counter:
             output.backward()
         counts.append(counter.counts)
-    return {name: count - counts[1].get(name, 0) for name, count in counts[0].items() if count != counts[1].get(name, 0)}
+    return {
+        name: count - counts[1].get(name, 0)
+        for name, count in counts[0].items()
+        if count != counts[1].get(name, 0)
+    }
 
 
 def test_full_recomputes_every_product_and_selective_none():
@@ -91,7 +99,9 @@ def test_full_recomputes_every_product_and_selective_none():
 
 
 def test_keep_names_the_operators_that_are_not_recomputed():
-    again = recomputed(ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*", "silu"]))
+    again = recomputed(
+        ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*", "silu"])
+    )
     assert again["aten::mm"] == recomputed(ActivationCheckpointingConfig("full"))["aten::mm"]
     assert "aten::silu" not in again
     assert not {name for name in again if "scaled_dot_product" in name}
@@ -110,7 +120,9 @@ def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
 
 def test_operators_are_found_by_pattern_and_by_full_name():
     assert kept_operators(["mm", "aten::bmm"]) == {"aten::mm", "aten::bmm"}
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kept_operators(["scaled_dot_product_*"])
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kept_operators(
+        ["scaled_dot_product_*"]
+    )
     assert kept_operators(["all_reduce"]) == {"_c10d_functional::all_reduce"}
 
 
@@ -119,29 +131,42 @@ def test_blocks_and_policies_choose_what_is_checkpointed():
         kept_bytes(checkpointed(ActivationCheckpointingConfig())),
         kept_bytes(checkpointed(ActivationCheckpointingConfig("full"))),
     )
-    classes = kept_bytes(checkpointed(ActivationCheckpointingConfig("full", blocks=["FeedForward"])))
-    policy = kept_bytes(checkpointed(ActivationCheckpointingConfig("full", policy="test_activation_checkpointing:few_heads")))
+    classes = kept_bytes(
+        checkpointed(ActivationCheckpointingConfig("full", blocks=["FeedForward"]))
+    )
+    policy = kept_bytes(
+        checkpointed(
+            ActivationCheckpointingConfig("full", policy="test_activation_checkpointing:few_heads")
+        )
+    )
     second = kept_bytes(checkpointed(ActivationCheckpointingConfig("full", every=2)))
     assert full < classes < none
     assert full < policy < none
     assert second == pytest.approx((full + none) / 2, rel=0.05)
     assert classes != policy
-    with pytest.raises(ConfigError, match=r"activation_checkpointing.blocks=\['Feed'\]: no module of class Feed.*candidates"):
+    with pytest.raises(
+        ConfigError,
+        match=r"activation_checkpointing.blocks=\['Feed'\]: no module of class Feed.*candidates",
+    ):
         checkpointed(ActivationCheckpointingConfig("full", blocks=["Feed"]))
 
 
 def test_modes_are_ordered_by_what_they_keep():
     none, selective, full = (
-        kept_bytes(checkpointed(ActivationCheckpointingConfig(name))) for name in ("none", "selective", "full")
+        kept_bytes(checkpointed(ActivationCheckpointingConfig(name)))
+        for name in ("none", "selective", "full")
     )
-    less = kept_bytes(checkpointed(ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*"])))
+    less = kept_bytes(
+        checkpointed(ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*"]))
+    )
     # what selective caches is held by its own storage, beside autograd's: only what autograd keeps is seen here
     assert full <= less <= selective < none
 
 
 def test_a_budget_keeps_less_the_smaller_it_is():
     sizes = [
-        kept_bytes(checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT)) for budget in (1.0, 0.4, 0.0)
+        kept_bytes(checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT))
+        for budget in (1.0, 0.4, 0.0)
     ]
     assert sizes[0] > sizes[1] > sizes[2]
 
@@ -163,7 +188,12 @@ def test_contradictions_are_refused(config, message):
 
 def _run(cases, tensor, steps, accumulation):
     return [
-        training.train({"tensor": tensor}, {**case, "precision": "fp64"}, steps=steps, accumulation=accumulation)
+        training.train(
+            {"tensor": tensor},
+            {**case, "precision": "fp64"},
+            steps=steps,
+            accumulation=accumulation,
+        )
         for case in cases
     ]
 
@@ -178,12 +208,28 @@ def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, b
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
     layout = {"strategy": strategy, "bucketing": bucketing}
     cases = [
-        {**layout, "activation_checkpointing": ActivationCheckpointingConfig("selective", keep=["bmm", "silu"])},
-        {**layout, "activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["FeedForward"])},
+        {
+            **layout,
+            "activation_checkpointing": ActivationCheckpointingConfig(
+                "selective", keep=["bmm", "silu"]
+            ),
+        },
+        {
+            **layout,
+            "activation_checkpointing": ActivationCheckpointingConfig(
+                "full", blocks=["FeedForward"]
+            ),
+        },
     ]
     if bucketing == "block":
         cases.append(
-            {**layout, "activation_checkpointing": ActivationCheckpointingConfig("budget", memory_budget=0.3), "compile": AOT}
+            {
+                **layout,
+                "activation_checkpointing": ActivationCheckpointingConfig(
+                    "budget", memory_budget=0.3
+                ),
+                "compile": AOT,
+            }
         )
         cases.append({**layout, "activation_checkpointing": "full", "compile": AOT})
         cases.append({**layout, "activation_checkpointing": "selective", "compile": AOT})
@@ -198,7 +244,12 @@ def test_selection_does_not_see_the_hooks_of_groups_inside_of_blocks(ranks, buck
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
     selective = ActivationCheckpointingConfig("selective")
     cases = [
-        {"strategy": "hybrid", "bucketing": bucketing, "activation_checkpointing": selective, "prefetch": PrefetchConfig(1, 2)}
+        {
+            "strategy": "hybrid",
+            "bucketing": bucketing,
+            "activation_checkpointing": selective,
+            "prefetch": PrefetchConfig(1, 2),
+        }
     ]
     for run in ranks.run(4, _run, cases, 1, 4, 2)[0]:
         compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
@@ -219,7 +270,11 @@ def test_selection_works_with_modules_that_compute_in_fp32(ranks):
 
 def test_chosen_operators_and_blocks_work_under_a_tensor_axis(ranks):
     cases = [
-        {"activation_checkpointing": ActivationCheckpointingConfig("selective", keep=["mm", "all_reduce"])},
+        {
+            "activation_checkpointing": ActivationCheckpointingConfig(
+                "selective", keep=["mm", "all_reduce"]
+            )
+        },
         {"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["Attention"])},
     ]
     for run in ranks.run(4, _run, cases, 2, 4, 1)[0]:

@@ -50,7 +50,10 @@ CASES = [
     (("+train.extra=5",), ["unknown key train.extra"]),
     (("strategy=hybird",), ["strategy=hybird", "ddp", "zero3", "did you mean hybrid"]),
     (("compile=true",), ["compile=true is not one of block, none"]),
-    (("precision=32", "optimizer=AdamW"), ["precision=32", "did you mean fp32", "optimizer=AdamW", "did you mean adamw"]),
+    (
+        ("precision=32", "optimizer=AdamW"),
+        ["precision=32", "did you mean fp32", "optimizer=AdamW", "did you mean adamw"],
+    ),
     (("optimizer=null",), ["optimizer=null is not one of"]),
     (("-m", "compile=true,none"), ["compile=true is not one of block, none"]),
     (("model=lama_debug",), ["model=lama_debug", "did you mean llama_debug"]),
@@ -78,9 +81,15 @@ CASES = [
     (("~train.steps",), ["train.steps", "cannot be removed"]),
     (("model=custom",), ["model.target is required"]),
     (("model=custom", "model.target=foo"), ["model.target=foo", "package.module:name"]),
-    ((*TEXT, "model=custom", "model.target=no.such:thing"), ["model.target=no.such:thing", "cannot be imported"]),
+    (
+        (*TEXT, "model=custom", "model.target=no.such:thing"),
+        ["model.target=no.such:thing", "cannot be imported"],
+    ),
     ((*TEXT, "model=custom", "model.target=os.path:nothing"), ["model.target", "has no nothing"]),
-    ((*TEXT, "model=custom", "model.target=os:getcwd"), ["model.target=os:getcwd", "not an nn.Module"]),
+    (
+        (*TEXT, "model=custom", "model.target=os:getcwd"),
+        ["model.target=os:getcwd", "not an nn.Module"],
+    ),
     (("model.n_heads=7",), ["model.dim=128", "model.n_heads=7", "model.n_kv_heads=4"]),
     (("data=text",), ["data.path"]),
     (("data=text", "data.path=nowhere.txt"), ["data.path=nowhere.txt"]),
@@ -89,15 +98,24 @@ CASES = [
     ((*TEXT, "model.vocab_size=100"), ["model.vocab_size=100", "257"]),
     ((*TEXT, "mesh.tensor=3"), ["mesh.tensor=3", "1, 2, 4"]),
     ((*TEXT, "mesh.shard=3"), ["mesh.shard=3", "1, 2, 4"]),
-    ((*TEXT, "mesh.shard=2", "mesh.replicate=1"), ["mesh.replicate=1", "mesh.shard=2", "must be 4"]),
-    ((*TEXT, "strategy=zero3", "mesh.replicate=2"), ["strategy=zero3", "mesh.replicate=2", "hybrid"]),
+    (
+        (*TEXT, "mesh.shard=2", "mesh.replicate=1"),
+        ["mesh.replicate=1", "mesh.shard=2", "must be 4"],
+    ),
+    (
+        (*TEXT, "strategy=zero3", "mesh.replicate=2"),
+        ["strategy=zero3", "mesh.replicate=2", "hybrid"],
+    ),
     ((*TEXT, "strategy=ddp", "mesh.shard=2"), ["strategy=ddp", "mesh.shard=2"]),
     ((*TEXT, "mesh.tensor=4", "train.seq_len=18"), ["train.seq_len=18", "mesh.tensor=4"]),
     ((*TEXT, "mesh.tensor=8", "launch.nproc_per_node=8"), ["mesh.tensor=8", "n_kv_heads=4"]),
     ((*TEXT, "train.global_batch_size=30"), ["train.global_batch_size=30", "4 data ranks"]),
     ((*TEXT, "train.micro_batch_size=3"), ["train.global_batch_size=32", "micro_batch_size 3"]),
     (("train.micro_batch_size=64",), ["train.micro_batch_size=64", "train.global_batch_size=32"]),
-    ((*TEXT, "compile=block", "compile.backend=nonesuch"), ["compile.backend=nonesuch", "inductor"]),
+    (
+        (*TEXT, "compile=block", "compile.backend=nonesuch"),
+        ["compile.backend=nonesuch", "inductor"],
+    ),
     ((*TEXT, "compile=block", "mesh.tensor=2"), ["compile=block", "mesh.tensor=2"]),
     (("activation_checkpointing.every=2",), ["activation_checkpointing.every"]),
     (("scheduler.warmup_steps=300",), ["scheduler.warmup_steps=300", "train.steps=300"]),
@@ -115,7 +133,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), CASES, ids=[" ".join(words[-2:]) for words, _ in CASES])
+@pytest.mark.parametrize(
+    ("words", "expected"), CASES, ids=[" ".join(words[-2:]) for words, _ in CASES]
+)
 def test_wrong_words_are_one_clear_message(words, expected, capsys):
     assert main(words) == 2
     said = capsys.readouterr().err
@@ -127,7 +147,9 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
 def test_all_problems_are_reported_at_once(capsys):
     main(["train.steps=0", "optimizer.lr=0", "scheduler.floor=2", "data=text"])
     said = capsys.readouterr().err
-    assert all(key in said for key in ("train.steps", "optimizer.lr", "scheduler.floor", "data.path"))
+    assert all(
+        key in said for key in ("train.steps", "optimizer.lr", "scheduler.floor", "data.path")
+    )
 
 
 @pytest.mark.parametrize(("environment", "expected"), [

@@ -48,7 +48,11 @@ def trained(tmp_path):
     optimizer = optimizer_of(model)
     model(torch.arange(10)[None]).square().mean().backward()
     optimizer.step()
-    return save(tmp_path / "run", model, optimizer, {"config": {"model": ARGUMENTS}}), model, optimizer
+    return (
+        save(tmp_path / "run", model, optimizer, {"config": {"model": ARGUMENTS}}),
+        model,
+        optimizer,
+    )
 
 
 def command(*arguments):
@@ -108,7 +112,9 @@ def test_a_torch_file_is_what_load_state_dict_takes(trained, tmp_path):
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         for key, value in optimizer.state[a].items():
             assert torch.equal(value, fresh.state[b][key])
-    assert zipfile.ZipFile(tmp_path / "all.pt").testzip() is None, "the archive's own checksums are true"
+    assert zipfile.ZipFile(tmp_path / "all.pt").testzip() is None, (
+        "the archive's own checksums are true"
+    )
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -140,7 +146,9 @@ def test_transformers_computes_the_same_logits(tmp_path, tied):
     folder = save(tmp_path / "run", model, layout=layout)
     command("convert", folder, tmp_path / "hf", "--to", "hf", "--shard-gib", "0.00001")
     assert len([name for name in os.listdir(tmp_path / "hf") if name.endswith(".safetensors")]) > 2
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="sdpa")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="sdpa"
+    )
     tokens = torch.randint(0, LLAMA["vocab_size"], (2, 33))
     with torch.no_grad():
         assert torch.allclose(theirs(tokens).logits, model(tokens), atol=1e-5, rtol=1e-5)
@@ -209,7 +217,9 @@ def test_a_conversion_that_fails_leaves_nothing(trained, tmp_path, capsys, monke
 
     monkeypatch.setattr(store.LocalStore, "write", full)
     for target, to in (("x.safetensors", "safetensors"), ("hf", "hf"), ("ours", "parallel2d")):
-        assert "No space left" in fails(capsys, "convert", trained[0], tmp_path / target, "--to", to)
+        assert "No space left" in fails(
+            capsys, "convert", trained[0], tmp_path / target, "--to", to
+        )
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -220,7 +230,10 @@ def test_what_the_source_does_not_tell_is_asked_for(trained, tmp_path, capsys):
     save_file(load_file(tmp_path / "x.safetensors"), tmp_path / "bare.safetensors")
     text = fails(capsys, "convert", tmp_path / "bare.safetensors", tmp_path / "hf", "--to", "hf")
     assert "--model n_heads=..." in text
-    given = [f"--model={key}={ARGUMENTS[key]}" for key in ("n_heads", "n_kv_heads", "max_seq_len", "norm_eps", "rope_theta")]
+    given = [
+        f"--model={key}={ARGUMENTS[key]}"
+        for key in ("n_heads", "n_kv_heads", "max_seq_len", "norm_eps", "rope_theta")
+    ]
     command("convert", tmp_path / "bare.safetensors", tmp_path / "hf", "--to", "hf", *given)
 
 
@@ -233,7 +246,10 @@ def test_files_that_run_code_are_refused_unread(tmp_path, capsys, name, kind):
     content = {
         "pickle": pickle.dumps(Bomb(marker)),
         "torch.save": zipped.getvalue(),
-        "safetensors metadata": b"\x10\0\0\0\0\0\0\0" + b'{"__metadata__":' + b"1}" + pickle.dumps(Bomb(marker)),
+        "safetensors metadata": b"\x10\0\0\0\0\0\0\0"
+        + b'{"__metadata__":'
+        + b"1}"
+        + pickle.dumps(Bomb(marker)),
     }[kind]
     (tmp_path / name).write_bytes(content)
     fails(capsys, "convert", tmp_path / name, tmp_path / "out", "--to", "parallel2d")
@@ -253,7 +269,9 @@ def test_files_that_run_code_are_refused_unread(tmp_path, capsys, name, kind):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
     ],
 )
-def test_a_hugging_face_configuration_that_cannot_be_is_refused(trained, tmp_path, capsys, change, says):
+def test_a_hugging_face_configuration_that_cannot_be_is_refused(
+    trained, tmp_path, capsys, change, says
+):
     command("convert", trained[0], tmp_path / "hf", "--to", "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **change}))
@@ -305,10 +323,22 @@ for arguments in sys.argv[1:]:
 @pytest.mark.slow
 def test_peak_memory_is_a_few_tensors_not_the_model(tmp_path):
     tensors, mib = 24, 8
-    values = {f"w{i}": torch.nn.Parameter(torch.full((mib, 2**18), float(i))) for i in range(tensors)}
+    values = {
+        f"w{i}": torch.nn.Parameter(torch.full((mib, 2**18), float(i))) for i in range(tensors)
+    }
     source = save(tmp_path / "run", torch.nn.ParameterDict(values))
-    chain = [f"convert {source} a.safetensors", "convert a.safetensors a.pt", "convert a.pt back --to parallel2d"]
-    result = subprocess.run([sys.executable, "-c", PEAK, *chain], cwd=tmp_path, capture_output=True, text=True, check=True)
+    chain = [
+        f"convert {source} a.safetensors",
+        "convert a.safetensors a.pt",
+        "convert a.pt back --to parallel2d",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK, *chain],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     grown = float(result.stdout.split()[-1])
     assert grown < tensors * mib / 3, result.stdout
     same_tensors(source, tmp_path / "back", kinds=("model",))
@@ -326,10 +356,18 @@ def replaced(path, name, data, method=zipfile.ZIP_DEFLATED):
 @pytest.mark.parametrize("format", ["zip", "stream"])
 def test_values_that_a_view_repeats_are_not_written_out(tmp_path, capsys, format):
     zipped = format == "zip"
-    torch.save({"w": torch.zeros(1).expand(2**20, 2**20)}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"w": torch.zeros(1).expand(2**20, 2**20)},
+        tmp_path / "w.pt",
+        _use_new_zipfile_serialization=zipped,
+    )
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
-    assert "its tensors would take 4398046511104: they repeat their values" in capsys.readouterr().err
-    torch.save({"w": torch.ones(1).expand(3, 4)}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    assert (
+        "its tensors would take 4398046511104: they repeat their values" in capsys.readouterr().err
+    )
+    torch.save(
+        {"w": torch.ones(1).expand(3, 4)}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped
+    )
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 0
 
 
@@ -389,7 +427,9 @@ def test_what_weights_do_not_need_is_not_read(tmp_path, capsys, content, zipped)
 
 
 def test_a_key_that_takes_for_ever_to_hash_is_not_made(tmp_path, capsys):
-    tuples = b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s."  # a dict with a tuple of two tuples of two tuples ... as its key
+    tuples = (
+        b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s."
+    )  # a dict with a tuple of two tuples of two tuples ... as its key
     torch.save({"w": torch.zeros(100)}, tmp_path / "w.pt")
     replaced(tmp_path / "w.pt", "data.pkl", tuples, zipfile.ZIP_STORED)
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1

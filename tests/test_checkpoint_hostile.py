@@ -63,7 +63,9 @@ def reseal(folder, change=lambda manifest: None):
     for name, item in manifest["files"].items():
         file = folder / name
         if file.is_file():
-            item.update(bytes=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+            item.update(
+                bytes=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest()
+            )
     change(manifest)
     manifest.pop("sha256")
     manifest["sha256"] = content_digest(manifest)
@@ -113,7 +115,9 @@ def bombs(marker):
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch.save"])
-@pytest.mark.parametrize("name", ["manifest.json", DATA, ".metadata", "extra.pt", "extra.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", DATA, ".metadata", "extra.pt", "extra.safetensors"]
+)
 def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
     marker = tmp_path / "executed"
     (victim / name).write_bytes(bombs(marker)[kind])
@@ -153,7 +157,9 @@ def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
     ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
     ({"betas": 0.9}, "its betas is 0.9, no list"),
 ])  # fmt: skip
-def test_settings_of_another_kind_are_refused_before_anything_is_written(victim, tmp_path, settings, says):
+def test_settings_of_another_kind_are_refused_before_anything_is_written(
+    victim, tmp_path, settings, says
+):
     reseal(victim, lambda manifest: manifest["optimizer"]["groups"][0].update(settings=settings))
     small = Small(tmp_path / "run", resume=str(victim))
     before = [value.clone() for value in small.values()]
@@ -407,7 +413,9 @@ MANIFESTS = {
     "a chunk outside": _chunk(1, [1, 0]),
     "a chunk at a negative place": _chunk(1, [-1, 0]),
     "a chunk of too few dims": _chunk(1, [0]),
-    "an empty chunk": lambda manifest: first_tensor(manifest)["chunks"].append([DATA, [0, 0], [0, 4]]),
+    "an empty chunk": lambda manifest: first_tensor(manifest)["chunks"].append(
+        [DATA, [0, 0], [0, 4]]
+    ),
     "a chunk in no file": _chunk(0, "other.safetensors"),
     "a chunk in a number": _chunk(0, 7),
     "the same chunk twice": _repeat,
@@ -422,8 +430,12 @@ MANIFESTS = {
     "a name with an escape sequence": lambda manifest: manifest["tensors"].update(
         {"\x1b[31mred": manifest["tensors"].pop("model/0.weight")}
     ),
-    "a very long name": lambda manifest: manifest["tensors"].update({"x" * 100_000: manifest["tensors"].pop("model/0.weight")}),
-    "a random generator of another shape": lambda manifest: manifest["tensors"]["rng/00000/torch"].update(dtype="I8"),
+    "a very long name": lambda manifest: manifest["tensors"].update(
+        {"x" * 100_000: manifest["tensors"].pop("model/0.weight")}
+    ),
+    "a random generator of another shape": lambda manifest: manifest["tensors"][
+        "rng/00000/torch"
+    ].update(dtype="I8"),
 }
 
 
@@ -483,7 +495,10 @@ def test_random_generators_are_not_given_impossible_states(victim, tmp_path, nam
 
 
 def test_state_beside_tensors_cannot_replace_them(victim, tmp_path):
-    reseal(victim, _set("optimizer", "scalars", {"0.weight": {"exp_avg": 7, "step": "x", "__class__": "os"}}))
+    reseal(
+        victim,
+        _set("optimizer", "scalars", {"0.weight": {"exp_avg": 7, "step": "x", "__class__": "os"}}),
+    )
     small = Small(tmp_path / "run", resume=str(victim))
     small.restore()
     assert isinstance(small.optimizer.state[small.model[0].weight]["exp_avg"], torch.Tensor)
@@ -538,9 +553,14 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     reseal(victim, lambda manifest: manifest.update(step=1, mesh={"shard": 3}))
     refused(victim, tmp_path, "is not one of 1 ranks")
     begin = time.monotonic()
-    reseal(victim, lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(50_000)}))
+    reseal(
+        victim,
+        lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(50_000)}),
+    )
     refused(victim, tmp_path, "more axes than any")
-    reseal(victim, lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(8)}))
+    reseal(
+        victim, lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(8)})
+    )
     refused(victim, tmp_path, "is not one of 1 ranks")
     (victim / "manifest.json").write_bytes(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}")
     refused(victim, tmp_path, "more lists than a file of its size has")
@@ -552,8 +572,14 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
 
 
 def grid(shape, parts):
-    cuts = [[(size * i // n, size * (i + 1) // n) for i in range(n)] for size, n in zip(shape, parts, strict=True)]
-    return [Region(tuple(a for a, _ in place), tuple(b - a for a, b in place)) for place in itertools.product(*cuts)]
+    cuts = [
+        [(size * i // n, size * (i + 1) // n) for i in range(n)]
+        for size, n in zip(shape, parts, strict=True)
+    ]
+    return [
+        Region(tuple(a for a, _ in place), tuple(b - a for a, b in place))
+        for place in itertools.product(*cuts)
+    ]
 
 
 BRICKS = [  # not cut along whole planes
@@ -586,7 +612,15 @@ def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
         ((), [Region((), ()), Region((), ())]),
         ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
         ((2, 2), [Region((0, 0), (1, 2)), Region((0, 0), (1, 2))]),
-        ((2, 2), [Region((0, 0), (1, 1)), Region((1, 1), (1, 1)), Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]),
+        (
+            (2, 2),
+            [
+                Region((0, 0), (1, 1)),
+                Region((1, 1), (1, 1)),
+                Region((0, 0), (1, 1)),
+                Region((1, 1), (1, 1)),
+            ],
+        ),
         ((5, 5), [*BRICKS[:-1], Region((0, 0), (1, 1))]),
         ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
         ((2,) * 16, grid((2,) * 16, (2,) * 8 + (1,) * 8)),

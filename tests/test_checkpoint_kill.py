@@ -55,7 +55,12 @@ def _values(model, optimizer):
     found = set()
     for parameter in model.parameters():
         for value in (parameter, *optimizer.state[parameter].values()):
-            found.update((value.to_local() if hasattr(value, "to_local") else value).detach().unique().tolist())
+            found.update(
+                (value.to_local() if hasattr(value, "to_local") else value)
+                .detach()
+                .unique()
+                .tolist()
+            )
     return found
 
 
@@ -71,7 +76,9 @@ def save_without_end(folder, keep_last, asynchronous):
         step += 1
         _set(model, optimizer, step)
         checkpointer.save_if_due(step, {"samples": step})
-        if dist.get_rank() == 0:  # what the run knows to be published, for the test to hold against what it finds
+        if (
+            dist.get_rank() == 0
+        ):  # what the run knows to be published, for the test to hold against what it finds
             with open(os.path.join(folder, "known"), "a") as file:
                 file.write(f"{step} {max(checkpointer.published, default=0)}\n")
 
@@ -99,7 +106,9 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
         # Wait for the first saves, then for a random while; an answer before the kill is a failure of the
         # run.
         while not os.path.exists(known):
-            assert not multiprocessing.connection.wait(pool.connections, timeout=0.005), pool.connections[0].recv()
+            assert not multiprocessing.connection.wait(pool.connections, timeout=0.005), (
+                pool.connections[0].recv()
+            )
         ready = multiprocessing.connection.wait(pool.connections, timeout=generator.uniform(0, 0.4))
         assert not ready, ready[0].recv()
         for process in pool.processes:
@@ -123,7 +132,11 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             # At most one save is running, and a new one waits for it: two intervals bound what a kill can
             # cost when the save of the last interval was still being written, one when it was not.
             assert step - state["step"] <= (2 if asynchronous else 1) * INTERVAL
-        left = [name for name in os.listdir(os.path.join(folder, "checkpoints")) if not name.startswith(("step-", "."))]
+        left = [
+            name
+            for name in os.listdir(os.path.join(folder, "checkpoints"))
+            if not name.startswith(("step-", "."))
+        ]
         assert not left, "a kill damages nothing, so nothing is moved aside"
         results.append((answers[0][0]["step"] if answers[0][0] else 0, step))
     return results
@@ -137,7 +150,9 @@ def test_sigkill_of_all_ranks_at_random_moments_never_costs_a_published_checkpoi
 @pytest.mark.soak
 def test_two_hundred_kills(ranks, tmp_path):
     rounds = int(os.environ.get("PARALLEL2D_KILLS", "200"))
-    results = kill_while_saving(ranks, tmp_path, seed=int(os.environ.get("PARALLEL2D_SEED", "2")), rounds=rounds)
+    results = kill_while_saving(
+        ranks, tmp_path, seed=int(os.environ.get("PARALLEL2D_SEED", "2")), rounds=rounds
+    )
     lost = [step - restored for restored, step in results]
     print(
         json.dumps(

@@ -44,7 +44,9 @@ class Cluster:
 
     def copies(self, letter: str) -> list[tuple[int, int]]:
         """(step, rank) of what a node holds."""
-        found = [copy for run in self.node(letter).glob("run-*") for copy in find_copies(str(run))[0]]
+        found = [
+            copy for run in self.node(letter).glob("run-*") for copy in find_copies(str(run))[0]
+        ]
         return sorted((copy.step, copy.rank) for copy in found)
 
     def damage(self, letter: str, step: int) -> None:
@@ -83,11 +85,15 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
     for now, then in zip(lives, undisturbed, strict=True):
         assert now["start"] == 4
         assert now["losses"] == {step: then["losses"][step] for step in range(5, 9)}
-        assert now["draws"] == {step: then["draws"][step] for step in range(5, 9)}, "random generators came back too"
+        assert now["draws"] == {step: then["draws"][step] for step in range(5, 9)}, (
+            "random generators came back too"
+        )
     assert not list((cluster.run_dir / "checkpoints").glob("step-*"))
     assert said(lives, "sent to nodes without them")
     assert said(lives, "loaded step-00000004 from memory")
-    assert cluster.copies("A") == [(6, 0), (6, 1), (8, 0), (8, 1)], "two copies are kept, those from before are gone"
+    assert cluster.copies("A") == [(6, 0), (6, 1), (8, 0), (8, 1)], (
+        "two copies are kept, those from before are gone"
+    )
     assert cluster.copies("C") == [(6, 2), (6, 3), (8, 2), (8, 3)]
 
 
@@ -125,7 +131,9 @@ def test_the_number_of_ranks_may_change_both_ways(cluster, undisturbed):
     more = cluster.run("AACC", until=8)
     assert [life["start"] for life in more] == [6] * 4
     losses = {**less[0]["losses"], **more[0]["losses"]}
-    assert list(losses.values()) == pytest.approx([undisturbed[0]["losses"][step] for step in range(3, 9)], rel=1e-10, abs=0)
+    assert list(losses.values()) == pytest.approx(
+        [undisturbed[0]["losses"][step] for step in range(3, 9)], rel=1e-10, abs=0
+    )
 
 
 def test_one_replica_survives_the_loss_of_its_workers(cluster):
@@ -156,7 +164,9 @@ def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_u
     assert lives[0]["start"] == 4
     assert said(lives, "node 0: rank-00000.safetensors: its checksum is not that of its record")
 
-    cluster.run("AABB", until=7)  # goes on from step 4, which is in memory still; copies 6 and one of step 5
+    cluster.run(
+        "AABB", until=7
+    )  # goes on from step 4, which is in memory still; copies 6 and one of step 5
     cluster.damage("A", 6)
     cluster.damage("B", 6)
     lives = cluster.run("AABB", until=5)
@@ -193,7 +203,9 @@ def test_copies_of_another_run_are_not_used(cluster):
 @pytest.mark.slow
 def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluster):
     cluster.run("AABB", until=6, disk_every=3)
-    shutil.copytree(cluster.node("B"), cluster.node("Z"))  # a node that is cut off with copies of steps 4 and 6
+    shutil.copytree(
+        cluster.node("B"), cluster.node("Z")
+    )  # a node that is cut off with copies of steps 4 and 6
     cluster.lose("AB")
     shutil.rmtree(cluster.run_dir / "checkpoints" / "step-00000006")
     lives = cluster.run("CCDD", until=4, disk_every=3)
@@ -237,7 +249,9 @@ def small_tmpfs(cluster):
     subprocess.run(["umount", str(cluster.node("B"))], check=True)
 
 
-def test_one_node_without_room_for_two_copies_turns_the_net_off_before_it_is_full(cluster, small_tmpfs):
+def test_one_node_without_room_for_two_copies_turns_the_net_off_before_it_is_full(
+    cluster, small_tmpfs
+):
     lives = cluster.run("AABB", until=4, llama={"dim": 128})
     assert [life["on"] for life in lives] == [False] * 4
     assert said(lives, "MiB of shared memory to give and two copies need")
@@ -246,7 +260,9 @@ def test_one_node_without_room_for_two_copies_turns_the_net_off_before_it_is_ful
 
 
 @pytest.mark.slow
-def test_a_node_whose_memory_somebody_else_has_filled_is_restored_from_it_all_the_same(cluster, small_tmpfs):
+def test_a_node_whose_memory_somebody_else_has_filled_is_restored_from_it_all_the_same(
+    cluster, small_tmpfs
+):
     cluster.run("AABB", until=2)
     assert cluster.copies("B") == [(2, 2), (2, 3)]
     with open(small_tmpfs / "somebody", "wb", buffering=0) as file, pytest.raises(OSError):
@@ -271,7 +287,9 @@ def test_a_node_holds_its_part_of_the_state_twice_and_no_more(cluster, nodes):
     lives = cluster.run(nodes, until=4, llama=llama)
     assert lives[0]["newest"] == 4
     (run,) = cluster.node("A").glob("run-*")
-    (record,) = [copy.record for copy in find_copies(str(run))[0] if (copy.step, copy.rank) == (4, 0)]
+    (record,) = [
+        copy.record for copy in find_copies(str(run))[0] if (copy.step, copy.rank) == (4, 0)
+    ]
     elements = [tensor for tensor in record["tensors"] if tensor[1] == "F64"]
     state = sum(8 * _product(shape) for _, _, shape in elements)
     assert state > 2**23
@@ -298,7 +316,9 @@ def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
 
 def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
     cluster.run("AA", SHARDED, until=2)
-    modes = {path.is_dir(): stat.S_IMODE(path.lstat().st_mode) for path in cluster.node("A").rglob("*")}
+    modes = {
+        path.is_dir(): stat.S_IMODE(path.lstat().st_mode) for path in cluster.node("A").rglob("*")
+    }
     assert modes == {True: 0o700, False: 0o600}
     assert stat.S_IMODE(cluster.node("A").stat().st_mode) == 0o700
     (tmp_path / "elsewhere").mkdir()
@@ -327,7 +347,9 @@ def test_auto_is_on_where_workers_are_restarted(cluster):
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
     assert said(answers, "memory net on: a copy every 10 steps")
-    answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), {"replicate": 1, "shard": 4})
+    answers = cluster.ranks.run(
+        4, _auto, str(cluster.run_dir), str(cluster.node("A")), {"replicate": 1, "shard": 4}
+    )
     assert [life["on"] for life in answers] == [True] * 4, "lost workers, though not a lost node"
 
 
@@ -337,7 +359,9 @@ def _auto(run_dir, node, mesh):
 
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3" if dist.get_rank() == 0 else "0"
     try:
-        return life(run_dir, [node] * dist.get_world_size(), mesh, until=1, every="auto", restarted=False)
+        return life(
+            run_dir, [node] * dist.get_world_size(), mesh, until=1, every="auto", restarted=False
+        )
     finally:
         del os.environ["TORCHELASTIC_MAX_RESTARTS"]
 
@@ -365,9 +389,14 @@ def _busy(run_dir, node):
         asked.wait()
         seal(self, *args)
 
-    with mock.patch.dict(os.environ, {place.VARIABLE: node}), mock.patch.object(Buffer, "seal", slow):
+    with (
+        mock.patch.dict(os.environ, {place.VARIABLE: node}),
+        mock.patch.object(Buffer, "seal", slow),
+    ):
         mesh, model, optimizer = build(SHARDED, memory_runs.FP64)
-        saver = Checkpointer(CheckpointConfig(every=0, memory_every=1), run_dir, mesh, model, optimizer)
+        saver = Checkpointer(
+            CheckpointConfig(every=0, memory_every=1), run_dir, mesh, model, optimizer
+        )
         saver.restore()
         for step in (1, 2):
             train_step(model, optimizer, mesh, step)
@@ -394,7 +423,9 @@ def test_folders_of_launchers_that_are_gone_are_removed(tmp_path, monkeypatch):
     alive.mkdir()
     again = place.open_place()
     assert again == mine
-    assert sorted(path.name for path in around.iterdir()) == sorted([alive.name, Path(mine.root).name])
+    assert sorted(path.name for path in around.iterdir()) == sorted(
+        [alive.name, Path(mine.root).name]
+    )
     alive.rmdir()
     place.remove_place(mine)
     assert not around.exists()
@@ -412,7 +443,10 @@ def test_lineage():
 def test_a_damaged_lineage_file_is_an_error_that_says_so(tmp_path):
     Lineage().followed_by("a", 3).write(str(tmp_path))
     assert Lineage.read(str(tmp_path)).starts == (("a", 3),)
-    for text, said in (('{"starts": [["a", -1]]}', "not a name and a step"), ('{"starts": "ab"}', "missing or not a list")):
+    for text, said in (
+        ('{"starts": [["a", -1]]}', "not a name and a step"),
+        ('{"starts": "ab"}', "missing or not a list"),
+    ):
         (tmp_path / "memory.json").write_text(text)
         with pytest.raises(DamagedCheckpointError, match=said):
             Lineage.read(str(tmp_path))

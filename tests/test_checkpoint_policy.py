@@ -24,10 +24,14 @@ class Small:
 
     def __init__(self, run_dir, seed=0, model=None, optimizer=torch.optim.AdamW, **config):
         torch.manual_seed(seed)
-        self.model = model or torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        self.model = model or torch.nn.Sequential(
+            torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+        )
         self.optimizer = optimizer(self.model.parameters(), lr=0.1)
         self.step = 0
-        self.checkpointer = Checkpointer(CheckpointConfig(**{"every": 1, **config}), run_dir, None, self.model, self.optimizer)
+        self.checkpointer = Checkpointer(
+            CheckpointConfig(**{"every": 1, **config}), run_dir, None, self.model, self.optimizer
+        )
 
     def train(self, steps, **kwargs):
         for _ in range(steps):
@@ -63,7 +67,9 @@ def test_settings_of_groups_come_back_where_that_is_asked_for(tmp_path):
         first.train(1)
         halving.step()
     first.step += 1
-    first.checkpointer.save_if_due(first.step, {"samples": 32, "scheduler": halving.state_dict()}, last=True)
+    first.checkpointer.save_if_due(
+        first.step, {"samples": 32, "scheduler": halving.state_dict()}, last=True
+    )
     first.checkpointer.finish()
     kept, taken = Small(tmp_path, seed=1), Small(tmp_path, seed=1)
     kept.restore()
@@ -149,7 +155,9 @@ def test_values_are_those_of_the_step_even_when_the_loop_runs_on(tmp_path, monke
     from parallel2d.checkpoint import checkpointer as module
 
     write, release = module.write_checkpoint, threading.Event()
-    monkeypatch.setattr(module, "write_checkpoint", lambda *args: release.wait(timeout=30) and write(*args))
+    monkeypatch.setattr(
+        module, "write_checkpoint", lambda *args: release.wait(timeout=30) and write(*args)
+    )
     small = Small(tmp_path, every=2).train(2)
     saved = [value.clone() for value in small.values()]
     small.train(1)
@@ -201,7 +209,9 @@ def test_a_damaged_checkpoint_in_the_way_of_a_save_is_moved_aside_not_written_ov
 
 def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path):
     Small(tmp_path).train(2).checkpointer.finish()
-    shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000009")
+    shutil.copytree(
+        tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000009"
+    )
     assert Small(tmp_path).restore()["step"] == 2
 
 
@@ -247,14 +257,23 @@ def test_a_path_of_another_run_is_loaded_once(tmp_path):
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="^checkpoint.resume=.*there is no such folder; it may be auto, never, or a path$"):
+    with pytest.raises(
+        ConfigError,
+        match="^checkpoint.resume=.*there is no such folder; it may be auto, never, or a path$",
+    ):
         Small(tmp_path, resume=str(tmp_path / "nowhere")).restore()
 
 
 def test_model_only_takes_the_weights_and_starts_at_step_zero(tmp_path):
     first = Small(tmp_path / "a").train(3)
     first.checkpointer.finish()
-    small = Small(tmp_path / "b", seed=1, resume=str(tmp_path / "a"), load="model_only", optimizer=torch.optim.SGD)
+    small = Small(
+        tmp_path / "b",
+        seed=1,
+        resume=str(tmp_path / "a"),
+        load="model_only",
+        optimizer=torch.optim.SGD,
+    )
     assert small.restore() is None
     for a, b in zip(small.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -262,7 +281,9 @@ def test_model_only_takes_the_weights_and_starts_at_step_zero(tmp_path):
 
 
 def other_model():
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2, bias=False))
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2, bias=False)
+    )
 
 
 def test_a_changed_model_is_refused_with_every_name_and_shape(tmp_path):
@@ -299,7 +320,9 @@ def test_another_optimizer_is_refused(tmp_path):
     assert "checkpoint.load=model_only" in str(error.value)
 
 
-def test_failures_are_reported_counted_leave_no_debris_and_end_the_run_at_the_limit(tmp_path, monkeypatch):
+def test_failures_are_reported_counted_leave_no_debris_and_end_the_run_at_the_limit(
+    tmp_path, monkeypatch
+):
     small = Small(tmp_path, max_failures=3, asynchronous=False).train(1)
     write = type(small.checkpointer.store).write
 
@@ -311,7 +334,9 @@ def test_failures_are_reported_counted_leave_no_debris_and_end_the_run_at_the_li
     with Heard() as heard:
         small.train(2)
     assert small.checkpointer.failures == 2
-    assert sum("could not be written: rank 0: No space left on device" in line for line in heard) == 2
+    assert (
+        sum("could not be written: rank 0: No space left on device" in line for line in heard) == 2
+    )
     assert steps_in(tmp_path) == ["step-00000001"]
     monkeypatch.undo()
     small.train(1)
@@ -382,7 +407,9 @@ def test_a_run_dir_that_ranks_do_not_share_is_refused_with_the_host(ranks, tmp_p
 
 def test_the_manifest_tells_step_position_mesh_and_files(ranks, tmp_path):
     ranks.run(2, run, str(tmp_path), MESH, HYBRID, steps=1)
-    manifest = json.loads((tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_bytes())
+    manifest = json.loads(
+        (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_bytes()
+    )
     assert manifest["format"] == 1
     assert manifest["step"] == 1
     assert manifest["position"] == 8
@@ -395,14 +422,19 @@ def test_data_files_are_what_the_safetensors_library_reads(tmp_path):
 
     small = Small(tmp_path).train(1)
     small.checkpointer.finish()
-    with safe_open(tmp_path / "checkpoints" / "step-00000001" / "rank-00000.safetensors", "pt") as file:
+    with safe_open(
+        tmp_path / "checkpoints" / "step-00000001" / "rank-00000.safetensors", "pt"
+    ) as file:
         assert torch.equal(file.get_tensor("model/0.weight"), small.model[0].weight)
 
 
 class TiedModel(torch.nn.Module):
     def __init__(self, tied):
         super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        self.first, self.second = (
+            torch.nn.Linear(3, 3, bias=False),
+            torch.nn.Linear(3, 3, bias=False),
+        )
         if tied:
             self.second.weight = self.first.weight
 
@@ -425,7 +457,12 @@ def small_disk(tmp_path):
     """A file system of 1 MiB, where this process may mount one."""
     path = tmp_path / "disk"
     path.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True
+        ).returncode
+    ):
         pytest.skip("mounting a tmpfs needs to be root with CAP_SYS_ADMIN")
     yield path
     subprocess.run(["mount", "-o", "remount,rw", path], capture_output=True)

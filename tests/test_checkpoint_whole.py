@@ -64,7 +64,11 @@ def there_and_back(mesh_sizes, config, name, from_rank0, key_by):
     state = full_state(model, optimizer, rank0_only=from_rank0, key_by=key_by)
     other, other_optimizer = fresh(mesh_sizes, config, name)
     load_full_state(other, other_optimizer, state, from_rank0=from_rank0)
-    return next_losses(mesh, model, optimizer), next_losses(mesh, other, other_optimizer), len(state)
+    return (
+        next_losses(mesh, model, optimizer),
+        next_losses(mesh, other, other_optimizer),
+        len(state),
+    )
 
 
 @pytest.mark.parametrize(("world", "mesh", "config"), LAYOUTS)
@@ -77,7 +81,9 @@ def test_a_whole_state_from_rank_0_continues_bitwise(ranks, world, mesh, config,
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
 def test_every_optimizer_continues_from_each_ranks_own_whole_state(ranks, name):
-    results = ranks.run(4, there_and_back, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}, name, False, "name")
+    results = ranks.run(
+        4, there_and_back, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}, name, False, "name"
+    )
     assert all(losses == others and kept == 2 for losses, others, kept in results)
 
 
@@ -87,13 +93,20 @@ def in_parts(mesh_sizes, config, name):
     kept = sharded_state(model, optimizer, copy=True)
     live = sharded_state(model, optimizer)
     first = next_losses(mesh, model, optimizer)
-    changed = any(not torch.equal(local(live["model"][key]), local(value)) for key, value in kept["model"].items())
+    changed = any(
+        not torch.equal(local(live["model"][key]), local(value))
+        for key, value in kept["model"].items()
+    )
     load_sharded_state(model, optimizer, kept)
     again = next_losses(mesh, model, optimizer)
     other, _ = fresh({"shard": dist.get_world_size()}, {"strategy": "zero3"}, name)
     load_sharded_state(other, None, kept)  # split in another way: redistributed
-    same = all(torch.equal(whole(p), whole(kept["model"][key])) for key, p in other.named_parameters())
-    pieces = sum(local(value).numel() for value in kept["model"].values()) / sum(v.numel() for v in kept["model"].values())
+    same = all(
+        torch.equal(whole(p), whole(kept["model"][key])) for key, p in other.named_parameters()
+    )
+    pieces = sum(local(value).numel() for value in kept["model"].values()) / sum(
+        v.numel() for v in kept["model"].values()
+    )
     return first == again, changed, same, pieces
 
 
@@ -103,7 +116,9 @@ def local(tensor):
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_sharded_state_goes_back_and_to_another_layout(ranks, name):
-    for back, changed, elsewhere, share in ranks.run(4, in_parts, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}, name):
+    for back, changed, elsewhere, share in ranks.run(
+        4, in_parts, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}, name
+    ):
         assert back
         assert changed, "without copy the tensors are the live ones"
         assert elsewhere
@@ -128,9 +143,9 @@ def to_bare_and_back(name):
         named = dict(bare.named_parameters())
         same = all(
             torch.equal(value, bare_optimizer.state[named[key]][entry])
-            for key, entries in rekey_optimizer_state(state["optimizer"], key="name", names=names_of(bare, bare_optimizer))[
-                "state"
-            ].items()
+            for key, entries in rekey_optimizer_state(
+                state["optimizer"], key="name", names=names_of(bare, bare_optimizer)
+            )["state"].items()
             for entry, value in entries.items()
         )
     return next_losses(mesh, model, optimizer) == next_losses(mesh, other, other_optimizer), same
@@ -224,7 +239,10 @@ def test_a_rank_holds_one_whole_parameter_at_a_time(ranks):
 
 def wrong_shapes():
     _, model, _ = build({}, {"strategy": "ddp"})
-    state = {"model": {name: torch.zeros(1) for name, _ in model.named_parameters()} | {"more": torch.zeros(1)}}
+    state = {
+        "model": {name: torch.zeros(1) for name, _ in model.named_parameters()}
+        | {"more": torch.zeros(1)}
+    }
     load_full_state(model, None, state if dist.get_rank() == 0 else None)
 
 
@@ -262,8 +280,14 @@ def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
         ({}, "it has no model"),
         ({"model": {**state["model"], "extra": torch.ones(1)}}, "extra is not in the model"),
         ({"model": state["model"]}, "it has no optimizer"),
-        ({**state, "optimizer": {"state": {"lost": {}}, "param_groups": []}}, "lost is in its optimizer and not in this one"),
-        ({**state, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "groups of [1] parameters, this one of [12]"),
+        (
+            {**state, "optimizer": {"state": {"lost": {}}, "param_groups": []}},
+            "lost is in its optimizer and not in this one",
+        ),
+        (
+            {**state, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
+            "groups of [1] parameters, this one of [12]",
+        ),
     ]:
         with pytest.raises(ConfigError) as error:
             load_full_state(model, optimizer, wrong)
@@ -281,18 +305,30 @@ def applied():
         for name, parameter in module.named_parameters(recurse=False):
             seen.append((tuple(parameter.shape), isinstance(parameter, DTensor)))
             with torch.no_grad():
-                parameter.mul_(torch.arange(1.0, parameter.shape[0] + 1).view(-1, *[1] * (parameter.ndim - 1)))
+                parameter.mul_(
+                    torch.arange(1.0, parameter.shape[0] + 1).view(-1, *[1] * (parameter.ndim - 1))
+                )
             assert name
 
     before = full_state(model, rank0_only=False)["model"]
     apply_full(model, scale)
     after = full_state(model, rank0_only=False)["model"]
     right = all(
-        torch.equal(after[name], value * torch.arange(1.0, value.shape[0] + 1).view(-1, *[1] * (value.ndim - 1)))
+        torch.equal(
+            after[name],
+            value * torch.arange(1.0, value.shape[0] + 1).view(-1, *[1] * (value.ndim - 1)),
+        )
         for name, value in before.items()
     )
-    shapes = sorted(shape for shape, _ in seen) == sorted(tuple(value.shape) for value in before.values())
-    return right, shapes, any(sharded for _, sharded in seen), [name for name, _ in sharded_modules(model)]
+    shapes = sorted(shape for shape, _ in seen) == sorted(
+        tuple(value.shape) for value in before.values()
+    )
+    return (
+        right,
+        shapes,
+        any(sharded for _, sharded in seen),
+        [name for name, _ in sharded_modules(model)],
+    )
 
 
 def test_a_function_is_applied_to_whole_parameters_and_sharded_modules_are_listed(ranks):
@@ -306,12 +342,16 @@ def scheduled(way):
 
     def made(seed):
         mesh, model, _ = build(sizes, config, seed=seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1) if way == "tensor" else 0.1, foreach=False)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=torch.tensor(0.1) if way == "tensor" else 0.1, foreach=False
+        )
         return mesh, model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     def steps(mesh, model, optimizer, scheduler, numbers):
         for number in numbers:
-            found.append((float(optimizer.param_groups[0]["lr"]), train_step(model, optimizer, mesh, number)))
+            found.append(
+                (float(optimizer.param_groups[0]["lr"]), train_step(model, optimizer, mesh, number))
+            )
             scheduler.step()
 
     found: list[tuple[float, float]] = []
@@ -337,7 +377,9 @@ def scheduled(way):
 @pytest.mark.parametrize("way", ["full", "tensor", "sharded"])
 def test_a_scheduler_of_torch_goes_on_where_it_was(ranks, way):
     found = ranks.run(2, scheduled, way)[0]
-    assert [rate for rate, _ in found[:6]] == pytest.approx([0.1 * 0.5**step for step in range(6)], rel=1e-6)
+    assert [rate for rate, _ in found[:6]] == pytest.approx(
+        [0.1 * 0.5**step for step in range(6)], rel=1e-6
+    )
     assert found[6:] == found[3:6]
 
 
@@ -345,30 +387,58 @@ def test_settings_of_groups_are_matched_by_their_parameters():
     model = build_llama()
 
     def ours(**more):
-        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+        matrices, vectors = (
+            [p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False)
+        )
         return torch.optim.AdamW([{"params": matrices}, {"params": vectors, **more}], lr=0.5)
 
     theirs = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75), fused=True)
     state = full_state(model, stepped(model, theirs)[1])
     optimizer = ours(weight_decay=0.5)
     load_full_state(model, optimizer, state, settings=False)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.01), (0.5, 0.5)]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.5, 0.01),
+        (0.5, 0.5),
+    ]
     load_full_state(model, optimizer, state)
     for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.25, (0.5, 0.75), 0.01, None)
+        assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (
+            0.25,
+            (0.5, 0.75),
+            0.01,
+            None,
+        )
     two = full_state(model, stepped(model, ours(weight_decay=0.5))[1])
     with pytest.raises(
-        ConfigError, match="its groups have weight_decay=0.01 and weight_decay=0.5 for parameters that are one group here"
+        ConfigError,
+        match="its groups have weight_decay=0.01 and weight_decay=0.5 for parameters that are one group here",
     ):
         load_full_state(model, theirs, two)
     load_full_state(model, theirs, two, settings=False)
     for load in (load_full_state, load_sharded_state):
         for settings in (True, False):
-            with pytest.raises(ConfigError, match="is of another class: it has amsgrad, betas, eps, and SGD here has dampening"):
-                load(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), state, settings=settings)
-    for wrong, says in (({"lr": "high"}, "its lr is 'high', no number"), ({"betas": 0.5}, "its betas is 0.5, no list")):
+            with pytest.raises(
+                ConfigError,
+                match="is of another class: it has amsgrad, betas, eps, and SGD here has dampening",
+            ):
+                load(
+                    model,
+                    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+                    state,
+                    settings=settings,
+                )
+    for wrong, says in (
+        ({"lr": "high"}, "its lr is 'high', no number"),
+        ({"betas": 0.5}, "its betas is 0.5, no list"),
+    ):
         groups = [{**state["optimizer"]["param_groups"][0], **wrong}]
         with pytest.raises(ConfigError, match=says):
-            load_full_state(model, theirs, {**state, "optimizer": {**state["optimizer"], "param_groups": groups}})
-    with pytest.raises(ConfigError, match=r'it has no model: give a state dict as \{"model": state_dict\}'):
+            load_full_state(
+                model,
+                theirs,
+                {**state, "optimizer": {**state["optimizer"], "param_groups": groups}},
+            )
+    with pytest.raises(
+        ConfigError, match=r'it has no model: give a state dict as \{"model": state_dict\}'
+    ):
         load_full_state(model, None, model.state_dict())

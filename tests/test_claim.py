@@ -16,10 +16,18 @@ def test_the_first_start_is_told_who_took_over(tmp_path):
     first.check()
     second = RunClaim(str(tmp_path))
     second.check()
-    with pytest.raises(RunTakenOver, match=f"process {os.getpid()}, .* has taken over {tmp_path}: this one ends without writing"):
+    with pytest.raises(
+        RunTakenOver,
+        match=f"process {os.getpid()}, .* has taken over {tmp_path}: this one ends without writing",
+    ):
         first.check()
     assert sorted(os.listdir(tmp_path)) == ["owner.json"]
-    assert set(json.loads((tmp_path / "owner.json").read_text())) == {"token", "host", "process", "time"}
+    assert set(json.loads((tmp_path / "owner.json").read_text())) == {
+        "token",
+        "host",
+        "process",
+        "time",
+    }
 
 
 def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):

@@ -16,7 +16,15 @@ from pathlib import Path
 import jobs
 import pytest
 
-from tools.cluster import Cluster, ClusterError, difference, leftovers, parse_fault, traffic, why_not
+from tools.cluster import (
+    Cluster,
+    ClusterError,
+    difference,
+    leftovers,
+    parse_fault,
+    traffic,
+    why_not,
+)
 from tools.cluster.__main__ import main
 from tools.cluster.network import namespaces, parse_rate
 from tools.cluster.node import processes_of_machine
@@ -64,7 +72,9 @@ def python(source: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", source, *map(str, arguments)]
 
 
-def await_text(cluster: Cluster, node: int, text: str, after: int = 0, timeout: float = 20.0) -> int:
+def await_text(
+    cluster: Cluster, node: int, text: str, after: int = 0, timeout: float = 20.0
+) -> int:
     """Until the node's log has ``text`` beyond ``after`` characters. Returns how long the log is then."""
     deadline = time.monotonic() + timeout
     while True:
@@ -83,7 +93,12 @@ def transfer(cluster: Cluster, sender: int, receiver: int, size: int) -> float:
     cluster.execute(sender, python(SEND, f"node{receiver}", size))
     assert listener.wait(20) == 0
     _, received, seconds = (
-        cluster.log_path(receiver).read_text()[begun:].split("TOTAL")[1].split("\n")[0].rpartition("TOTAL")[2].split(" ")
+        cluster.log_path(receiver)
+        .read_text()[begun:]
+        .split("TOTAL")[1]
+        .split("\n")[0]
+        .rpartition("TOTAL")[2]
+        .split(" ")
     )
     assert int(received) == size
     return size / float(seconds)
@@ -115,10 +130,14 @@ def comes_to(pid: int, states: str) -> bool:
 
 def left_of(tag: str) -> list[str]:
     """Namespaces, folders and processes that name this cluster."""
-    left = [name for name in namespaces() if tag in name] + [str(path) for path in leftovers.ROOT.glob(f"*{tag}*")]
+    left = [name for name in namespaces() if tag in name] + [
+        str(path) for path in leftovers.ROOT.glob(f"*{tag}*")
+    ]
     for pid in processes_of_machine():
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/environ").read_text(errors="replace")
+            words = Path(f"/proc/{pid}/cmdline").read_text() + Path(
+                f"/proc/{pid}/environ"
+            ).read_text(errors="replace")
         except OSError:
             continue
         if f"p2d-cluster-{tag}" in words:
@@ -131,7 +150,11 @@ def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
     before = root_links()
     with Cluster(3) as cluster:
         assert root_links() == before
-        assert [cluster.execute(node, ["hostname"]).strip() for node in range(3)] == ["node0", "node1", "node2"]
+        assert [cluster.execute(node, ["hostname"]).strip() for node in range(3)] == [
+            "node0",
+            "node1",
+            "node2",
+        ]
         cluster.execute(0, ["touch", "/dev/shm/mine"])
         assert cluster.execute(0, ["ls", "/dev/shm"]).split() == ["mine"]
         assert cluster.execute(1, ["ls", "/dev/shm"]).split() == []
@@ -191,7 +214,9 @@ def test_workers_are_killed_stopped_and_continued():
         deadline = time.monotonic() + 30
         while len(cluster.nodes[0].processes()) < 3 or len(cluster.nodes[1].processes()) < 3:
             assert time.monotonic() < deadline
-        workers = {(node, rank): cluster.nodes[node].worker(rank) for node in (0, 1) for rank in (0, 1)}
+        workers = {
+            (node, rank): cluster.nodes[node].worker(rank) for node in (0, 1) for rank in (0, 1)
+        }
         assert len(set(workers.values())) == 4
         cluster.stop_worker(0, 1)
         assert comes_to(workers[0, 1], "T")
@@ -202,7 +227,9 @@ def test_workers_are_killed_stopped_and_continued():
             assert time.monotonic() < deadline
         assert job.poll() == {0: None, 1: 137}
         assert all(comes_to(workers[key], "S") for key in ((0, 0), (0, 1), (1, 0)))
-        with pytest.raises(ClusterError, match=r"node1 has no worker with local rank 1, only \['0'\]"):
+        with pytest.raises(
+            ClusterError, match=r"node1 has no worker with local rank 1, only \['0'\]"
+        ):
             cluster.kill_worker(1, 1)
         with pytest.raises(ClusterError, match="node=2: there are nodes 0 to 1"):
             cluster.kill_worker(2, 0)
@@ -215,7 +242,9 @@ def test_a_killed_node_loses_its_memory_and_its_peers_notice():
         cluster.execute(0, ["touch", "/dev/shm/mine"])
         cluster.kill_node(0)
         assert cluster.nodes[0].processes() == []
-        await_text(cluster, 1, "ERROR")  # at once, by a reset; a silent peer would be noticed after minutes
+        await_text(
+            cluster, 1, "ERROR"
+        )  # at once, by a reset; a silent peer would be noticed after minutes
         with pytest.raises(ClusterError, match="node0 is down"):
             cluster.execute(0, ["true"])
         cluster.restore_node(0)
@@ -239,7 +268,9 @@ def test_power_loss_is_silent_until_the_node_is_back():
         with pytest.raises(ClusterError, match="node0 has no power"):
             cluster.heal(0)
         cluster.restore_node(0)
-        await_text(cluster, 1, "ERROR ConnectionResetError")  # the new kernel does not know the connection
+        await_text(
+            cluster, 1, "ERROR ConnectionResetError"
+        )  # the new kernel does not know the connection
         assert cluster.counters()["node0"]["eth0"]["rx_bytes"] >= before["eth0"]["rx_bytes"]
         begun = len(cluster.log_path(0).read_text())
         transfer(cluster, 1, 0, 1000)
@@ -268,7 +299,9 @@ def test_a_partition_lets_nothing_through_and_heals():
         sent = len(cluster.log_path(1).read_text())
         for _ in range(20):
             sent = await_text(cluster, 1, "SENT", sent)
-        assert "HEARD" not in cluster.log_path(0).read_text()[heard + 20 :]  # one line may have been on its way
+        assert (
+            "HEARD" not in cluster.log_path(0).read_text()[heard + 20 :]
+        )  # one line may have been on its way
         transfer(cluster, 0, 2, 1000)  # the others go on
         cluster.heal(1)
         await_text(cluster, 0, "HEARD", len(cluster.log_path(0).read_text()))
@@ -316,7 +349,9 @@ except ConnectionRefusedError:  # the first was enough
                 cluster.execute(1, python(send))
                 assert listener.wait(10) == 0
                 arrived = int(cluster.log_path(0).read_text()[begun:].split()[-1])
-                assert arrived == pytest.approx(2000 * (1 - share), abs=0 if share == 0 else 120)  # 6 standard deviations
+                assert arrived == pytest.approx(
+                    2000 * (1 - share), abs=0 if share == 0 else 120
+                )  # 6 standard deviations
                 cluster.set_loss(lossy, 0.0)
         with pytest.raises(ClusterError, match="loss=2 must lie between 0 and 1"):
             cluster.set_loss(0, 2)
@@ -349,7 +384,9 @@ def test_two_clusters_at_once_do_not_meet():
         transfer(other, 1, 0, 20_000)
         first, second = one.tag, other.tag
         assert first != second
-        assert leftovers.clean() == [] or first in leftovers.states()  # a living cluster is no leftover
+        assert (
+            leftovers.clean() == [] or first in leftovers.states()
+        )  # a living cluster is no leftover
         assert one.execute(0, ["hostname"]) == "node0\n"
     assert left_of(first) == left_of(second) == []
 
@@ -369,7 +406,10 @@ def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
         "--",
     ]
     tool = subprocess.Popen(
-        [*words, "sh", "-c", "echo FOLDER $TMPDIR; sleep 1000 & sleep 1001"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [*words, "sh", "-c", "echo FOLDER $TMPDIR; sleep 1000 & sleep 1001"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     for line in tool.stdout:
         if "FOLDER" in line:
@@ -385,7 +425,10 @@ def test_nothing_is_left_after_a_signal(tmp_path, number):
     tool.send_signal(number)
     assert tool.wait(20) == 128 + number
     assert left_of(tag) == []
-    assert json.loads((tmp_path / "out/counters.json").read_text())["exit_codes"] == {"node0": None, "node1": None}
+    assert json.loads((tmp_path / "out/counters.json").read_text())["exit_codes"] == {
+        "node0": None,
+        "node1": None,
+    }
 
 
 @needs_nodes
@@ -396,7 +439,13 @@ def test_clean_removes_what_a_killed_tool_left(tmp_path):
     folder = leftovers.ROOT / f"p2d-cluster-{tag}"
     assert folder.exists()
     assert (
-        subprocess.run([sys.executable, "-m", "tools.cluster", "clean"], cwd=ROOT, capture_output=True, text=True).returncode == 0
+        subprocess.run(
+            [sys.executable, "-m", "tools.cluster", "clean"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        ).returncode
+        == 0
     )
     assert left_of(tag) == []
 
@@ -417,14 +466,38 @@ def test_processes_of_a_killed_tool_end_by_themselves(tmp_path):
 @pytest.mark.slow
 @needs_nodes
 def test_faults_from_the_command_line(tmp_path, capsys):
-    words = ["run", "--nodes", "2", "--ranks", "2", "--launcher", "none", "--output", str(tmp_path), "--timeout", "60"]
-    faults = ["--fault", "at=2s kill-worker node=0 rank=1", "--fault", "at=0.3s kill-node node=1 for=0.2s"]
+    words = [
+        "run",
+        "--nodes",
+        "2",
+        "--ranks",
+        "2",
+        "--launcher",
+        "none",
+        "--output",
+        str(tmp_path),
+        "--timeout",
+        "60",
+    ]
+    faults = [
+        "--fault",
+        "at=2s kill-worker node=0 rank=1",
+        "--fault",
+        "at=0.3s kill-node node=1 for=0.2s",
+    ]
     faults += ["--fault", "at=2.5s kill-node node=1", "--fault", "at=50s heal node=0"]
     code = main([*words, *faults, "--", "sh", "-c", WORKERS])
     said = capsys.readouterr().out
-    assert code == 137, said  # node 0's launcher ended with its worker's code; node 1 was ended by us
+    assert code == 137, (
+        said
+    )  # node 0's launcher ended with its worker's code; node 1 was ended by us
     report = json.loads((tmp_path / "counters.json").read_text())
-    assert sorted(event["fault"] for event in report["events"]) == ["kill-node", "kill-node", "kill-worker", "restore-node"]
+    assert sorted(event["fault"] for event in report["events"]) == [
+        "kill-node",
+        "kill-node",
+        "kill-worker",
+        "restore-node",
+    ]
     assert report["exit_codes"] == {"node0": 137, "node1": -9}
     assert "the job ended before its time came: heal" in said
 
@@ -432,7 +505,10 @@ def test_faults_from_the_command_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("at=3s kill-wroker node=1 rank=0", "kill-wroker is not a fault; did you mean kill-worker?"),
+        (
+            "at=3s kill-wroker node=1 rank=0",
+            "kill-wroker is not a fault; did you mean kill-worker?",
+        ),
         ("at=3s kill-worker node=1", "kill-worker needs rank="),
         ("at=3s partition node=1 rank=0", "partition has no rank=, only node, for"),
         ("at=3s rate node=1 rate=20parsec", "rate=20parsec must be a rate such as 200mbit"),
@@ -450,8 +526,17 @@ def test_a_mistyped_fault_is_explained(text, message):
 
 def test_words_of_faults_and_rates():
     fault = parse_fault("at=step:20 loss node=1 share=2% for=5s")
-    assert (fault.kind, fault.step, fault.seconds, fault.values) == ("loss", 20, None, {"node": 1, "share": 0.02, "for": 5.0})
-    assert (parse_rate("200mbit"), parse_rate("1.5gbit"), parse_rate(None)) == (200_000_000, 1_500_000_000, None)
+    assert (fault.kind, fault.step, fault.seconds, fault.values) == (
+        "loss",
+        20,
+        None,
+        {"node": 1, "share": 0.02, "for": 5.0},
+    )
+    assert (parse_rate("200mbit"), parse_rate("1.5gbit"), parse_rate(None)) == (
+        200_000_000,
+        1_500_000_000,
+        None,
+    )
     with pytest.raises(ClusterError, match="rate=fast must be a number and a unit"):
         parse_rate("fast")
 
@@ -476,7 +561,9 @@ SIZES = ("model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision
 
 @pytest.fixture
 def corpus(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(4000)))
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(4000))
+    )
     return tmp_path
 
 
@@ -485,7 +572,11 @@ def corpus(tmp_path):
 def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, corpus):
     ranks.run(4, jobs.run, str(corpus), str(corpus / "one"), SIZES, 8)
     with Cluster(2, ranks=2) as cluster:
-        words = [*(word for word in jobs.SMALL if not word.startswith("hydra.")), *SIZES, f"hydra.run.dir={corpus / 'two'}"]
+        words = [
+            *(word for word in jobs.SMALL if not word.startswith("hydra.")),
+            *SIZES,
+            f"hydra.run.dir={corpus / 'two'}",
+        ]
         job = cluster.run(["-m", "parallel2d.train", "strategy=hybrid", *words], cwd=corpus)
         job.check(timeout=150)
         counted = cluster.counters()
@@ -503,8 +594,13 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, corpus):
 @pytest.mark.soak
 def test_a_mesh_that_shards_across_nodes_by_accident_is_refused(corpus):
     with Cluster(2, ranks=[3, 1]) as cluster:
-        words = [*(word for word in jobs.SMALL if not word.startswith("hydra.")), f"hydra.run.dir={corpus / 'run'}"]
-        job = cluster.run(["-m", "parallel2d.train", "strategy=hybrid", "mesh.shard=2", *words], cwd=corpus)
+        words = [
+            *(word for word in jobs.SMALL if not word.startswith("hydra.")),
+            f"hydra.run.dir={corpus / 'run'}",
+        ]
+        job = cluster.run(
+            ["-m", "parallel2d.train", "strategy=hybrid", "mesh.shard=2", *words], cwd=corpus
+        )
         codes = job.wait(timeout=150)
         said = job.output(0) + job.output(1)
     assert all(codes.values())

@@ -57,7 +57,9 @@ def read_rows() -> list[Row]:
         for line in section.splitlines() if origin else ():
             if line.startswith("| ") and not line.startswith("| you wrote"):
                 _, left, right, note, _ = (cell.strip() for cell in line.split("|"))
-                rows.append(Row(origin, left.replace("`", ""), tuple(re.findall(r"`([^`]+)`", right)), note))
+                rows.append(
+                    Row(origin, left.replace("`", ""), tuple(re.findall(r"`([^`]+)`", right)), note)
+                )
     return rows
 
 
@@ -68,7 +70,10 @@ ANSWERS = [(row, code, text) for row in ROWS for code, text in ANSWERED.findall(
 
 
 def named(rows: list[Any]) -> dict[str, Any]:
-    return {"argvalues": rows, "ids": [(row[0] if isinstance(row[0], Row) else row).name[:60] for row in rows]}
+    return {
+        "argvalues": rows,
+        "ids": [(row[0] if isinstance(row[0], Row) else row).name[:60] for row in rows],
+    }
 
 
 def test_the_document_was_read():
@@ -76,10 +81,15 @@ def test_the_document_was_read():
     assert len(PYTHON) > 50
     assert len(COMMANDS) > 70
     assert len(ANSWERS) > 50
-    assert all(row.code or ANSWERED.search(row.note) for row in ROWS), "a row says nothing that can be checked"
+    assert all(row.code or ANSWERED.search(row.note) for row in ROWS), (
+        "a row says nothing that can be checked"
+    )
 
 
-@pytest.mark.parametrize("row", **named([row for row in PYTHON if "setup(" not in row.code[0] and not ON_CPU.search(row.note)]))
+@pytest.mark.parametrize(
+    "row",
+    **named([row for row in PYTHON if "setup(" not in row.code[0] and not ON_CPU.search(row.note)]),
+)
 def test_python(ranks, row):
     ranks.run(4, run_cell, row.origin, row.left, "\n".join(row.code))
 
@@ -102,7 +112,10 @@ def test_python_that_starts_and_ends_the_process_group(row):
 
 @pytest.mark.parametrize(
     "answers",
-    argvalues=[[a for a in ANSWERS if a[0].origin == origin and not WORDS.fullmatch(a[1])] for origin in ORIGINS[:3]],
+    argvalues=[
+        [a for a in ANSWERS if a[0].origin == origin and not WORDS.fullmatch(a[1])]
+        for origin in ORIGINS[:3]
+    ],
     ids=ORIGINS[:3],
 )
 def test_old_options_in_code_are_answered(ranks, answers):
@@ -120,7 +133,11 @@ def test_old_options_on_the_command_line_are_answered():
     lines = _explain(sorted({words for words, _ in told}), ValueError("unused")).splitlines()
     for words, text in told:
         key = words.partition("=")[0]
-        said = [line for line in lines if line.startswith((f"unknown key {key} (given as {words})", f"{words} is not one of"))]
+        said = [
+            line
+            for line in lines
+            if line.startswith((f"unknown key {key} (given as {words})", f"{words} is not one of"))
+        ]
         assert len(said) == 1, words
         assert text in said[0], words
 
@@ -131,14 +148,26 @@ BASE = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=32", "model.n_layers=2",
     "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
 )  # fmt: skip
-SHORT = ("train.steps=2", "train.validate_every=0", "checkpoint.enabled=false", "metrics.tensorboard=false")
-IMPLIED = {"data": ("data.",), "model": ("model.",)}  # a choice of a group replaces what is said of it
+SHORT = (
+    "train.steps=2",
+    "train.validate_every=0",
+    "checkpoint.enabled=false",
+    "metrics.tensorboard=false",
+)
+IMPLIED = {
+    "data": ("data.",),
+    "model": ("model.",),
+}  # a choice of a group replaces what is said of it
 
 
 def with_base(base: tuple[str, ...], words: list[str]) -> list[str]:
     keys = {word.partition("=")[0] for word in words}
     dropped = tuple(prefix for key in keys for prefix in IMPLIED.get(key, ()))
-    kept = [word for word in base if word.partition("=")[0] not in keys and not (dropped and word.startswith(dropped))]
+    kept = [
+        word
+        for word in base
+        if word.partition("=")[0] not in keys and not (dropped and word.startswith(dropped))
+    ]
     return [*kept, *words]
 
 
@@ -177,7 +206,9 @@ def reads_a_library_model(row: Row) -> bool:
     return "model.path" in row.code[0]
 
 
-@pytest.mark.parametrize("row", **named([row for row in COMMANDS if not reads_a_library_model(row)]))
+@pytest.mark.parametrize(
+    "row", **named([row for row in COMMANDS if not reads_a_library_model(row)])
+)
 def test_words(folder, monkeypatch, row):
     check_words(folder, monkeypatch, row)
 
@@ -188,7 +219,9 @@ def test_words_of_library_models(folder, monkeypatch, row, saved_llama):
     check_words(folder, monkeypatch, row, saved_llama)
 
 
-def check_words(folder: Path, monkeypatch: pytest.MonkeyPatch, row: Row, at: str = "folder") -> None:
+def check_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, row: Row, at: str = "folder"
+) -> None:
     from parallel2d.assemble import check as check_job
     from parallel2d.launch import workers_per_node
     from parallel2d.mesh import Topology
@@ -213,7 +246,13 @@ def saved_llama(tmp_path_factory):
     from parallel2d.models import huggingface
 
     path = str(tmp_path_factory.mktemp("llama"))
-    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     huggingface.build(architecture="llama", arguments=sizes).save_pretrained(path)
     return path
 
@@ -233,7 +272,9 @@ def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
         config = jobs.config_of(with_base((*BASE, *SHORT), words))
         os.makedirs(run_dir, exist_ok=True)
         rank, world = dist.get_rank(), dist.get_world_size()
-        runtime = Runtime(Place(rank, world, rank, 0, 1, "torchrun"), torch.device("cpu"), Topology.gather())
+        runtime = Runtime(
+            Place(rank, world, rank, 0, 1, "torchrun"), torch.device("cpu"), Topology.gather()
+        )
         trainer = build_trainer(Job(config, run_dir, ()), runtime)
         feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)
         trainer.begin(feed)
@@ -267,7 +308,9 @@ def trained(ranks, folder):
     @functools.cache
     def train(origin: str, left: str) -> dict[str, Any]:
         words = list(row_of(origin, left).code[0].split())
-        return ranks.run(4, run_words, str(folder), str(folder / re.sub(r"\W+", "-", f"{origin} {left}")), words)[0]
+        return ranks.run(
+            4, run_words, str(folder), str(folder / re.sub(r"\W+", "-", f"{origin} {left}")), words
+        )[0]
 
     return train
 
@@ -280,7 +323,13 @@ def sent(row: dict[str, Any], axis: str) -> float:
 def test_strategies_move_what_they_say(trained):
     zero3, zero2, ddp, hybrid, hybrid_zero2 = (
         trained("FullySharded", f"ShardingStrategy.{name}")
-        for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        for name in (
+            "FULL_SHARD",
+            "SHARD_GRAD_OP",
+            "NO_SHARD",
+            "HYBRID_SHARD",
+            "_HYBRID_SHARD_ZERO2",
+        )
     )
     losses = {round(row["loss"], 4) for row in (zero3, zero2, ddp, hybrid, hybrid_zero2)}
     assert len(losses) == 1
@@ -292,7 +341,10 @@ def test_strategies_move_what_they_say(trained):
 
 @pytest.mark.slow
 def test_precision_words_change_bytes_and_dtypes(trained):
-    fp32, bf16 = trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"), trained("Lightning", 'Trainer(precision="bf16-mixed")')
+    fp32, bf16 = (
+        trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"),
+        trained("Lightning", 'Trainer(precision="bf16-mixed")'),
+    )
     true = trained("Lightning", 'Trainer(precision="bf16-true")')
     assert sent(bf16, "shard") < sent(fp32, "shard")
     assert sent(true, "replicate") == pytest.approx(sent(fp32, "replicate") / 2)
@@ -309,7 +361,9 @@ def test_words_of_torchtitan_train(trained):
     assert tensor["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert trained("torchtitan", "optimizer.name")["optimizer"] == "Adam"
     assert trained("Lightning", "Trainer(accumulate_grad_batches=4)")["accumulation"] == 4
-    assert trained("torchtitan", 'activation_checkpoint.mode = "full"')["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert trained("torchtitan", 'activation_checkpoint.mode = "full"')["loss"] == pytest.approx(
+        plain["loss"], rel=1e-5
+    )
 
 
 # Whole scripts
@@ -333,14 +387,33 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow
 def test_the_torchtitan_config_as_a_command(folder):
     """The very words, on a text of ours; then its checkpoint as one file."""
-    small = ["data=text", "data.path=corpus.txt", "data.cache_dir=cache", "hydra.run.dir=titan", "train.validate_every=0"]
-    command = [sys.executable, "-m", "parallel2d.train", *words_of("torchtitan", "parallel2d.train"), *small]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    small = [
+        "data=text",
+        "data.path=corpus.txt",
+        "data.cache_dir=cache",
+        "hydra.run.dir=titan",
+        "train.validate_every=0",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "parallel2d.train",
+        *words_of("torchtitan", "parallel2d.train"),
+        *small,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "titan" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "titan" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert sorted(path.name for path in (folder / "titan" / "checkpoints").glob("step-*")) == ["step-00000005", "step-00000010"]
+    assert sorted(path.name for path in (folder / "titan" / "checkpoints").glob("step-*")) == [
+        "step-00000005",
+        "step-00000010",
+    ]
     layout = json.loads((folder / "titan" / "layout.json").read_text())
     assert layout["mesh"] == {"replicate": 2, "shard": 2, "tensor": 1}
 
@@ -366,8 +439,17 @@ def test_the_lightning_script_as_a_module_and_words(ranks, folder):
 @pytest.mark.slow
 def test_the_fsdp1_script_moved_over(folder):
     (folder / "moved.py").write_text(block("fsdp1"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "moved.py"]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "moved.py",
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 10

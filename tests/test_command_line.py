@@ -48,7 +48,9 @@ class Bigram(nn.Module):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(20000)))
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(20000))
+    )
     (tmp_path / "my_models.py").write_text(MODELS)
     return tmp_path
 
@@ -63,7 +65,14 @@ def environment():
 
 
 def execute(folder, *words, **options):
-    return subprocess.run(command(*words, **options), cwd=folder, env=environment(), capture_output=True, text=True, timeout=150)
+    return subprocess.run(
+        command(*words, **options),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
 
 
 def rows(run_dir: Path):
@@ -89,14 +98,28 @@ def test_a_run_has_one_run_dir_with_everything_in_it(folder):
     alone = execute(folder, *SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
     assert alone.returncode == 0, alone.stderr
     run_dir = folder / "alone"
-    assert {"metrics.jsonl", "tensorboard", "layout.json", "train.log", ".hydra"} <= set(os.listdir(run_dir))
+    assert {"metrics.jsonl", "tensorboard", "layout.json", "train.log", ".hydra"} <= set(
+        os.listdir(run_dir)
+    )
     assert len(list(folder.rglob(".hydra"))) == 1
     found = rows(run_dir)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert "time/first_step_s" in found[0]
     assert "throughput/tokens_per_s" not in found[0]
-    assert {"loss", "grad_norm", "learning_rate", "tokens", "data/batch_hash", "memory/peak_rss_gib"} <= found[0].keys()
-    assert {"throughput/tokens_per_s", "time/step_s", "time/data_s", "throughput/model_tflops_per_rank"} <= found[1].keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "data/batch_hash",
+        "memory/peak_rss_gib",
+    } <= found[0].keys()
+    assert {
+        "throughput/tokens_per_s",
+        "time/step_s",
+        "time/data_s",
+        "throughput/model_tflops_per_rank",
+    } <= found[1].keys()
     assert "validation/loss" in found[1]
     assert found[-1]["tokens"] == 4 * 8 * 16
     assert found[-1]["loss"] < found[0]["loss"]
@@ -111,13 +134,22 @@ def test_a_run_has_one_run_dir_with_everything_in_it(folder):
 def test_torchrun_gives_one_run_dir_and_the_same_losses(folder):
     alone = execute(folder, *SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
     assert alone.returncode == 0, alone.stderr
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train")
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "parallel2d.train",
+    )
     started = execute(folder, *SMALL, "strategy=zero3", launcher=torchrun)
     assert started.returncode == 0, started.stderr
     (other,) = [path for path in run_dirs(folder) if path != folder / "alone"]
     assert len(list(folder.rglob(".hydra"))) == 2
     assert losses(other) == pytest.approx(losses(folder / "alone"), rel=1e-5)
-    assert [row["data/batch_hash"] for row in rows(other)] == [row["data/batch_hash"] for row in rows(folder / "alone")]
+    assert [row["data/batch_hash"] for row in rows(other)] == [
+        row["data/batch_hash"] for row in rows(folder / "alone")
+    ]
 
     refused = execute(folder, *SMALL, "-m", "strategy=ddp,zero3", launcher=torchrun)
     assert refused.returncode != 0
@@ -126,22 +158,37 @@ def test_torchrun_gives_one_run_dir_and_the_same_losses(folder):
 
 @pytest.mark.slow
 def test_a_sweep_over_a_custom_model_gives_every_job_its_own_complete_run(folder):
-    words = ("model=custom", "model.target=my_models:Bigram", "model.arguments.width=32", "strategy=ddp,zero3")
+    words = (
+        "model=custom",
+        "model.target=my_models:Bigram",
+        "model.arguments.width=32",
+        "strategy=ddp,zero3",
+    )
     small = [word for word in SMALL if not word.startswith("model.")]
-    done = execute(folder, "-m", *small, *words, "launch.nproc_per_node=2", "metrics.console=silent")
+    done = execute(
+        folder, "-m", *small, *words, "launch.nproc_per_node=2", "metrics.console=silent"
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "step" not in done.stderr  # metrics.console=silent
     first, second = run_dirs(folder)
     assert losses(first) == pytest.approx(losses(second), rel=1e-5)
-    strategies = [re.search(r"strategy:\n  name: (\w+)", (d / ".hydra/config.yaml").read_text())[1] for d in (first, second)]
+    strategies = [
+        re.search(r"strategy:\n  name: (\w+)", (d / ".hydra/config.yaml").read_text())[1]
+        for d in (first, second)
+    ]
     assert strategies == ["ddp", "zero3"]
     assert losses(first)[-1] < losses(first)[0]
 
 
 @pytest.mark.slow
 def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
-    words = ("model=custom", "model.target=my_models:Bigram", "model.arguments.fail_on=1", "hydra.run.dir=run")
+    words = (
+        "model=custom",
+        "model.target=my_models:Bigram",
+        "model.arguments.fail_on=1",
+        "hydra.run.dir=run",
+    )
     small = [word for word in SMALL if not word.startswith("model.")]
     failed = execute(folder, *small, *words, "launch.nproc_per_node=2", "metrics.console=silent")
     assert failed.returncode == 1
@@ -164,7 +211,11 @@ def test_ending_the_launcher_ends_every_worker(folder, way):
     assert len(workers) == 2
     launcher.send_signal(signal.SIGINT if "SIGINT" in way else signal.SIGKILL)
     _, said = launcher.communicate(timeout=20)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of all workers", 10)
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers),
+        "the end of all workers",
+        10,
+    )
     if "SIGINT" in way:
         assert launcher.returncode == 130
         assert "interrupted; all workers have ended" in said
@@ -176,9 +227,19 @@ def test_a_taken_port_is_one_clear_message(folder):
         taken.bind(("localhost", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        rank = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
         failed = subprocess.run(
-            command(*SMALL), cwd=folder, env={**environment(), **rank}, capture_output=True, text=True, timeout=60
+            command(*SMALL),
+            cwd=folder,
+            env={**environment(), **rank},
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
     assert failed.returncode != 0
     assert f"localhost:{port} is in use" in failed.stderr
@@ -198,7 +259,11 @@ def test_own_loop_example_runs():
     example = Path(__file__).parent.parent / "examples" / "own_loop.py"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
-        command(str(example), launcher=launcher), env=environment(), capture_output=True, text=True, timeout=120
+        command(str(example), launcher=launcher),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
@@ -210,9 +275,20 @@ def test_own_loop_example_runs():
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
     words = [word for word in SMALL if "steps" not in word]
-    run = [*words, "train.steps=100000", "checkpoint.every=0", "launch.nproc_per_node=2", "hydra.run.dir=run"]
+    run = [
+        *words,
+        "train.steps=100000",
+        "checkpoint.every=0",
+        "launch.nproc_per_node=2",
+        "hydra.run.dir=run",
+    ]
     launcher = subprocess.Popen(
-        command(*run), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        command(*run),
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     metrics = folder / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
@@ -235,8 +311,15 @@ def test_restarted_workers_go_on_in_the_run_dir_of_their_first_life(folder):
     torchrun = (
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "parallel2d.train",
     )  # fmt: skip
-    small = [word for word in SMALL if not word.startswith(("model.", "train.steps", "train.validate"))]
-    words = ["model=custom", "model.target=my_models:Bigram", "model.arguments.fail_on=1", "model.arguments.fail_at=6"]
+    small = [
+        word for word in SMALL if not word.startswith(("model.", "train.steps", "train.validate"))
+    ]
+    words = [
+        "model=custom",
+        "model.target=my_models:Bigram",
+        "model.arguments.fail_on=1",
+        "model.arguments.fail_at=6",
+    ]
     done = subprocess.run(
         command(*small, *words, "train.steps=8", "checkpoint.every=2", "checkpoint.asynchronous=false", launcher=torchrun),
         cwd=folder, env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, capture_output=True, text=True, timeout=150,

@@ -33,7 +33,9 @@ def everything(stream: SampleStream) -> Any:
     return stream.read(range(len(stream)))
 
 
-def one_image(folder: Path, pixels: np.ndarray, name: str = "x.png", mode: str | None = None, **options: Any) -> torch.Tensor:
+def one_image(
+    folder: Path, pixels: np.ndarray, name: str = "x.png", mode: str | None = None, **options: Any
+) -> torch.Tensor:
     (folder / "only").mkdir(parents=True, exist_ok=True)
     image = Image.fromarray(pixels)
     (image.convert(mode) if mode else image).save(folder / "only" / name)
@@ -64,13 +66,28 @@ def test_a_batch_holds_images_and_one_class_each(folder: Path) -> None:
 
 def test_an_image_is_its_square_scaled_and_normalized(tmp_path: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (16, 24, 3), dtype=np.uint8)
-    assert torch.equal(one_image(tmp_path / "same", pixels[:, :16], image_size=16), normalized(pixels[:, :16]))
-    assert torch.equal(one_image(tmp_path / "cut", pixels, image_size=16), normalized(pixels[:, 4:20]))
-    smaller = np.asarray(Image.fromarray(pixels).resize((12, 8), Image.Resampling.BILINEAR))[:, 2:10]
+    assert torch.equal(
+        one_image(tmp_path / "same", pixels[:, :16], image_size=16), normalized(pixels[:, :16])
+    )
+    assert torch.equal(
+        one_image(tmp_path / "cut", pixels, image_size=16), normalized(pixels[:, 4:20])
+    )
+    smaller = np.asarray(Image.fromarray(pixels).resize((12, 8), Image.Resampling.BILINEAR))[
+        :, 2:10
+    ]
     assert torch.equal(one_image(tmp_path / "smaller", pixels), normalized(smaller))
-    blurred = F.interpolate(torch.from_numpy(pixels[:, 4:20]).permute(2, 0, 1)[None].double(), 8, mode="bilinear", antialias=True)
-    inside = one_image(tmp_path / "blurred", pixels)[:, :, 1:-1]  # at the border, pixels beside the square have their part
-    assert ((inside + 1) * 127.5 - blurred[0][:, :, 1:-1]).abs().max() <= 1.01  # Pillow rounds after each of two passes
+    blurred = F.interpolate(
+        torch.from_numpy(pixels[:, 4:20]).permute(2, 0, 1)[None].double(),
+        8,
+        mode="bilinear",
+        antialias=True,
+    )
+    inside = one_image(tmp_path / "blurred", pixels)[
+        :, :, 1:-1
+    ]  # at the border, pixels beside the square have their part
+    assert (
+        (inside + 1) * 127.5 - blurred[0][:, :, 1:-1]
+    ).abs().max() <= 1.01  # Pillow rounds after each of two passes
     tall = one_image(tmp_path / "tall", np.repeat(pixels[:, :1], 3, axis=1)[:, :3], image_size=64)
     assert tall.shape == (3, 64, 64)
 
@@ -80,7 +97,9 @@ def test_every_kind_of_file_becomes_what_the_model_reads(tmp_path: Path) -> None
     wanted = normalized(grey[..., None])
     assert torch.equal(one_image(tmp_path / "grey", grey, channels=1), wanted)
     assert torch.equal(one_image(tmp_path / "three", grey), wanted.expand(3, 8, 8))
-    assert torch.equal(one_image(tmp_path / "deep", grey.astype(np.uint16) * 256 + 99), wanted.expand(3, 8, 8))
+    assert torch.equal(
+        one_image(tmp_path / "deep", grey.astype(np.uint16) * 256 + 99), wanted.expand(3, 8, 8)
+    )
     assert torch.equal(one_image(tmp_path / "one", np.stack([grey] * 3, -1), channels=1), wanted)
     colour = np.stack([grey, grey.T, grey[::-1]], -1)
     for suffix, mode, exact in [
@@ -94,7 +113,10 @@ def test_every_kind_of_file_becomes_what_the_model_reads(tmp_path: Path) -> None
     renamed = tmp_path / "renamed" / "only"
     renamed.mkdir(parents=True)
     Image.fromarray(colour).save(renamed / "x.jpg", format="PNG")  # the content decides
-    assert torch.equal(opened(renamed.parent, validation_fraction=0.0).train.read([0]).inputs[0], normalized(colour))
+    assert torch.equal(
+        opened(renamed.parent, validation_fraction=0.0).train.read([0]).inputs[0],
+        normalized(colour),
+    )
 
 
 def test_classes_are_the_subfolders_in_the_order_of_their_names(folder: Path) -> None:
@@ -111,14 +133,22 @@ def test_classes_are_the_subfolders_in_the_order_of_their_names(folder: Path) ->
     data = opened(folder, validation_fraction=0.0)
     assert data.description.endswith("3 other files left out")
     batch = everything(data.train)
-    assert sorted(batch.targets.tolist()) == sorted([0] + [number for number in range(1, 6) for _ in range(EACH)])
+    assert sorted(batch.targets.tolist()) == sorted(
+        [0] + [number for number in range(1, 6) for _ in range(EACH)]
+    )
     red = torch.tensor([1.0, -1.0, -1.0]).view(3, 1, 1).expand(3, 8, 8)
-    assert [target for image, target in zip(batch.inputs, batch.targets.tolist(), strict=True) if torch.equal(image, red)] == [0]
+    assert [
+        target
+        for image, target in zip(batch.inputs, batch.targets.tolist(), strict=True)
+        if torch.equal(image, red)
+    ] == [0]
 
 
 def test_an_image_that_announces_too_many_pixels_is_not_decoded(folder: Path) -> None:
     image = next((folder / "ant").iterdir())
-    Image.new("1", (5001, 5000)).save(image, format="PNG")  # 25 million and some, in a few kilobytes
+    Image.new("1", (5001, 5000)).save(
+        image, format="PNG"
+    )  # 25 million and some, in a few kilobytes
     with pytest.raises(ConfigError, match="5001 x 5000 are more than 25,000,000 pixels"):
         everything(opened(folder, validation_fraction=0.0).train)
 
@@ -139,27 +169,40 @@ def test_the_order_depends_on_the_seed_alone_and_each_epoch_reads_all(folder: Pa
     batches = [data.train.read(range(2 * size)) for data in (first, again, other)]
     assert torch.equal(batches[0].inputs, batches[1].inputs)
     assert batches[0].hash == batches[1].hash != batches[2].hash
-    epochs = [sorted(map(bytes, half.numpy())) for batch in batches for half in batch.inputs.chunk(2)]
+    epochs = [
+        sorted(map(bytes, half.numpy())) for batch in batches for half in batch.inputs.chunk(2)
+    ]
     assert all(epoch == epochs[0] for epoch in epochs)
     assert len(set(epochs[0])) == size
     assert not torch.equal(*batches[0].inputs.chunk(2))
 
 
-def steps_of(data: OpenData, ranks: int, start: int = 0, steps: int = 5, **options: Any) -> list[tuple[int, list[bytes]]]:
+def steps_of(
+    data: OpenData, ranks: int, start: int = 0, steps: int = 5, **options: Any
+) -> list[tuple[int, list[bytes]]]:
     """Hash and sorted images of each global batch, over all ranks."""
     totals = [(0, [])] * steps
     for rank in range(ranks):
-        plan = BatchPlan(global_batch_size=16, data_rank=rank, data_ranks=ranks, **{"micro_batch_size": "auto", **options})
+        plan = BatchPlan(
+            global_batch_size=16,
+            data_rank=rank,
+            data_ranks=ranks,
+            **{"micro_batch_size": "auto", **options},
+        )
         feed = BatchFeed(data.train, plan, "cpu", start=start)
         for step in range(steps):
             read = feed.next()
-            images = [bytes(image.numpy()) for batch in read.micro_batches for image in batch.inputs]
+            images = [
+                bytes(image.numpy()) for batch in read.micro_batches for image in batch.inputs
+            ]
             totals[step] = (totals[step][0] + read.sample_hash, sorted(totals[step][1] + images))
         feed.close()
     return totals
 
 
-def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume(folder: Path) -> None:
+def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume(
+    folder: Path,
+) -> None:
     data = opened(folder, seed=3)
     reference = steps_of(data, 1)
     assert len(data.train) < 5 * 16  # more than one epoch
@@ -173,7 +216,12 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume
 
 def test_the_hash_tells_pixels_classes_and_positions_apart(folder: Path) -> None:
     whole = opened(folder, validation_fraction=0.0).train
-    seen = {everything(whole).hash, whole.read([0]).hash, whole.read([1]).hash, whole.read([len(whole)]).hash}
+    seen = {
+        everything(whole).hash,
+        whole.read([0]).hash,
+        whole.read([1]).hash,
+        whole.read([len(whole)]).hash,
+    }
     path = folder / "ant" / "1.png"
     pixels = np.asarray(Image.open(path)).copy()
     pixels[5, 5, 0] ^= 1
@@ -205,7 +253,8 @@ def test_held_out_images_are_known_by_their_paths(folder: Path) -> None:
     held_out = {bytes(image.numpy()) for image in everything(data.validation).inputs}
     assert held_out.isdisjoint(bytes(image.numpy()) for image in everything(data.train).inputs)
     assert torch.equal(
-        everything(opened(folder, 7, validation_fraction=0.3).validation).inputs, everything(data.validation).inputs
+        everything(opened(folder, 7, validation_fraction=0.3).validation).inputs,
+        everything(data.validation).inputs,
     )
     assert opened(folder, validation_fraction=0.0).validation is None
     before = find_images(str(folder))
@@ -213,12 +262,16 @@ def test_held_out_images_are_known_by_their_paths(folder: Path) -> None:
     for index in range(20):
         Image.new("RGB", (9, 9), (index, 0, 0)).save(folder / "cat" / f"new{index}.png")
     after = find_images(str(folder))
-    assert {name for name in (after.names[index] for index in after.split(0.3)[1]) if "new" not in name} == chosen
+    assert {
+        name for name in (after.names[index] for index in after.split(0.3)[1]) if "new" not in name
+    } == chosen
     few = find_images(str(folder)).split(1e-9)
     assert len(few[1]) == 1
 
 
-def test_the_fingerprint_names_everything_that_decides_what_is_read(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_names_everything_that_decides_what_is_read(
+    folder: Path, tmp_path: Path
+) -> None:
     reference = opened(folder).fingerprint
     assert opened(folder, workers=3, epochs=2).fingerprint == reference
     found = {
@@ -239,16 +292,27 @@ def test_the_fingerprint_names_everything_that_decides_what_is_read(folder: Path
     assert len(found - {reference}) == 7
 
 
-@pytest.mark.parametrize("content", [b"", b"no image", None, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"no image", None, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"]
+)
 @pytest.mark.parametrize("workers", [1, 4])
-def test_a_file_that_cannot_be_decoded_is_named_when_it_is_met(folder: Path, content: bytes | None, workers: int) -> None:
+def test_a_file_that_cannot_be_decoded_is_named_when_it_is_met(
+    folder: Path, content: bytes | None, workers: int
+) -> None:
     path = folder / "cat" / "more" / "0.png"
     path.write_bytes(path.read_bytes()[:-60] if content is None else content)
     data = opened(folder, validation_fraction=0.0, workers=workers)
-    feed = BatchFeed(data.train, BatchPlan(global_batch_size=60, micro_batch_size=60, data_rank=0, data_ranks=1), "cpu")
+    feed = BatchFeed(
+        data.train,
+        BatchPlan(global_batch_size=60, micro_batch_size=60, data_rank=0, data_ranks=1),
+        "cpu",
+    )
     try:
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"pictures: cat/more/0\.png cannot be decoded as an image \(\w+: .*replace it"):
+            with pytest.raises(
+                ConfigError,
+                match=r"pictures: cat/more/0\.png cannot be decoded as an image \(\w+: .*replace it",
+            ):
                 feed.next()
     finally:
         feed.close()
@@ -264,7 +328,9 @@ def test_several_samples_are_read_at_once_and_stay_in_their_rows() -> None:
         def __len__(self) -> int:
             return 8
 
-        def read(self, index: int, inputs: np.ndarray, targets: np.ndarray, document_ids: None) -> None:
+        def read(
+            self, index: int, inputs: np.ndarray, targets: np.ndarray, document_ids: None
+        ) -> None:
             self.meeting.wait()
             inputs[:], targets[:] = index, index
 
@@ -290,7 +356,10 @@ def test_an_impossible_folder_is_one_clear_message(tmp_path: Path) -> None:
             opened(folder)
     os.remove(part / "void" / "x.tiff")
     (part / "void").rmdir()
-    with pytest.raises(ConfigError, match=r"all of its 1 images are held out by data.validation_fraction=0.02, which must be 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"all of its 1 images are held out by data.validation_fraction=0.02, which must be 0",
+    ):
         opened(part)
     with pytest.raises(ConfigError, match="data.image_size is required with data=images"):
         opened(part, image_size=None)
@@ -300,5 +369,7 @@ def test_an_impossible_folder_is_one_clear_message(tmp_path: Path) -> None:
 
 def test_a_missing_library_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r'data=images needs Pillow: pip install "parallel2d\[images\]"'):
+    with pytest.raises(
+        ConfigError, match=r'data=images needs Pillow: pip install "parallel2d\[images\]"'
+    ):
         opened(folder)

@@ -33,7 +33,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def text_config(tmp_path: Path, documents: int = 80, **options: Any) -> DataConfig:
     path = tmp_path / "in.jsonl"
     if not path.exists():
-        path.write_text("".join(json.dumps({"text": f"text {n} " * 9}) + "\n" for n in range(documents)))
+        path.write_text(
+            "".join(json.dumps({"text": f"text {n} " * 9}) + "\n" for n in range(documents))
+        )
     return DataConfig(name="text", path=str(path), **options)
 
 
@@ -81,7 +83,9 @@ def test_the_fingerprint_names_everything_that_decides_what_is_read(tmp_path: Pa
         open_data(config, seq_len=17, seed=0).fingerprint,
         open_data(config, seq_len=16, seed=1).fingerprint,
         open_data(text_config(tmp_path, packing="padded"), seq_len=16, seed=0).fingerprint,
-        open_data(text_config(tmp_path, intra_document_masking=True), seq_len=16, seed=0).fingerprint,
+        open_data(
+            text_config(tmp_path, intra_document_masking=True), seq_len=16, seed=0
+        ).fingerprint,
         open_data(text_config(tmp_path, validation_fraction=0.3), seq_len=16, seed=0).fingerprint,
     }
     with open(str(config.path), "a") as file:
@@ -95,7 +99,9 @@ def test_the_fingerprint_names_everything_that_decides_what_is_read(tmp_path: Pa
     assert open_data(moved, seq_len=16, seed=0).fingerprint in found
 
 
-def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume(tmp_path: Path) -> None:
+def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume(
+    tmp_path: Path,
+) -> None:
     data = open_data(text_config(tmp_path), seq_len=16, seed=3)
     reference = hashes(data, 60, ranks=1)
     assert len(data.train) < 60 * 12  # more than one epoch
@@ -122,14 +128,19 @@ def test_validation_reads_each_held_out_sample_once_and_in_the_same_order_for_ev
             with pytest.raises(EndOfData):
                 feed.next()
     assert valid == first.read(range(len(first))).valid_tokens
-    assert open_data(text_config(tmp_path, validation_fraction=0.0), seq_len=16, seed=0).validation is None
+    assert (
+        open_data(text_config(tmp_path, validation_fraction=0.0), seq_len=16, seed=0).validation
+        is None
+    )
 
 
 def test_prepared_folders_and_their_mixtures_are_read(tmp_path: Path) -> None:
     folders = []
     for name, letter in (("one", "x"), ("two", "y")):
         source = tmp_path / f"{name}.jsonl"
-        source.write_text("".join(json.dumps({"text": letter * 40 + f"{n:04d}"}) + "\n" for n in range(100)))
+        source.write_text(
+            "".join(json.dumps({"text": letter * 40 + f"{n:04d}"}) + "\n" for n in range(100))
+        )
         folders.append(str(tmp_path / name))
         assert main(["prepare", str(source), "--output", folders[-1], "--workers", "1"]) == 0
     alone = open_data(DataConfig(name="tokens", path=folders[0]), seq_len=16, seed=0)
@@ -154,7 +165,9 @@ def test_padded_sequences_carry_the_loss_mask(tmp_path: Path) -> None:
     for targets in batch.targets:
         text = bytes(targets[targets >= 0].clamp(max=255).tolist()).decode(errors="replace")
         assert text.startswith("answer ")
-    assert data.description.endswith("40 documents cut to that length")  # all but the ten one-digit answers
+    assert data.description.endswith(
+        "40 documents cut to that length"
+    )  # all but the ten one-digit answers
 
 
 @pytest.mark.parametrize(
@@ -166,7 +179,10 @@ def test_padded_sequences_carry_the_loss_mask(tmp_path: Path) -> None:
             {"name": "stdlib", "path": "x"},
             "data.path=x has no effect with data=stdlib, only with text, tokens, hf",
         ),
-        ({"name": "tokens"}, "data=tokens needs either data.path, a prepared folder, or data.mixture"),
+        (
+            {"name": "tokens"},
+            "data=tokens needs either data.path, a prepared folder, or data.mixture",
+        ),
         ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
         (
             {"name": "tokens", "path": "x", "tokenizer": "y"},
@@ -175,14 +191,20 @@ def test_padded_sequences_carry_the_loss_mask(tmp_path: Path) -> None:
         ({"name": "tokens", "mixture": [{"path": "x"}]}, "an entry has the form"),
         ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
         ({"end": "pad"}, "data.end=pad has no effect with data.epochs=0"),
-        ({"packing": "padded", "intra_document_masking": True}, "has no effect with data.packing=padded"),
+        (
+            {"packing": "padded", "intra_document_masking": True},
+            "has no effect with data.packing=padded",
+        ),
         pytest.param(
             {"tokenizer": "missing.json"},
             "data.tokenizer=missing.json must be 'bytes' or the path of",
             marks=pytest.mark.extras("tokenizers"),
         ),
         ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
-        ({"validation_fraction": 0.9}, "data.validation_fraction=0.9 must be at least 0 and at most 0.5"),
+        (
+            {"validation_fraction": 0.9},
+            "data.validation_fraction=0.9 must be at least 0 and at most 0.5",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_one_clear_message(options: dict[str, Any], message: str) -> None:
@@ -193,7 +215,9 @@ def test_a_wrong_configuration_is_one_clear_message(options: dict[str, Any], mes
 
 def test_data_that_is_too_short_for_one_sample_is_refused(tmp_path: Path) -> None:
     config = text_config(tmp_path, documents=3, validation_fraction=0.0)
-    with pytest.raises(ConfigError, match=r"training tokens, fewer than one sample needs: train.seq_len=4096 \+ 1"):
+    with pytest.raises(
+        ConfigError, match=r"training tokens, fewer than one sample needs: train.seq_len=4096 \+ 1"
+    ):
         open_data(config, seq_len=4096, seed=0)
 
 
@@ -202,19 +226,31 @@ def test_a_mixture_of_tokenizers_is_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text("text " * 50)
         output = str(tmp_path / name)
-        arguments = [str(tmp_path / f"{name}.txt"), "--output", output, "--validation-fraction", "0"]
+        arguments = [
+            str(tmp_path / f"{name}.txt"),
+            "--output",
+            output,
+            "--validation-fraction",
+            "0",
+        ]
         assert main(["prepare", *arguments]) == 0
         mixture.append({"path": output, "weight": 1})
     manifest = tmp_path / "two" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"fingerprint": "bytes"', '"fingerprint": "other"'))
-    with pytest.raises(ConfigError, match=r"data\.mixture has two tokenizers: .*one was prepared with bytes"):
+    manifest.write_text(
+        manifest.read_text().replace('"fingerprint": "bytes"', '"fingerprint": "other"')
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.mixture has two tokenizers: .*one was prepared with bytes"
+    ):
         open_data(DataConfig(name="tokens", mixture=mixture), seq_len=16, seed=0)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = text_config(tmp_path, cache_dir=str(tmp_path / "file" / "cache"))
-    with pytest.raises(ConfigError, match=r"file/cache is not writable \(Not a directory: .*set data.cache_dir"):
+    with pytest.raises(
+        ConfigError, match=r"file/cache is not writable \(Not a directory: .*set data.cache_dir"
+    ):
         open_data(config, seq_len=16, seed=0)
 
 
@@ -229,7 +265,9 @@ def test_a_damaged_cache_is_prepared_again(tmp_path: Path, cache: Path) -> None:
     assert torch.equal(again.train.read([7]).inputs, reference.train.read([7]).inputs)
 
 
-def _in_child(function: Callable[[], Any], before: threading.Barrier | None = None) -> tuple[int, int]:
+def _in_child(
+    function: Callable[[], Any], before: threading.Barrier | None = None
+) -> tuple[int, int]:
     """Forks; the child writes what the function returns. (process, read end)."""
     end, start = os.pipe()
     child = os.fork()
@@ -254,7 +292,9 @@ def _answers(children: list[tuple[int, int]]) -> list[Any]:
     return found
 
 
-def test_eight_processes_open_an_empty_cache_at_once_and_one_of_them_prepares(tmp_path: Path) -> None:
+def test_eight_processes_open_an_empty_cache_at_once_and_one_of_them_prepares(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "prepared"
 
     def opened() -> list[Any]:
@@ -275,7 +315,9 @@ def test_eight_processes_open_an_empty_cache_at_once_and_one_of_them_prepares(tm
     assert len(set(log.read_text().split())) == 1
 
 
-def test_a_process_that_is_killed_while_it_prepares_leaves_the_cache_to_the_others(tmp_path: Path, cache: Path) -> None:
+def test_a_process_that_is_killed_while_it_prepares_leaves_the_cache_to_the_others(
+    tmp_path: Path, cache: Path
+) -> None:
     def killed() -> None:
         ShardWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         open_data(DataConfig(), seq_len=64, seed=0)
@@ -283,7 +325,12 @@ def test_a_process_that_is_killed_while_it_prepares_leaves_the_cache_to_the_othe
     assert _answers([_in_child(killed)]) == [None]
     assert not list(cache.glob("*/manifest.json"))
     assert list(cache.glob("*/*.tmp"))
-    answers = _answers([_in_child(lambda: open_data(DataConfig(), seq_len=64, seed=0).fingerprint) for _ in range(3)])
+    answers = _answers(
+        [
+            _in_child(lambda: open_data(DataConfig(), seq_len=64, seed=0).fingerprint)
+            for _ in range(3)
+        ]
+    )
     assert len(answers[0]) == 64
     assert answers == [answers[0]] * 3
     assert not list(cache.glob("*/*.tmp"))
@@ -302,7 +349,9 @@ def test_the_feed_says_where_it_stands_and_goes_on_from_there(tmp_path: Path) ->
         assert feed.next().sample_hash == second.sample_hash
 
 
-def test_an_exception_while_reading_ahead_is_raised_where_the_batch_is_wanted(tmp_path: Path) -> None:
+def test_an_exception_while_reading_ahead_is_raised_where_the_batch_is_wanted(
+    tmp_path: Path,
+) -> None:
     data = open_data(text_config(tmp_path), seq_len=16, seed=0)
     real, calls = data.train.read, []
 
@@ -370,7 +419,9 @@ def test_memory_and_descriptors_stay_flat_over_a_hundred_thousand_batches() -> N
         for _ in range(100_000):
             feed.next()
         grown = _anonymous_kib() - memory
-        print(f"grown by {grown} KiB, peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")
+        print(
+            f"grown by {grown} KiB, peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
+        )
         assert grown < 8 << 10
         assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -394,7 +445,9 @@ def test_reading_from_two_threads_gives_what_one_gives(tmp_path: Path) -> None:
 
 def test_a_global_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
     data = open_data(text_config(tmp_path, epochs=1), seq_len=16, seed=0)
-    with pytest.raises(ConfigError, match=r"is more than an epoch has: \d+ samples; data\.end=drop leaves out"):
+    with pytest.raises(
+        ConfigError, match=r"is more than an epoch has: \d+ samples; data\.end=drop leaves out"
+    ):
         BatchFeed(data.train, plan(len(data.train) + 1), "cpu")
 
 
@@ -412,5 +465,7 @@ def test_finite_epochs_end_the_feed_with_every_sample_read(tmp_path: Path) -> No
 def test_preparing_does_not_load_torch() -> None:
     """Every worker process would pay for it, in seconds and in memory."""
     code = "import sys, parallel2d.data.worker, parallel2d.data.__main__; print('torch' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert answer.stdout.strip() == "False"

@@ -20,7 +20,9 @@ def test_every_epoch_is_a_permutation(size: int) -> None:
         assert sorted(indices.tolist()) == list(range(size))
 
 
-@pytest.mark.parametrize("size", [10**12, 10**12 + 1, 2**40, 2**40 - 1, 999_999_999_989, MAXIMUM_SIZE])
+@pytest.mark.parametrize(
+    "size", [10**12, 10**12 + 1, 2**40, 2**40 - 1, 999_999_999_989, MAXIMUM_SIZE]
+)
 def test_huge_orders_are_bijections_because_they_can_be_inverted(size: int) -> None:
     generator = np.random.default_rng(size)
     order = Order(size, seed=11)
@@ -97,7 +99,12 @@ def _global_batch(first: int, batch: int, micro: int | str, ranks: int, padding:
         micro_batches = plan.positions(first)
         assert len(micro_batches) == plan.accumulation
         assert all(len(positions) == plan.micro_batch_size for positions in micro_batches)
-        found += [position for positions in micro_batches for position in positions if position is not None]
+        found += [
+            position
+            for positions in micro_batches
+            for position in positions
+            if position is not None
+        ]
     return found
 
 
@@ -132,14 +139,18 @@ def test_sizes_that_divide_need_no_padding() -> None:
 
 def test_automatic_micro_batch_is_the_largest_divisor_of_the_share_up_to_eight() -> None:
     for share, expected in {1: 1, 6: 6, 7: 7, 8: 8, 9: 3, 11: 1, 24: 8, 30: 6, 26: 2}.items():
-        plan = BatchPlan(global_batch_size=share * 4, micro_batch_size="auto", data_rank=0, data_ranks=4)
+        plan = BatchPlan(
+            global_batch_size=share * 4, micro_batch_size="auto", data_rank=0, data_ranks=4
+        )
         assert (plan.micro_batch_size, plan.accumulation) == (expected, share // expected)
 
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
     def message(batch: int, micro: int | str, ranks: int) -> str:
         with pytest.raises(ConfigError) as caught:
-            BatchPlan(global_batch_size=batch, micro_batch_size=micro, data_rank=0, data_ranks=ranks)
+            BatchPlan(
+                global_batch_size=batch, micro_batch_size=micro, data_rank=0, data_ranks=ranks
+            )
         return str(caught.value)
 
     assert message(24, 4, 4) == (
@@ -157,6 +168,8 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
 
 
 def test_padding_gives_missing_sequences_no_position() -> None:
-    plan = BatchPlan(global_batch_size=5, micro_batch_size=2, data_rank=1, data_ranks=2, allow_padding=True)
+    plan = BatchPlan(
+        global_batch_size=5, micro_batch_size=2, data_rank=1, data_ranks=2, allow_padding=True
+    )
     assert plan.accumulation == 2
     assert plan.positions(100) == [[102, 103], [None, None]]

@@ -63,20 +63,30 @@ def corpus(tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     (folder / "deep").mkdir(parents=True)
     for number in range(60):
-        (folder / f"{number:02d}.txt").write_text(f"document {number} é\n" * (number + 1), encoding="utf-8")
-    (folder / "deep" / "long.txt").write_text("".join(f"line {n} ☃ of the long file\n" for n in range(9000)))
+        (folder / f"{number:02d}.txt").write_text(
+            f"document {number} é\n" * (number + 1), encoding="utf-8"
+        )
+    (folder / "deep" / "long.txt").write_text(
+        "".join(f"line {n} ☃ of the long file\n" for n in range(9000))
+    )
     (folder / "empty.txt").touch()
     (folder / ".hidden").write_bytes(b"\0")
     return folder
 
 
-def test_text_is_kept_to_the_last_character_and_sorted_by_name(corpus: Path, tmp_path: Path) -> None:
+def test_text_is_kept_to_the_last_character_and_sorted_by_name(
+    corpus: Path, tmp_path: Path
+) -> None:
     prepared = run(corpus, tmp_path / "out")
     names = sorted(path.relative_to(corpus).as_posix() for path in corpus.rglob("*.txt"))
-    assert "".join(documents(prepared)) == "".join((corpus / name).read_text("utf-8") for name in names)
+    assert "".join(documents(prepared)) == "".join(
+        (corpus / name).read_text("utf-8") for name in names
+    )
     long = [document for document in documents(prepared) if document.startswith("line")]
     assert len(long) > 3  # cut, and at line ends only
-    assert all(document.endswith("\n") and len(document.encode()) < 2 * (64 << 10) for document in long)
+    assert all(
+        document.endswith("\n") and len(document.encode()) < 2 * (64 << 10) for document in long
+    )
     assert prepared.manifest["dtype"] == "<u2"
     assert verify(tmp_path / "out") > 0
 
@@ -145,8 +155,18 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_hugging_face_data_set_is_read_like_rows(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     texts = [f"row {number}" for number in range(300)]
-    datasets.Dataset.from_dict({"id": list(range(300)), "body": texts}).save_to_disk(tmp_path / "set")
-    arguments = [str(tmp_path / "set"), "--from", "hf", "--text-field", "body", "--validation-fraction", "0"]
+    datasets.Dataset.from_dict({"id": list(range(300)), "body": texts}).save_to_disk(
+        tmp_path / "set"
+    )
+    arguments = [
+        str(tmp_path / "set"),
+        "--from",
+        "hf",
+        "--text-field",
+        "body",
+        "--validation-fraction",
+        "0",
+    ]
     assert main(["prepare", *arguments, "--output", str(tmp_path / "out"), "--workers", "1"]) == 0
     assert documents(TokenStore(tmp_path / "out")) == texts
 
@@ -169,7 +189,9 @@ def make_tokenizer(path: Path, special: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, show_progress=False
+    )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
     tokenizer.save(str(path))
 
@@ -177,7 +199,9 @@ def make_tokenizer(path: Path, special: list[str]) -> None:
 @pytest.mark.extras
 def test_any_tokenizer_json_gives_its_own_ids_and_end(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer.json", ["<|endoftext|>"])
-    library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library = pytest.importorskip("tokenizers").Tokenizer.from_file(
+        str(tmp_path / "tokenizer.json")
+    )
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "the quick dog"}) + "\n")
     options = PrepareOptions(str(tmp_path / "tokenizer.json"), validation_fraction=0)
     prepared = run(tmp_path / "a.jsonl", tmp_path / "out", options)
@@ -196,7 +220,12 @@ def test_a_tokenizer_without_an_end_gets_one_more_id_in_the_smallest_type(tmp_pa
     manifest = run(tmp_path / "a.txt", tmp_path / "out", options).manifest
     assert manifest["tokenizer"]["end_id"] == manifest["tokenizer"]["vocab_size"] - 1
     assert manifest["dtype"] == "|u1"
-    assert [store.token_dtype(size) for size in (256, 257, 65536, 65537)] == ["|u1", "<u2", "<u2", "<u4"]
+    assert [store.token_dtype(size) for size in (256, 257, 65536, 65537)] == [
+        "|u1",
+        "<u2",
+        "<u2",
+        "<u4",
+    ]
 
 
 @pytest.mark.extras
@@ -223,9 +252,17 @@ GOOD = json.dumps({"text": "good"}).encode() + b"\n"
     [
         ("a.jsonl", GOOD + b"{broken\n" + GOOD, "a.jsonl:2: not JSON"),
         ("a.jsonl", GOOD + b'["list"]\n', "a.jsonl:2: a row must be an object, got list"),
-        ("a.jsonl", GOOD + b'{"body": "x"}\n', "a.jsonl:2: no field data.text_field=text; fields: body"),
+        (
+            "a.jsonl",
+            GOOD + b'{"body": "x"}\n',
+            "a.jsonl:2: no field data.text_field=text; fields: body",
+        ),
         ("a.jsonl", GOOD + b'{"text": 3}\n', "a.jsonl:2: the text is not a string"),
-        ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a.jsonl:2: the text has half a surrogate pair"),
+        (
+            "a.jsonl",
+            GOOD + b'{"text": "\\ud800"}\n',
+            "a.jsonl:2: the text has half a surrogate pair",
+        ),
         ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl:2: not UTF-8"),
         ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "a.jsonl:2: not JSON"),
         ("a.jsonl", GOOD + b'{"segments": [1]}\n', "a.jsonl:2: segments must be"),
@@ -238,7 +275,11 @@ GOOD = json.dumps({"text": "good"}).encode() + b"\n"
         ("a.bin", b"\x7fELF\0\0\n\0", "a.bin:1: binary: it has zero bytes"),
         ("a.txt", "\ufeffwide".encode("utf-16"), "a.txt:1: not UTF-8"),
         ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
-        ("a.txt.gz", b"not gzip at all", "a.txt.gz:1: the compressed file is damaged: Not a gzipped file"),
+        (
+            "a.txt.gz",
+            b"not gzip at all",
+            "a.txt.gz:1: the compressed file is damaged: Not a gzipped file",
+        ),
     ],
 )
 def test_bad_input_is_reported_with_file_and_line(
@@ -249,11 +290,15 @@ def test_bad_input_is_reported_with_file_and_line(
         monkeypatch.setattr(sources, "ROW_BYTES", 1 << 20)
     (tmp_path / name).write_bytes(content)
     text = error(tmp_path / name, tmp_path / "out")
-    assert text.startswith(f"data.path={tmp_path / name} has 1 bad rows, data.max_bad_rows=0 are allowed: ")
+    assert text.startswith(
+        f"data.path={tmp_path / name} has 1 bad rows, data.max_bad_rows=0 are allowed: "
+    )
     assert message in text
 
 
-def test_the_line_of_a_bad_row_is_counted_from_the_start_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_a_bad_row_is_counted_from_the_start_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "UNIT_BYTES", 50)
     (tmp_path / "a.jsonl").write_bytes(GOOD * 40 + b"{broken\n" + GOOD * 9)
     assert "a.jsonl:41: not JSON" in error(tmp_path / "a.jsonl", tmp_path / "out")
@@ -264,7 +309,9 @@ def test_the_line_of_a_bad_row_is_counted_from_the_start_of_the_file(tmp_path: P
 @pytest.mark.extras
 @pytest.mark.parametrize("cut", [0.02, 0.5, 0.97])
 def test_a_cut_off_zstandard_file_is_noticed(tmp_path: Path, cut: float) -> None:
-    data = pytest.importorskip("zstandard").compress(b"".join(b'{"text": "%d"}\n' % n for n in range(40_000)))
+    data = pytest.importorskip("zstandard").compress(
+        b"".join(b'{"text": "%d"}\n' % n for n in range(40_000))
+    )
     (tmp_path / "a.jsonl.zst").write_bytes(data[: int(len(data) * cut)])
     assert "the compressed file is damaged" in error(tmp_path / "a.jsonl.zst", tmp_path / "out")
     (tmp_path / "b.jsonl.zst").write_bytes(bytes(20) + data[20:])
@@ -275,7 +322,9 @@ def test_allowed_bad_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD + b"{broken\n" + GOOD + b"3\n" + GOOD)
     options = PrepareOptions(validation_fraction=0, max_bad_rows=2)
     assert "has 2 bad rows, data.max_bad_rows=1" in error(
-        tmp_path / "a.jsonl", tmp_path / "out", PrepareOptions(validation_fraction=0, max_bad_rows=1)
+        tmp_path / "a.jsonl",
+        tmp_path / "out",
+        PrepareOptions(validation_fraction=0, max_bad_rows=1),
     )
     prepared = run(tmp_path / "a.jsonl", tmp_path / "out", options)
     assert documents(prepared) == ["good"] * 3
@@ -305,24 +354,37 @@ def test_a_line_longer_than_a_document_is_cut_between_characters(tmp_path: Path)
             0.1,
             "is one document, which cannot be split; data.validation_fraction=0.1 must be 0 here",
         ),
-        pytest.param({"a.parquet": "not a table"}, 0, "a.parquet is not a readable Parquet file", marks=pytest.mark.extras),
+        pytest.param(
+            {"a.parquet": "not a table"},
+            0,
+            "a.parquet is not a readable Parquet file",
+            marks=pytest.mark.extras,
+        ),
     ],
 )
-def test_input_without_text_is_refused(tmp_path: Path, content: dict[str, str], fraction: float, message: str) -> None:
+def test_input_without_text_is_refused(
+    tmp_path: Path, content: dict[str, str], fraction: float, message: str
+) -> None:
     if "a.parquet" in content:
         pytest.importorskip("pyarrow")
     (tmp_path / "in").mkdir()
     for name, text in content.items():
         (tmp_path / "in" / name).write_text(text)
-    assert message in error(tmp_path / "in", tmp_path / "out", PrepareOptions(validation_fraction=fraction))
+    assert message in error(
+        tmp_path / "in", tmp_path / "out", PrepareOptions(validation_fraction=fraction)
+    )
 
 
 def test_a_path_that_is_nothing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere/\*.txt is no file, no folder, and as a glob it matches no file"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere/\*.txt is no file, no folder, and as a glob it matches no file"
+    ):
         find_files(str(tmp_path / "nowhere" / "*.txt"))
 
 
-def test_shards_do_not_depend_on_the_number_of_workers(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_do_not_depend_on_the_number_of_workers(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "UNIT_BYTES", 60_000)
     options = PrepareOptions(validation_fraction=0.2)
     assert len(plan_units(find_files(str(corpus)))) >= 5
@@ -332,7 +394,9 @@ def test_shards_do_not_depend_on_the_number_of_workers(corpus: Path, tmp_path: P
 
 
 @pytest.mark.extras
-def test_an_error_in_a_worker_is_the_same_error(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_worker_is_the_same_error(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name in ("a", "b"):
         parquet.write_table(pyarrow.table({"body": ["x"]}), corpus / f"{name}.parquet")
@@ -403,7 +467,9 @@ def test_a_kill_at_any_write_leaves_a_folder_that_is_resumed_to_identical_shards
     assert kills >= 10
 
 
-def test_finished_units_are_kept_when_preparing_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_units_are_kept_when_preparing_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "UNIT_BYTES", 500)
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(200)))
@@ -422,7 +488,9 @@ def test_finished_units_are_kept_when_preparing_is_resumed(tmp_path: Path, monke
     with pytest.raises(ConfigError, match="is unfinished"):
         TokenStore(tmp_path / "out")
     run(path, tmp_path / "out")
-    assert sorted(read) == sorted([*(unit.start for unit in plan_units(find_files(str(path)))), read[3]])
+    assert sorted(read) == sorted(
+        [*(unit.start for unit in plan_units(find_files(str(path)))), read[3]]
+    )
 
 
 def test_a_finished_folder_is_kept_and_other_input_is_refused(tmp_path: Path) -> None:
@@ -432,7 +500,9 @@ def test_a_finished_folder_is_kept_and_other_input_is_refused(tmp_path: Path) ->
     before = (tmp_path / "out" / store.MANIFEST).stat().st_mtime_ns
     run(tmp_path / "a.txt", tmp_path / "out")
     assert (tmp_path / "out" / store.MANIFEST).stat().st_mtime_ns == before
-    with pytest.raises(ConfigError, match="already holds data prepared from other input or with other options"):
+    with pytest.raises(
+        ConfigError, match="already holds data prepared from other input or with other options"
+    ):
         run(tmp_path / "b.txt", tmp_path / "out")
     assert documents(TokenStore(tmp_path / "out")) == ["text"]
 
@@ -459,9 +529,25 @@ def test_damage_is_found(tmp_path: Path) -> None:
         read_manifest(tmp_path / "out")
 
 
-def test_the_command_prepares_inspects_and_verifies(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prepares_inspects_and_verifies(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = str(tmp_path / "out")
-    assert main(["prepare", str(corpus), "--output", out, "--workers", "1", "--validation-fraction", "0.2"]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                str(corpus),
+                "--output",
+                out,
+                "--workers",
+                "1",
+                "--validation-fraction",
+                "0.2",
+            ]
+        )
+        == 0
+    )
     assert "train" in capsys.readouterr().out
     assert main(["inspect", out]) == 0
     assert '"vocab_size": 257' in capsys.readouterr().out
@@ -469,7 +555,9 @@ def test_the_command_prepares_inspects_and_verifies(corpus: Path, tmp_path: Path
     assert "every checksum is right" in capsys.readouterr().out
 
 
-def test_the_command_reports_one_message_and_a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_one_message_and_a_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = ["--output", str(tmp_path / "out")]
     for arguments, message in (
         (["prepare", "nowhere", *out], "data.path=nowhere is no file"),
@@ -500,8 +588,19 @@ def test_fifty_random_kills_of_the_command_end_in_identical_shards(tmp_path: Pat
     for part in range(10):  # each compressed file is a unit
         with gzip.open(corpus / f"{part}.jsonl.gz", "wt", compresslevel=1) as file:
             for number in range(1500):
-                file.write(json.dumps({"text": f"row {number} " * int(generator.integers(1, 300))}) + "\n")
-    command = [sys.executable, "-m", "parallel2d.data", "prepare", str(corpus), "--workers", "2", "--output"]
+                file.write(
+                    json.dumps({"text": f"row {number} " * int(generator.integers(1, 300))}) + "\n"
+                )
+    command = [
+        sys.executable,
+        "-m",
+        "parallel2d.data",
+        "prepare",
+        str(corpus),
+        "--workers",
+        "2",
+        "--output",
+    ]
     subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
     begin = time.monotonic()
     subprocess.run([*command, str(tmp_path / "again")], check=True, capture_output=True)
@@ -510,7 +609,9 @@ def test_fifty_random_kills_of_the_command_end_in_identical_shards(tmp_path: Pat
     while kills < 50:
         folder = tmp_path / f"out-{len(moments)}"
         moments.append(float(generator.uniform(0, duration)))
-        process = subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             process.wait(timeout=moments[-1])
         except subprocess.TimeoutExpired:

@@ -22,14 +22,18 @@ END = 256
 Documents = list[list[int]]
 
 
-def write_split(folder: Path, shards: list[Documents], masks: list[list[list[int] | None]] | None = None) -> TokenSplit:
+def write_split(
+    folder: Path, shards: list[Documents], masks: list[list[list[int] | None]] | None = None
+) -> TokenSplit:
     """Shards of documents (ids without the end id) as a split."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for number, documents in enumerate(shards):
         writer = ShardWriter(folder, f"train-{number:05d}", "<u2")
         flags = masks[number] if masks is not None else [None] * len(documents)
-        for document, mask in zip(documents, flags, strict=True):  # one at a time: the hardest case for the writer
+        for document, mask in zip(
+            documents, flags, strict=True
+        ):  # one at a time: the hardest case for the writer
             writer.add(
                 [np.array([*document, END], np.uint16)],
                 [None if mask is None else np.array([*mask, 1], np.uint8)],
@@ -40,12 +44,17 @@ def write_split(folder: Path, shards: list[Documents], masks: list[list[list[int
 
 def random_shards(generator: random.Random) -> list[Documents]:
     return [
-        [[generator.randrange(256) for _ in range(generator.choice([1, 2, 5, 30, 70]))] for _ in range(generator.randint(1, 12))]
+        [
+            [generator.randrange(256) for _ in range(generator.choice([1, 2, 5, 30, 70]))]
+            for _ in range(generator.randint(1, 12))
+        ]
         for _ in range(generator.randint(1, 4))
     ]
 
 
-def read_all(samples: Samples, ids: bool = False) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def read_all(
+    samples: Samples, ids: bool = False
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     rows = []
     for index in range(len(samples)):
         inputs, targets, numbers = (np.full(samples.seq_len, -7, np.int64) for _ in range(3))
@@ -54,35 +63,51 @@ def read_all(samples: Samples, ids: bool = False) -> list[tuple[np.ndarray, np.n
     return rows
 
 
-def packed_stream(split: TokenSplit, seq_len: int = 8, seed: int = 0, **options: object) -> SampleStream:
+def packed_stream(
+    split: TokenSplit, seq_len: int = 8, seed: int = 0, **options: object
+) -> SampleStream:
     return SampleStream([PackedSamples(split, seq_len, END)], Schedule([1]), seed=seed, **options)  # type: ignore[arg-type]
 
 
-def test_packing_makes_each_token_a_target_exactly_once_across_documents_and_shards(tmp_path: Path) -> None:
+def test_packing_makes_each_token_a_target_exactly_once_across_documents_and_shards(
+    tmp_path: Path,
+) -> None:
     generator = random.Random(1)
     for case in range(25):
         shards = random_shards(generator)
-        flat = [token for documents in shards for document in documents for token in [*document, END]]
+        flat = [
+            token for documents in shards for document in documents for token in [*document, END]
+        ]
         split = write_split(tmp_path / str(case), shards)
         rows = read_all(PackedSamples(split, generator.choice([1, 3, 8, 33]), END))
         assert split.tokens == len(flat)
         valid = [targets != IGNORED for _, targets, _ in rows]
-        assert [int(t) for (_, targets, _), mask in zip(rows, valid, strict=True) for t in targets[mask]] == flat[1:]
-        assert [int(t) for (inputs, _, _), mask in zip(rows, valid, strict=True) for t in inputs[mask]] == flat[:-1]
+        assert [
+            int(t) for (_, targets, _), mask in zip(rows, valid, strict=True) for t in targets[mask]
+        ] == flat[1:]
+        assert [
+            int(t) for (inputs, _, _), mask in zip(rows, valid, strict=True) for t in inputs[mask]
+        ] == flat[:-1]
         assert all(mask.all() for mask in valid[:-1])
         assert set(rows[-1][0][~valid[-1]].tolist()) <= {END}
 
 
-def test_intra_document_masking_numbers_documents_and_never_predicts_across_them(tmp_path: Path) -> None:
+def test_intra_document_masking_numbers_documents_and_never_predicts_across_them(
+    tmp_path: Path,
+) -> None:
     generator = random.Random(2)
     for case in range(25):
         shards = random_shards(generator)
         documents = [document for shard in shards for document in shard]
-        owner = [number for number, document in enumerate(documents) for _ in range(len(document) + 1)]
+        owner = [
+            number for number, document in enumerate(documents) for _ in range(len(document) + 1)
+        ]
         split = write_split(tmp_path / str(case), shards)
         seq_len = generator.choice([1, 4, 16, 50])
         plain = read_all(PackedSamples(split, seq_len, END))
-        for row, (inputs, targets, ids) in enumerate(read_all(PackedSamples(split, seq_len, END, True), ids=True)):
+        for row, (inputs, targets, ids) in enumerate(
+            read_all(PackedSamples(split, seq_len, END, True), ids=True)
+        ):
             start = row * seq_len
             for place in range(min(seq_len, len(owner) - 1 - start)):
                 assert ids[place] == owner[start + place] - owner[start]
@@ -170,15 +195,22 @@ def test_a_missing_position_has_weight_zero(tmp_path: Path) -> None:
     assert (nothing.hash, nothing.valid_tokens, nothing.inputs.shape) == (0, 0, (2, 8))
 
 
-@pytest.mark.parametrize(("policy", "batches", "missing", "repeated"), [("drop", 2, 0, 0), ("pad", 3, 2, 0), ("wrap", 3, 0, 2)])
-def test_the_end_is_exact(tmp_path: Path, policy: str, batches: int, missing: int, repeated: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "batches", "missing", "repeated"),
+    [("drop", 2, 0, 0), ("pad", 3, 2, 0), ("wrap", 3, 0, 2)],
+)
+def test_the_end_is_exact(
+    tmp_path: Path, policy: str, batches: int, missing: int, repeated: int
+) -> None:
     """13 samples in global batches of 5: dropped, padded with weight zero, or wrapped; nothing repeats
     silently.
     """
     split = write_split(tmp_path, [[[number % 256 for number in range(13 * 8)]]])
     stream = packed_stream(split, epochs=1, end=policy)
     assert len(stream) == 13
-    assert [stream.ends_before(first, 5) for first in range(0, 25, 5)] == [step >= batches for step in range(5)]
+    assert [stream.ends_before(first, 5) for first in range(0, 25, 5)] == [
+        step >= batches for step in range(5)
+    ]
     rows = [
         row
         for first in range(0, 5 * batches, 5)
@@ -191,7 +223,9 @@ def test_the_end_is_exact(tmp_path: Path, policy: str, batches: int, missing: in
     assert sum(count - 1 for count in counts.values()) == repeated
 
 
-def test_a_shard_that_falls_out_of_the_open_maps_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_falls_out_of_the_open_maps_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("parallel2d.data.store._OPEN_FILES", 2)
     split = write_split(tmp_path, [[[number] * 9] for number in range(6)])
     stream = packed_stream(split, seq_len=5)
@@ -209,7 +243,9 @@ def test_mixture_weights_are_exact_in_every_window() -> None:
         chosen, local = schedule.locate(np.arange(3 * schedule.period))
         for component, weight in enumerate(schedule.weights):
             mine = chosen == component
-            assert local[mine].tolist() == list(range(int(mine.sum())))  # each component is read in order, none skipped
+            assert local[mine].tolist() == list(
+                range(int(mine.sum()))
+            )  # each component is read in order, none skipped
             before = np.concatenate([[0], np.cumsum(mine)])
             error = before - np.arange(len(before)) * weight / schedule.period
             assert error.max() - error.min() < 2  # any window: within 2 of its share
@@ -219,9 +255,14 @@ def test_mixture_weights_are_exact_in_every_window() -> None:
 
 
 def test_mixture_reads_its_components_in_proportion_and_each_sample_once(tmp_path: Path) -> None:
-    parts = [write_split(tmp_path / str(part), [[[part] * (8 * count)]]) for part, count in enumerate([30, 10])]
+    parts = [
+        write_split(tmp_path / str(part), [[[part] * (8 * count)]])
+        for part, count in enumerate([30, 10])
+    ]
     schedule = Schedule([0.8, 0.2])
-    stream = SampleStream([PackedSamples(part, 8, END) for part in parts], schedule, seed=0, epochs=1, end="drop")
+    stream = SampleStream(
+        [PackedSamples(part, 8, END) for part in parts], schedule, seed=0, epochs=1, end="drop"
+    )
     assert len(stream) == 37  # the 31st sample of the first component would be the first repetition
     batch = stream.read(list(range(35)))
     first = batch.inputs[:, 0].tolist()
@@ -232,7 +273,9 @@ def test_a_component_of_a_mixture_reads_each_sample_once_per_own_epoch(tmp_path:
     tokens = list(range(200))
     part = write_split(tmp_path / "a", [[tokens]])
     other = write_split(tmp_path / "b", [[[255] * 900]])
-    stream = SampleStream([PackedSamples(split, 4, END) for split in (part, other)], Schedule([1, 3]), seed=9)
+    stream = SampleStream(
+        [PackedSamples(split, 4, END) for split in (part, other)], Schedule([1, 3]), seed=9
+    )
     inputs = stream.read(list(range(4 * 100))).inputs
     mine = [tuple(row) for row in inputs.tolist() if 255 not in row and row[0] != END]
     assert Counter(mine) == {tuple(tokens[begin : begin + 4]): 2 for begin in range(0, 200, 4)}
@@ -258,5 +301,9 @@ def test_a_batch_moves_as_a_whole(tmp_path: Path) -> None:
     moved = batch.to("meta", non_blocking=True)
     assert isinstance(moved, Batch)
     assert moved.document_ids is not None
-    assert {moved.inputs.device.type, moved.targets.device.type, moved.document_ids.device.type} == {"meta"}
+    assert {
+        moved.inputs.device.type,
+        moved.targets.device.type,
+        moved.document_ids.device.type,
+    } == {"meta"}
     assert (moved.hash, moved.valid_tokens) == (batch.hash, batch.valid_tokens)

@@ -56,8 +56,12 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 @pytest.mark.extras("transformers")
 @pytest.mark.parametrize("strategy", ["hybrid", "zero2"])
-def test_a_saved_model_is_fine_tuned_as_in_one_process_and_saved_again(ranks, small_llama, tmp_path, strategy):
-    rows = ranks.run(4, finetune, small_llama, str(tmp_path / "new"), strategy=strategy, lora=0, steps=4)[0]
+def test_a_saved_model_is_fine_tuned_as_in_one_process_and_saved_again(
+    ranks, small_llama, tmp_path, strategy
+):
+    rows = ranks.run(
+        4, finetune, small_llama, str(tmp_path / "new"), strategy=strategy, lora=0, steps=4
+    )[0]
     expected = load(small_llama).train()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=3e-3, weight_decay=0.0)
     for row in rows:
@@ -81,9 +85,15 @@ def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
     before, after = load(small_llama), load(str(tmp_path / "new"))
     assert rows[0]["loss"] == pytest.approx(loss_of(before, 1).item(), rel=1e-5)  # `up` is zero
     changed = [
-        name for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True) if not torch.equal(old, new)
+        name
+        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not torch.equal(old, new)
     ]
-    assert changed == [f"model.layers.{layer}.self_attn.{matrix}_proj.weight" for layer in (0, 1) for matrix in "qv"]
+    assert changed == [
+        f"model.layers.{layer}.self_attn.{matrix}_proj.weight"
+        for layer in (0, 1)
+        for matrix in "qv"
+    ]
     assert rows[3]["loss"] == pytest.approx(loss_of(after, 4).item(), rel=1e-4)
     assert abs(loss_of(before, 4).item() - rows[3]["loss"]) > 1e-3
 
@@ -92,7 +102,9 @@ def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
 def test_a_pattern_of_fresh_parameters_that_matches_nothing_is_refused(small_llama):
     from parallel2d import ConfigError, load_pretrained
 
-    with pytest.raises(ConfigError, match=r"fresh: pattern \*\.lora\.\* matches no parameter of LlamaForCausalLM"):
+    with pytest.raises(
+        ConfigError, match=r"fresh: pattern \*\.lora\.\* matches no parameter of LlamaForCausalLM"
+    ):
         load_pretrained(load(small_llama), small_llama, fresh=("*.lora.*",))
 
 
@@ -112,7 +124,18 @@ def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tm
 
     (tmp_path / "new").mkdir()
     shutil.copy(tmp_path / "model" / "config.json", tmp_path / "new")
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "new" / "model.safetensors"), "--dtype", "fp32"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "run"),
+                str(tmp_path / "new" / "model.safetensors"),
+                "--dtype",
+                "fp32",
+            ]
+        )
+        == 0
+    )
     new, information = type(model).from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not information["missing_keys"]
     assert not information["unexpected_keys"]
@@ -122,18 +145,41 @@ def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tm
 
 
 def fabric(*words: str) -> list[dict[str, float]]:
-    command = [sys.executable, str(EXAMPLES / "fabric.py"), "--devices", "4", "--accelerator", "cpu", "--steps", "4", *words]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        str(EXAMPLES / "fabric.py"),
+        "--devices",
+        "4",
+        "--accelerator",
+        "cpu",
+        "--steps",
+        "4",
+        *words,
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.extras("lightning.fabric")
 def test_fabric_trains_alike_on_two_layouts(tmp_path):
-    flat, split = fabric("--save", str(tmp_path / "saved")), fabric("--tensor", "2", "--strategy", "zero3")
+    flat, split = (
+        fabric("--save", str(tmp_path / "saved")),
+        fabric("--tensor", "2", "--strategy", "zero3"),
+    )
     assert [row["step"] for row in flat] == [1, 2, 3, 4]
     for ours, theirs in zip(flat, split, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     assert flat[-1]["loss"] < flat[0]["loss"]
-    assert sorted(path.suffix for path in (tmp_path / "saved").iterdir()) == ["", *4 * [".distcp"], ".pt"]
+    assert sorted(path.suffix for path in (tmp_path / "saved").iterdir()) == [
+        "",
+        *4 * [".distcp"],
+        ".pt",
+    ]

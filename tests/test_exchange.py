@@ -35,7 +35,12 @@ def test_numbers_that_are_none_errors_and_tensors_arrive():
     assert math.isnan(exchange.decode(exchange.encode(float("nan"))))
     error = exchange.decode(exchange.encode(DamagedCheckpointError("it is\ndamaged")))
     assert (type(error), str(error)) == (DamagedCheckpointError, "it is\ndamaged")
-    for tensor in (torch.tensor(1.5), torch.randn(2, 3).bfloat16(), torch.empty(0, 4, dtype=torch.int64), torch.tensor([True])):
+    for tensor in (
+        torch.tensor(1.5),
+        torch.randn(2, 3).bfloat16(),
+        torch.empty(0, 4, dtype=torch.int64),
+        torch.tensor([True]),
+    ):
         arrived = exchange.decode(exchange.encode(tensor))
         assert arrived.dtype == tensor.dtype
         assert torch.equal(arrived, tensor)
@@ -46,13 +51,17 @@ def test_errors_for_people_keep_their_words():
     assert (type(error), str(error)) == (ConfigError, "port 1 is taken")
 
 
-@pytest.mark.parametrize("value", [object(), len, lambda: None, {"a": [RuntimeError("no")]}, torch.device("cpu")])
+@pytest.mark.parametrize(
+    "value", [object(), len, lambda: None, {"a": [RuntimeError("no")]}, torch.device("cpu")]
+)
 def test_what_cannot_be_sent_is_refused_where_it_is(value):
     with pytest.raises(TypeError, match="cannot be sent to other ranks"):
         exchange.encode(value)
 
 
-@pytest.mark.parametrize("told", [{"builtins.eval": ["1"]}, {"os.system": ["true"]}, {"dtype": "nn"}, {"a": 1}])
+@pytest.mark.parametrize(
+    "told", [{"builtins.eval": ["1"]}, {"os.system": ["true"]}, {"dtype": "nn"}, {"a": 1}]
+)
 def test_a_kind_that_nobody_registered_is_refused(told):
     with pytest.raises(KeyError):
         exchange.decode(json.dumps(told))
@@ -76,4 +85,10 @@ def test_ranks_exchange_values(ranks):
     for rank, answer in enumerate(ranks.run(4, _exchanged, ([0, 1], [2, 3]))):
         first = rank // 2 * 2
         pair = [first, first + 1]
-        assert answer == (own, pair, own[2], pair[1], [(other,) for other in pair] if rank == pair[1] else None)
+        assert answer == (
+            own,
+            pair,
+            own[2],
+            pair[1],
+            [(other,) for other in pair] if rank == pair[1] else None,
+        )

@@ -52,8 +52,19 @@ class Disturbed:
     """The job on its cluster. Every fault is a method that returns the seconds until the next step was done."""
 
     def __init__(self, cluster: Cluster, folder: Path, seed: int, times: Times) -> None:
-        self.cluster, self.folder, self.random, self.times = cluster, folder, random.Random(seed), times
-        words = ["-m", "parallel2d.train", *WORDS, f"data.cache_dir={folder}/cache", f"hydra.run.dir={folder}/run"]
+        self.cluster, self.folder, self.random, self.times = (
+            cluster,
+            folder,
+            random.Random(seed),
+            times,
+        )
+        words = [
+            "-m",
+            "parallel2d.train",
+            *WORDS,
+            f"data.cache_dir={folder}/cache",
+            f"hydra.run.dir={folder}/run",
+        ]
         words += [f"launch.timeout={times.timeout}", "launch.grace_s=20"]
         self.job = cluster.run(words, launcher="own", min_nodes=1, cwd=folder)
         self.steps_on(5)
@@ -68,7 +79,9 @@ class Disturbed:
         seen = set(self.lines()) if seen is None else seen
         deadline = time.monotonic() + limit
         while len(set(self.lines()) - seen) < count:
-            assert any(code is None for code in self.job.poll().values()), f"the job ended\n{self.job.tail()}"
+            assert any(code is None for code in self.job.poll().values()), (
+                f"the job ended\n{self.job.tail()}"
+            )
             assert time.monotonic() < deadline, f"no step for {limit} s\n{self.job.tail()}"
             time.sleep(0.02)
 
@@ -165,8 +178,12 @@ class Disturbed:
         self.job.send_signal(signal.SIGSTOP, node)
         self.cluster.restore_node(1 - node)
         deadline = time.monotonic() + 60 * SLACK
-        while (owner := json.loads((self.folder / "run/owner.json").read_text())["host"]) != f"node{1 - node}":
-            assert time.monotonic() < deadline, f"the run is still that of {owner}\n{self.job.tail()}"
+        while (
+            owner := json.loads((self.folder / "run/owner.json").read_text())["host"]
+        ) != f"node{1 - node}":
+            assert time.monotonic() < deadline, (
+                f"the run is still that of {owner}\n{self.job.tail()}"
+            )
             time.sleep(0.1)
         took = self._recovered(begin)
         self.job.send_signal(signal.SIGCONT, node)
@@ -199,11 +216,19 @@ class Disturbed:
         assert set(codes.values()) == {75}, f"{codes}\n{self.job.tail()}"
         for node in self.cluster.nodes:
             assert node.processes() == [], f"{node.name} still has processes"
-            left = [path.name for path in node.temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
+            left = [
+                path.name
+                for path in node.temporary.iterdir()
+                if not path.name.startswith("torchinductor_")
+            ]  # torch's cache
             assert left == [], f"{node.name} still has {left} in its temporary folder"
-            shared = self.cluster.execute(self.cluster.nodes.index(node), ["ls", "-A", "/dev/shm"]).split()
+            shared = self.cluster.execute(
+                self.cluster.nodes.index(node), ["ls", "-A", "/dev/shm"]
+            ).split()
             assert shared == [], f"{node.name} still has {shared} in shared memory"
-        assert sorted(path.name for path in self.folder.iterdir()) == ["cache", "run"], "one run directory"
+        assert sorted(path.name for path in self.folder.iterdir()) == ["cache", "run"], (
+            "one run directory"
+        )
         return jobs.rows(self.folder / "run")
 
 
@@ -217,10 +242,17 @@ def undisturbed(folder: Path, steps: int) -> list[dict[str, object]]:
         "checkpoint=default",
     ]
     command = [sys.executable, "-m", "parallel2d.train", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # on a machine with other work, two threads wait for each other's turn
-    process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+    }  # on a machine with other work, two threads wait for each other's turn
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    )
     path = folder / "quiet/metrics.jsonl"
-    while process.poll() is None and not (path.exists() and len(path.read_text().splitlines()) >= steps):
+    while process.poll() is None and not (
+        path.exists() and len(path.read_text().splitlines()) >= steps
+    ):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=60)[1]
@@ -232,7 +264,9 @@ def compare(rows: list[dict[str, object]], expected: list[dict[str, object]]) ->
     """Every step once and in order, every batch the right one, every loss equal. Returns the largest relative difference."""
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert [row["data/batch_hash"] for row in rows] == [row["data/batch_hash"] for row in expected]
-    worst = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(rows, expected, strict=True))  # type: ignore[operator, arg-type]
+    worst = max(
+        abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(rows, expected, strict=True)
+    )  # type: ignore[operator, arg-type]
     assert worst < 1e-9
     return worst
 
@@ -247,7 +281,10 @@ def run(folder: Path, faults: list[str], seed: int, times: Times = SHORT) -> dic
             disturbed.steps_on(disturbed.random.randrange(2, 15))
         rows = disturbed.finish()
     worst = compare(rows, undisturbed(folder, len(rows)))
-    print(f"{len(rows)} steps, {len(faults)} faults, largest relative difference of a loss {worst:.1e}", flush=True)
+    print(
+        f"{len(rows)} steps, {len(faults)} faults, largest relative difference of a loss {worst:.1e}",
+        flush=True,
+    )
     return took
 
 
@@ -255,7 +292,14 @@ def run(folder: Path, faults: list[str], seed: int, times: Times = SHORT) -> dic
 def test_launchers_that_end_and_a_store_that_dies(tmp_path):
     run(
         tmp_path,
-        ["stop_rank_0", "launcher_sleeps", "launcher_told_to_end", "launcher_interrupted", "launcher_killed", "store_dies"],
+        [
+            "stop_rank_0",
+            "launcher_sleeps",
+            "launcher_told_to_end",
+            "launcher_interrupted",
+            "launcher_killed",
+            "store_dies",
+        ],
         seed=2,
     )
 
@@ -270,7 +314,9 @@ def at_random_moments(folder: Path, kinds: Sequence[str], each: int, times: Time
     random.Random(seed).shuffle(faults)
     took = run(folder, faults, seed, times)
     for kind, seconds in took.items():
-        print(f"{kind:16} {len(seconds):3} times, {statistics.median(seconds):5.1f} s median, {max(seconds):5.1f} s at most")
+        print(
+            f"{kind:16} {len(seconds):3} times, {statistics.median(seconds):5.1f} s median, {max(seconds):5.1f} s at most"
+        )
 
 
 @pytest.mark.slow
@@ -281,4 +327,6 @@ def test_three_faults_of_each_kind_at_random_moments(tmp_path):
 @pytest.mark.soak
 def test_many_faults_at_random_moments(tmp_path):
     kinds = os.environ.get("PARALLEL2D_FAULT_KINDS", ",".join(KINDS)).split(",")
-    at_random_moments(tmp_path, kinds, each=int(os.environ.get("PARALLEL2D_FAULTS", "20")), times=LONG)
+    at_random_moments(
+        tmp_path, kinds, each=int(os.environ.get("PARALLEL2D_FAULTS", "20")), times=LONG
+    )

@@ -95,7 +95,9 @@ def mutated_value(value: object, random: random.Random) -> object:
         elif kind == 3:
             other, place = random.choice(places)
             holder[key] = (
-                json.loads(json.dumps(other[place])) if place in (other if isinstance(other, dict) else range(len(other))) else 0
+                json.loads(json.dumps(other[place]))
+                if place in (other if isinstance(other, dict) else range(len(other)))
+                else 0
             )
         elif kind == 4 and isinstance(holder[key], int | float):
             holder[key] += random.choice((1, -1, 0.5))
@@ -115,7 +117,13 @@ def _nested(depth: int) -> object:
 
 
 def _places(value: object):
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in list(items):
         yield value, key
         yield from _places(item)
@@ -169,7 +177,9 @@ def header(folder: Path, random: random.Random) -> None:
     reseal(path.parent)
     assert checkpoint_command(["verify", str(path.parent)]) in (0, 1, 2)
     assert checkpoint_command(["inspect", str(folder / "alone.safetensors")]) in (0, 1, 2)
-    assert checkpoint_command(["convert", str(folder / "alone.safetensors"), str(folder / "out.pt")]) in (0, 1, 2)
+    assert checkpoint_command(
+        ["convert", str(folder / "alone.safetensors"), str(folder / "out.pt")]
+    ) in (0, 1, 2)
 
 
 def saved(folder: Path, random: random.Random) -> None:
@@ -191,7 +201,9 @@ def rows(folder: Path, random: random.Random) -> None:
         if random.random() < 0.4:
             lines[number] = mutated_bytes(lines[number], random)
         else:
-            lines[number] = json.dumps(mutated_value(json.loads(lines[number]), random)).encode() + b"\n"
+            lines[number] = (
+                json.dumps(mutated_value(json.loads(lines[number]), random)).encode() + b"\n"
+            )
     path.write_bytes(b"".join(lines))
     assert report([str(folder)]) in (0, 2)
     writer, goodput = MetricsWriter(str(folder), {}, tensorboard=False), Goodput()
@@ -204,11 +216,19 @@ def tokens(folder: Path, random: random.Random) -> None:
     path = folder / "tokens" / "manifest.json"
     ends = next(path.parent.glob("*.ends"))
     if random.random() < 0.25:
-        ends.write_bytes(mutated_bytes(ends.read_bytes(), random)[: ends.stat().st_size].ljust(ends.stat().st_size, b"\1"))
+        ends.write_bytes(
+            mutated_bytes(ends.read_bytes(), random)[: ends.stat().st_size].ljust(
+                ends.stat().st_size, b"\1"
+            )
+        )
     else:
         changed_json(path, random)
     with contextlib.suppress(ConfigError):
-        data = open_data(DataConfig(name="tokens", path=str(path.parent), intra_document_masking=True), seq_len=16, seed=1)
+        data = open_data(
+            DataConfig(name="tokens", path=str(path.parent), intra_document_masking=True),
+            seq_len=16,
+            seed=1,
+        )
         for start in range(0, min(len(data.train), 64), 8):
             data.train.read(range(start, min(start + 8, len(data.train))))
         verify(path.parent)
@@ -218,9 +238,18 @@ def images(folder: Path, random: random.Random) -> None:
     path = random.choice(sorted((folder / "images").glob("*/*")))
     path.write_bytes(mutated_bytes(path.read_bytes(), random))
     if random.random() < 0.2:
-        path.rename(path.with_name(random.choice(("\x1b[31m.png", "x" * 250 + ".png", "\udcff.jpg", "none"))))
+        path.rename(
+            path.with_name(
+                random.choice(("\x1b[31m.png", "x" * 250 + ".png", "\udcff.jpg", "none"))
+            )
+        )
     with contextlib.suppress(ConfigError):
-        data = open_data(DataConfig(name="images", path=str(folder / "images"), image_size=8, validation_fraction=0.0), seed=1)
+        data = open_data(
+            DataConfig(
+                name="images", path=str(folder / "images"), image_size=8, validation_fraction=0.0
+            ),
+            seed=1,
+        )
         data.train.read(range(len(data.train)))
 
 
@@ -260,13 +289,24 @@ def _record(folder: Path) -> None:
             "time/sync_s": 0.01,
             "memory/peak_gib": 1.5,
         }
-        | {"comm/shard/bytes": 10, "goodput/fraction": 0.5, "goodput/wall_s": 9.0 * step, "goodput/unix_s": 1.7e9 + step}
+        | {
+            "comm/shard/bytes": 10,
+            "goodput/fraction": 0.5,
+            "goodput/wall_s": 9.0 * step,
+            "goodput/unix_s": 1.7e9 + step,
+        }
         | {"goodput/useful_s": 4.0 * step, "goodput/lost_data_s": 1.0, "validation/loss": None}
         for step in range(1, 11)
     ]
-    described = {"mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "strategy": "hybrid", "predicted": {"comm/shard/bytes": 8}}
+    described = {
+        "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
+        "strategy": "hybrid",
+        "predicted": {"comm/shard/bytes": 8},
+    }
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "layout.json").write_text(json.dumps(described | {"ranks": [[[0], [1]], [[2], [3]]], "hosts": ["a"] * 4}))
+    (folder / "layout.json").write_text(
+        json.dumps(described | {"ranks": [[[0], [1]], [[2], [3]]], "hosts": ["a"] * 4})
+    )
 
 
 def _prepare(folder: Path) -> None:
@@ -283,7 +323,9 @@ def _draw(folder: Path) -> None:
     for name in ("cats", "dogs"):
         (folder / name).mkdir(parents=True)
         for number, suffix in enumerate(("png", "jpg", "gif", "bmp", "webp")):
-            image.new("RGB", (9 + number, 8), (number, 200, 7)).save(folder / name / f"{number}.{suffix}")
+            image.new("RGB", (9 + number, 8), (number, 200, 7)).save(
+                folder / name / f"{number}.{suffix}"
+            )
 
 
 _MAKE = {
@@ -313,7 +355,9 @@ def check(kind: str, original: Path, folder: Path, number: int) -> None:
         warnings.simplefilter("ignore")
         KINDS[kind](shutil.copytree(original, folder), random.Random(1))  # loads what it needs
         slowest, grown = fuzzed(kind, original, folder, seed, number)
-    print(f"{kind}: {number} mutations, slowest {slowest:.2f} s, {grown / 2**20:.0f} MiB more memory")
+    print(
+        f"{kind}: {number} mutations, slowest {slowest:.2f} s, {grown / 2**20:.0f} MiB more memory"
+    )
     assert slowest < LONGEST_S
     assert grown < MOST_BYTES
 
@@ -330,8 +374,14 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
     data = bytearray(path.read_bytes())
     data[:16] = struct.pack("<2Q", *ends)
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=f"{path} is damaged: its documents do not end one after the other"):
-        opened = open_data(DataConfig(name="tokens", path=str(folder), intra_document_masking=True), seq_len=16, seed=1)
+    with pytest.raises(
+        ConfigError, match=f"{path} is damaged: its documents do not end one after the other"
+    ):
+        opened = open_data(
+            DataConfig(name="tokens", path=str(folder), intra_document_masking=True),
+            seq_len=16,
+            seed=1,
+        )
         opened.train.read(range(8))
 
 
@@ -343,4 +393,6 @@ def test_images_changed_at_random(original, tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_files_changed_at_random(original, tmp_path, kind):
-    check(kind, original(kind), tmp_path / "run", int(os.environ.get("PARALLEL2D_MUTATIONS", "1700")))
+    check(
+        kind, original(kind), tmp_path / "run", int(os.environ.get("PARALLEL2D_MUTATIONS", "1700"))
+    )

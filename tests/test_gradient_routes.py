@@ -9,7 +9,15 @@ import pytest
 import torch
 from gradient_cases import CASES, DIM, Route
 
-from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, data_coordinate, no_sync, parallelize
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    accumulate,
+    build_mesh,
+    data_coordinate,
+    no_sync,
+    parallelize,
+)
 from parallel2d.config import BucketingConfig, PrecisionConfig
 from parallel2d.mesh import mesh_shape
 
@@ -50,7 +58,11 @@ def backward_passes(model, routes, mode):
     forward = type(model).loss
     if mode.startswith("own_"):
         how = mode.removeprefix("own_")
-        held = no_sync(model, how) if how in ("none", "reduce_scatter_only") else contextlib.nullcontext()
+        held = (
+            no_sync(model, how)
+            if how in ("none", "reduce_scatter_only")
+            else contextlib.nullcontext()
+        )
         with held:
             for route in routes[:-1]:
                 forward(model, batch(route), route).backward()
@@ -70,12 +82,18 @@ def differences(sizes, strategy, bucketing, mode, micros, names):
         torch.manual_seed(3)
         reference = CASES[name]().double()
         settings = ParallelConfig(strategy, bucketing, FP64)
-        plan = {"blocks.*.experts.*.0": "colwise", "blocks.*.experts.*.2": "rowwise"} if shape.tensor > 1 else None
+        plan = (
+            {"blocks.*.experts.*.0": "colwise", "blocks.*.experts.*.2": "rowwise"}
+            if shape.tensor > 1
+            else None
+        )
         model = parallelize(copy.deepcopy(reference), mesh, settings, tensor_plan=plan)
         worst = 0.0
         for step in range(STEPS):
             expected = expected_gradients(reference, shape.data_ranks, shape.shard, micros, step)
-            backward_passes(model, [Route(rank, rank // shape.shard, m, step) for m in range(micros)], mode)
+            backward_passes(
+                model, [Route(rank, rank // shape.shard, m, step) for m in range(micros)], mode
+            )
             worst = max(worst, largest_difference(model, expected))
             model.zero_grad()
         found[name] = worst
@@ -101,13 +119,23 @@ LAYOUTS = [
 def cases(sizes, bucketing):
     """Those that this layout can run: ranks of a shard group have to choose the same groups of modules, and the parameters of a
     group have one dtype."""
-    if "tensor" in sizes:  # sizes that the axis divides, and a weight that is not tied to a split one
-        return [name for name in CASES if name not in ("Complex", "Conv", "UnequalByBoth", "OneRankAlone", "Tied")]
+    if (
+        "tensor" in sizes
+    ):  # sizes that the axis divides, and a weight that is not tied to a split one
+        return [
+            name
+            for name in CASES
+            if name not in ("Complex", "Conv", "UnequalByBoth", "OneRankAlone", "Tied")
+        ]
     if sizes["shard"] == 1:
         return [name for name in CASES if name != "Complex" or bucketing != EVERYTHING]
     if bucketing == "layer":
         return ["Everything", "ByMicroBatch", "FirstUsedLate", "Detached"]
-    return [name for name in CASES if name not in ("Conv", "Complex") or (name == "Conv") == (bucketing == EVERYTHING)]
+    return [
+        name
+        for name in CASES
+        if name not in ("Conv", "Complex") or (name == "Conv") == (bucketing == EVERYTHING)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,5 +143,7 @@ def cases(sizes, bucketing):
     [*LAYOUTS[:4], *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[4:])],
 )
 def test_gradients_are_those_of_one_process(ranks, sizes, strategy, bucketing, mode, micros):
-    for found in ranks.run(4, differences, sizes, strategy, bucketing, mode, micros, cases(sizes, bucketing)):
+    for found in ranks.run(
+        4, differences, sizes, strategy, bucketing, mode, micros, cases(sizes, bucketing)
+    ):
         assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}

@@ -81,12 +81,20 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
         text=True,
     )
     metrics = tmp_path / "run/metrics.jsonl"
-    wait_for(lambda: (metrics.exists() and len(metrics.read_text().splitlines()) > 12) or process.poll() is not None)
+    wait_for(
+        lambda: (
+            (metrics.exists() and len(metrics.read_text().splitlines()) > 12)
+            or process.poll() is not None
+        )
+    )
     victims = jobs.ranks_of(process.pid)
     os.kill(victims[1], signal.SIGKILL)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 0, errors
-    assert "rank 1: ended by SIGKILL, by somebody or by the kernel for want of memory; starting again" in errors
+    assert (
+        "rank 1: ended by SIGKILL, by somebody or by the kernel for want of memory; starting again"
+        in errors
+    )
     assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
 
     again = subprocess.run(
@@ -96,8 +104,12 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     assert again.returncode == 0, again.stderr
     disturbed, quiet = jobs.rows(tmp_path / "run"), jobs.rows(tmp_path / "quiet")
     assert [row["step"] for row in disturbed] == list(range(1, 61))
-    assert [row["data/batch_hash"] for row in disturbed] == [row["data/batch_hash"] for row in quiet]
-    assert [row["loss"] for row in disturbed] == pytest.approx([row["loss"] for row in quiet], rel=1e-10, abs=0)
+    assert [row["data/batch_hash"] for row in disturbed] == [
+        row["data/batch_hash"] for row in quiet
+    ]
+    assert [row["loss"] for row in disturbed] == pytest.approx(
+        [row["loss"] for row in quiet], rel=1e-10, abs=0
+    )
 
 
 @pytest.mark.slow
@@ -114,16 +126,27 @@ def test_a_broken_job_is_not_started_for_ever(tmp_path):
         "checkpoint.enabled=false",
         "metrics.communication=false",
     )
-    words = [word for word in words if not word.startswith(("model.n_layers", "model.dim", "model.hidden"))]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    words = [
+        word
+        for word in words
+        if not word.startswith(("model.n_layers", "model.dim", "model.hidden"))
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120
+    )
     assert done.returncode == 1
     assert "this model is broken" in done.stderr
     assert "starting again (0 more without progress)" in done.stderr
     assert "1 restarts brought no step further" in done.stderr
 
 
-@pytest.mark.parametrize(("nnodes", "expected"), [(1, (1, 1)), ("4", (4, 4)), ("2:4", (2, 4)), ("3:3", (3, 3))])
+@pytest.mark.parametrize(
+    ("nnodes", "expected"), [(1, (1, 1)), ("4", (4, 4)), ("2:4", (2, 4)), ("3:3", (3, 3))]
+)
 def test_node_ranges(nnodes, expected):
     assert LaunchConfig(nnodes=nnodes).node_range == expected
 
@@ -136,12 +159,16 @@ def test_impossible_node_ranges_are_refused(nnodes):
 
 def test_shard_groups_keep_their_size_when_nodes_leave():
     spec = MeshSpec()
-    assert spec.resolve_elastic("hybrid", Topology.equal_hosts(4, 4), 4) == spec.resolve("hybrid", Topology.equal_hosts(4, 4))
+    assert spec.resolve_elastic("hybrid", Topology.equal_hosts(4, 4), 4) == spec.resolve(
+        "hybrid", Topology.equal_hosts(4, 4)
+    )
     three = spec.resolve_elastic("hybrid", Topology.equal_hosts(3, 4), 4)
     assert (three.replicate, three.shard) == (3, 4)
     assert "3 of 4 nodes" in three.notes[0]
     one = MeshSpec(replicate=2, shard=4).resolve_elastic("hybrid", Topology.equal_hosts(1, 4), 2)
-    assert (one.replicate, one.shard) == (1, 4), "on one host a fresh job would split it into two replicas of half the size"
+    assert (one.replicate, one.shard) == (1, 4), (
+        "on one host a fresh job would split it into two replicas of half the size"
+    )
     half = MeshSpec(replicate=4, tensor=2).resolve_elastic("hybrid", Topology.equal_hosts(1, 4), 2)
     assert (half.replicate, half.shard, half.tensor) == (2, 1, 2)
     flat = MeshSpec(shard=8).resolve_elastic("zero3", Topology.equal_hosts(1, 4), 2)
@@ -154,7 +181,13 @@ def test_shard_groups_keep_their_size_when_nodes_leave():
 @pytest.mark.parametrize("batch", [8, 32, 30])
 def test_a_padded_plan_holds_every_sample_once_and_wastes_little(ranks, batch):
     plans = [
-        BatchPlan(global_batch_size=batch, micro_batch_size="auto", data_rank=rank, data_ranks=ranks, allow_padding=True)
+        BatchPlan(
+            global_batch_size=batch,
+            micro_batch_size="auto",
+            data_rank=rank,
+            data_ranks=ranks,
+            allow_padding=True,
+        )
         for rank in range(ranks)
     ]
     slots = [position for plan in plans for micro in plan.positions(100) for position in micro]
@@ -190,9 +223,14 @@ def test_a_name_is_new_once_its_job_has_ended(server):
 
 def test_names_of_a_round_go_with_the_next(tmp_path):
     meeting = meet_alone(str(tmp_path))
-    first, second = SimpleNamespace(group_rank=0, store=HashStore()), SimpleNamespace(group_rank=0, store=HashStore())
+    first, second = (
+        SimpleNamespace(group_rank=0, store=HashStore()),
+        SimpleNamespace(group_rank=0, store=HashStore()),
+    )
     prefix = meeting.ranks_prefix(first)
-    assert meeting.ranks_prefix(SimpleNamespace(group_rank=1, store=first.store)) == prefix, "the same on every node"
+    assert meeting.ranks_prefix(SimpleNamespace(group_rank=1, store=first.store)) == prefix, (
+        "the same on every node"
+    )
     meeting.store.set(f"{prefix}address", "of a rank")
     meeting.store.set("other", "kept")
     assert meeting.ranks_prefix(second) != prefix
@@ -203,7 +241,10 @@ def test_names_of_a_round_go_with_the_next(tmp_path):
 
 def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
     """Two nodes have met; one beats no more and the other drops it, without a word to it."""
-    meeting, settings = meet_alone(str(tmp_path)), LaunchConfig(nnodes="1:2", rdzv_endpoint="set below")
+    meeting, settings = (
+        meet_alone(str(tmp_path)),
+        LaunchConfig(nnodes="1:2", rdzv_endpoint="set below"),
+    )
     other = replace(meeting, store=StoreClient(meeting.endpoint, meeting.secret))
     silent, awake = meeting.handler(settings), other.handler(settings)
     try:
@@ -227,7 +268,16 @@ def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
 @pytest.fixture
 def silent_store(secret):
     """A client of a store whose process has been stopped: it keeps its connections and never answers."""
-    words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "parallel2d.launch",
+        "store",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     port = int(process.stdout.readline().rpartition(":")[2])
@@ -238,7 +288,9 @@ def silent_store(secret):
     yield client
     process.kill()
     process.wait()
-    for waiting in set(threading.enumerate()) - set(threads):  # what they print is printed in this test
+    for waiting in set(threading.enumerate()) - set(
+        threads
+    ):  # what they print is printed in this test
         waiting.join(10.0)
 
 
@@ -246,8 +298,18 @@ def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, mon
     begin = time.monotonic()
     assert answered_within(1.0, lambda: silent_store.check(["before"]), "silence") == "silence"
     monkeypatch.setattr(watch, "_PATIENCE_WITH_STORE_S", 1.0)
-    waiting = watch.Watch(silent_store, 1, ["one/0", "two/0"], str(tmp_path), 15.0, lambda: watch.Position(3, 4, "nothing"))
-    assert waiting.explain() == "late: rank 0 on one, whose store does not answer (stopped, or the machine is gone)"
+    waiting = watch.Watch(
+        silent_store,
+        1,
+        ["one/0", "two/0"],
+        str(tmp_path),
+        15.0,
+        lambda: watch.Position(3, 4, "nothing"),
+    )
+    assert (
+        waiting.explain()
+        == "late: rank 0 on one, whose store does not answer (stopped, or the machine is gone)"
+    )
     with pytest.raises(ConfigError, match="no answer within 1 s"):
         StoreClient(silent_store.address, secret, timeout_s=1.0)
     assert time.monotonic() - begin < 30
@@ -288,7 +350,10 @@ def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkey
     squatted.mkdir()  # of the user who runs this test, as that of another
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    with pytest.raises(ConfigError, match="belongs to user .* set TMPDIR to a folder of your own"), launcher_environment({}):
+    with (
+        pytest.raises(ConfigError, match="belongs to user .* set TMPDIR to a folder of your own"),
+        launcher_environment({}),
+    ):
         pass
 
 
@@ -312,7 +377,9 @@ def test_the_store_command_listens_where_it_is_told(secret, server):
         assert line.startswith("store listens on 127.0.0.1:")
         endpoint = line.rpartition("=")[2].strip()
         assert meet(LaunchConfig(nnodes="1", rdzv_endpoint=endpoint, job_id="mine")).server is None
-        with pytest.raises(ConfigError, match="serves more than one job: give yours a name with launch.job_id"):
+        with pytest.raises(
+            ConfigError, match="serves more than one job: give yours a name with launch.job_id"
+        ):
             meet(LaunchConfig(nnodes="1", rdzv_endpoint=endpoint))
     finally:
         process.terminate()

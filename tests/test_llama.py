@@ -57,15 +57,24 @@ def test_configurations_have_the_published_sizes(name, parameters):
 
 
 def test_heads_that_do_not_divide_are_an_error(model):
-    with pytest.raises(ValueError, match="mesh.tensor=4 does not divide the heads: n_heads=4, n_kv_heads=2"):
+    with pytest.raises(
+        ValueError, match="mesh.tensor=4 does not divide the heads: n_heads=4, n_kv_heads=2"
+    ):
         tensor_plan(model, 4)
 
 
 def test_masked_documents_train_alike_on_every_layout(ranks, tmp_path):
-    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"text": "{i} squared is {i * i}"}}\n' for i in range(4000)))
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(f'{{"text": "{i} squared is {i * i}"}}\n' for i in range(4000))
+    )
     losses = []
     for world, words in ((1, ()), (4, ("mesh.tensor=2",))):
-        words = (*words, "data.path=corpus.jsonl", "data.intra_document_masking=true", "checkpoint.enabled=false")
+        words = (
+            *words,
+            "data.path=corpus.jsonl",
+            "data.intra_document_masking=true",
+            "checkpoint.enabled=false",
+        )
         ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / f"run{world}"), words, 4)
         losses.append([row["loss"] for row in jobs.rows(tmp_path / f"run{world}")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-10, abs=0)

@@ -14,13 +14,19 @@ from parallel2d.mesh import MeshSpec, build_mesh
 
 def case(dtype, rows=37, vocab=11):
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * 3).to(dtype).requires_grad_()
+    logits = (
+        (torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * 3)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets = torch.randint(0, vocab, (rows,), generator=generator)
     targets[::4] = -100
     return logits, targets
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize("chunk", [1, 100, 10**9])
 def test_equals_torchs_cross_entropy(dtype, tolerance, chunk, monkeypatch):
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", chunk)
@@ -32,7 +38,9 @@ def test_equals_torchs_cross_entropy(dtype, tolerance, chunk, monkeypatch):
     theirs = F.cross_entropy(precise, targets, reduction="sum")
     (theirs * 0.5).backward()
     assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6 if dtype != torch.float64 else 1e-13)
+    assert ours.item() == pytest.approx(
+        theirs.item(), rel=1e-6 if dtype != torch.float64 else 1e-13
+    )
     assert gradient.dtype == dtype
     assert torch.allclose(gradient.double(), precise.grad, atol=tolerance, rtol=tolerance)
 
@@ -73,7 +81,11 @@ def _split_vocabulary(vocab):
     logits, targets = case(torch.float64, vocab=vocab)
     expected = F.cross_entropy(logits, targets, reduction="sum")
     (gradient,) = torch.autograd.grad(expected, logits)
-    split = DTensor.from_local(logits.detach(), mesh, [Replicate()]).redistribute(placements=[Shard(1)]).requires_grad_()
+    split = (
+        DTensor.from_local(logits.detach(), mesh, [Replicate()])
+        .redistribute(placements=[Shard(1)])
+        .requires_grad_()
+    )
     value = cross_entropy_sum(split, targets)
     value.backward()
     return value.item() - expected.item(), (split.grad.full_tensor() - gradient).abs().max().item()

@@ -16,7 +16,16 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import training
 
-from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, build_on_meta, cross_entropy_sum, mesh_shape, parallelize
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    accumulate,
+    build_mesh,
+    build_on_meta,
+    cross_entropy_sum,
+    mesh_shape,
+    parallelize,
+)
 from parallel2d.config import PrecisionConfig, SyncConfig
 from parallel2d.data.batch import token_sequences
 from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
@@ -25,7 +34,14 @@ from parallel2d.models.llama import tensor_plan
 from parallel2d.parallelize.twin import tensor_twin
 from tools.cluster import Cluster, why_not
 
-LLAMA = {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 256, "vocab_size": 512}
+LLAMA = {
+    "dim": 128,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "hidden_dim": 256,
+    "vocab_size": 512,
+}
 STEPS = 3
 
 
@@ -46,7 +62,9 @@ def kernel_bytes() -> tuple[int, int]:
 def settled_kernel_bytes() -> tuple[int, int]:
     """The counters between two barriers, when nothing is on its way any more."""
     dist.barrier()
-    time.sleep(0.2)  # the protocol of the counters, not of the code: the last segments are acknowledged
+    time.sleep(
+        0.2
+    )  # the protocol of the counters, not of the code: the last segments are acknowledged
     value = kernel_bytes()
     dist.barrier()
     return value
@@ -83,8 +101,13 @@ def measure(
         )
         assert predicted, "not counted"
     model = parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
-    predicted |= predict_communication(model, mesh, accumulation=accumulation, during_accumulation=mode)
-    batches = [torch.randint(0, 512, (8, 65), generator=torch.Generator().manual_seed(0)) for _ in range(accumulation)]
+    predicted |= predict_communication(
+        model, mesh, accumulation=accumulation, during_accumulation=mode
+    )
+    batches = [
+        torch.randint(0, 512, (8, 65), generator=torch.Generator().manual_seed(0))
+        for _ in range(accumulation)
+    ]
     meter = CommunicationMeter(mesh).install()
 
     def step() -> list[float]:
@@ -99,12 +122,22 @@ def measure(
         step()
         before = counted()
         sums = torch.tensor([step() for _ in range(STEPS)], dtype=torch.float64).sum(0)
-        inside, outside = (after - earlier for after, earlier in zip(counted(), before, strict=True))
+        inside, outside = (
+            after - earlier for after, earlier in zip(counted(), before, strict=True)
+        )
     finally:
         meter.remove()
     dist.all_reduce(sums)
-    per_step = {key: value / STEPS / dist.get_world_size() for key, value in zip(KEYS, sums.tolist(), strict=True)}
-    return {"measured": per_step, "predicted": predicted, "inside": inside / STEPS, "outside": outside / STEPS}
+    per_step = {
+        key: value / STEPS / dist.get_world_size()
+        for key, value in zip(KEYS, sums.tolist(), strict=True)
+    }
+    return {
+        "measured": per_step,
+        "predicted": predicted,
+        "inside": inside / STEPS,
+        "outside": outside / STEPS,
+    }
 
 
 def build_small_llama(tensor: int, **changes: Any) -> tuple[Any, Any, Any]:
@@ -140,7 +173,10 @@ LAYOUTS = {
     "tensor": ({"tensor": 2}, {"strategy": "zero3"}),
     "bf16": ({}, {"strategy": "hybrid", "precision": "bf16"}),
     "bf16_reduce_bf16": ({}, {"strategy": "hybrid", "precision": "bf16_reduce_bf16"}),
-    "torch": ({}, {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": SyncConfig(engine="torch")}),
+    "torch": (
+        {},
+        {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": SyncConfig(engine="torch")},
+    ),
 }
 
 
@@ -152,7 +188,9 @@ def test_measured_bytes_are_those_of_the_formula(ranks, layout, accumulation):
     for key, expected in result["predicted"].items():
         assert measured[key] == pytest.approx(expected, rel=0.001), key
     for axis in ("replicate", "shard", "tensor"):
-        moved, calls, seconds = (measured[f"comm/{axis}/{quantity}"] for quantity in ("bytes", "calls", "seconds"))
+        moved, calls, seconds = (
+            measured[f"comm/{axis}/{quantity}"] for quantity in ("bytes", "calls", "seconds")
+        )
         assert (moved > 0) == (calls > 0) == (seconds > 0), axis
 
 
@@ -173,7 +211,11 @@ TENSOR_CASES = {
     "tied": {"build": build_tied_llama, "accumulation": 2},
     "tied_full": {"build": build_tied_llama, "activation_checkpointing": "full"},
     "hugging_face": {"build": build_hugging_face_llama, "accumulation": 2},
-    "hugging_face_bf16_full": {"build": build_hugging_face_llama, "activation_checkpointing": "full", "precision": "bf16"},
+    "hugging_face_bf16_full": {
+        "build": build_hugging_face_llama,
+        "activation_checkpointing": "full",
+        "precision": "bf16",
+    },
     "fp32_norms": {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])},
 }
 
@@ -184,18 +226,28 @@ def marks_of(case: str) -> list[pytest.MarkDecorator]:
     return [] if case in ("plain", "bf16_none", "tied") else [pytest.mark.slow]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in TENSOR_CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=marks_of(case)) for case in TENSOR_CASES]
+)
 def test_bytes_over_the_tensor_axis_are_counted_before_the_first_step(ranks, case):
     given = dict(TENSOR_CASES[case])
     how = {name: given.pop(name) for name in ("accumulation", "mode", "build") if name in given}
     result = ranks.run(2, measure, {"tensor": 2}, {"strategy": "zero3", **given}, **how)[0]
     assert result["predicted"]["comm/tensor/bytes"] > 0
-    assert result["measured"]["comm/tensor/bytes"] == pytest.approx(result["predicted"]["comm/tensor/bytes"], rel=1e-6)
+    assert result["measured"]["comm/tensor/bytes"] == pytest.approx(
+        result["predicted"]["comm/tensor/bytes"], rel=1e-6
+    )
 
 
 def names_after_meter() -> bool:
     mesh = build_mesh(MeshSpec(), "zero3")
-    before = (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor, dist.Work.wait)
+    before = (
+        dist.all_reduce,
+        dist.all_gather_single,
+        functional.all_reduce,
+        functional.wait_tensor,
+        dist.Work.wait,
+    )
     meter = CommunicationMeter(mesh).install()
     meter.start()
     dist.all_reduce(torch.ones(8))  # names no group: the loop's own
@@ -206,9 +258,17 @@ def names_after_meter() -> bool:
     meter.remove()
     dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))
     assert not any(unnamed)
-    assert dict(zip(KEYS, named, strict=True))["comm/shard/bytes"] == sent_bytes("all_reduce", 32, 2, "cpu")
+    assert dict(zip(KEYS, named, strict=True))["comm/shard/bytes"] == sent_bytes(
+        "all_reduce", 32, 2, "cpu"
+    )
     assert not any(meter.read())
-    return before == (dist.all_reduce, dist.all_gather_single, functional.all_reduce, functional.wait_tensor, dist.Work.wait)
+    return before == (
+        dist.all_reduce,
+        dist.all_gather_single,
+        functional.all_reduce,
+        functional.wait_tensor,
+        dist.Work.wait,
+    )
 
 
 def test_only_axis_groups_count_and_a_removed_meter_leaves_torch_as_it_was(ranks):
@@ -234,7 +294,11 @@ def wait_for_a_late_rank(how: str) -> tuple[float, float, float]:
         values = dict(zip(KEYS, meter.read(), strict=True))
     finally:
         meter.remove()
-    return values["comm/shard/calls"], values["comm/shard/seconds"], values["comm/shard/exposed_seconds"]
+    return (
+        values["comm/shard/calls"],
+        values["comm/shard/seconds"],
+        values["comm/shard/exposed_seconds"],
+    )
 
 
 @pytest.mark.parametrize("how", ["blocking", "handle", "functional"])
@@ -247,20 +311,38 @@ def test_on_cpu_exposed_is_what_the_thread_waited_however_it_waited(ranks, how):
 
 
 def test_wire_factors_are_those_of_the_backend():
-    assert sent_bytes("all_gather", 800, 4, "cpu") == sent_bytes("all_gather", 800, 4, "cuda") == 600
-    assert sent_bytes("all_reduce", 800, 4, "cpu") == sent_bytes("all_reduce", 800, 4, "cuda") == 1200
+    assert (
+        sent_bytes("all_gather", 800, 4, "cpu") == sent_bytes("all_gather", 800, 4, "cuda") == 600
+    )
+    assert (
+        sent_bytes("all_reduce", 800, 4, "cpu") == sent_bytes("all_reduce", 800, 4, "cuda") == 1200
+    )
     assert sent_bytes("reduce_scatter", 800, 4, "cpu") == 1200
     assert sent_bytes("reduce_scatter", 800, 4, "cuda") == 600
     assert sent_bytes("all_reduce", 800, 1, "cpu") == 0
 
 
 def test_an_axis_that_deviates_is_named_once():
-    deviation = Deviation({"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 1000.0, "comm/tensor/bytes": 0.0})
-    assert deviation.check({"comm/replicate/bytes": 1049.0, "comm/shard/bytes": 951.0, "comm/tensor/bytes": 0.0}) == []
-    (said,) = deviation.check({"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 2000.0, "comm/tensor/bytes": 0.0})
+    deviation = Deviation(
+        {"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 1000.0, "comm/tensor/bytes": 0.0}
+    )
+    assert (
+        deviation.check(
+            {"comm/replicate/bytes": 1049.0, "comm/shard/bytes": 951.0, "comm/tensor/bytes": 0.0}
+        )
+        == []
+    )
+    (said,) = deviation.check(
+        {"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 2000.0, "comm/tensor/bytes": 0.0}
+    )
     assert "the shard axis" in said
     assert "2.00 times the predicted" in said
-    assert deviation.check({"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 2000.0, "comm/tensor/bytes": 0.0}) == []
+    assert (
+        deviation.check(
+            {"comm/replicate/bytes": 1000.0, "comm/shard/bytes": 2000.0, "comm/tensor/bytes": 0.0}
+        )
+        == []
+    )
     (said,) = deviation.check({"comm/replicate/bytes": 1000.0, "comm/tensor/bytes": 50.0})
     assert "the tensor axis" in said
 
@@ -277,13 +359,23 @@ def two_nodes(tmp_path_factory):
     with Cluster(2, ranks=2) as cluster:
         place = {"PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
         words = [sys.executable, os.path.abspath(__file__)]
-        processes = [cluster.start(rank // 2, [*words, str(rank), str(folder)], environment=place) for rank in range(4)]
+        processes = [
+            cluster.start(rank // 2, [*words, str(rank), str(folder)], environment=place)
+            for rank in range(4)
+        ]
         for rank, process in enumerate(processes):
             assert process.wait(timeout=150) == 0, cluster.log_path(rank // 2).read_text()[-3000:]
-    return {(case["layout"], case["accumulation"]): case for case in json.loads((folder / "results.json").read_text())}
+    return {
+        (case["layout"], case["accumulation"]): case
+        for case in json.loads((folder / "results.json").read_text())
+    }
 
 
-ON_TWO_NODES = [(layout, accumulation) for layout in ("hybrid", "zero3", "ddp", "tensor") for accumulation in (1, 2)]
+ON_TWO_NODES = [
+    (layout, accumulation)
+    for layout in ("hybrid", "zero3", "ddp", "tensor")
+    for accumulation in (1, 2)
+]
 # Layout -> axes whose groups lie inside a node, axes whose groups have one rank per node; elsewhere only the sum is comparable
 INSIDE = {"hybrid": ("shard", "replicate"), "tensor": ("tensor", "shard")}
 
@@ -292,7 +384,10 @@ INSIDE = {"hybrid": ("shard", "replicate"), "tensor": ("tensor", "shard")}
 @pytest.mark.parametrize(("layout", "accumulation"), ON_TWO_NODES)
 def test_bytes_per_axis_are_those_that_the_kernel_counts(two_nodes, layout, accumulation):
     case = two_nodes[layout, accumulation]
-    measured = {axis: 4 * case["measured"][f"comm/{axis}/bytes"] for axis in ("replicate", "shard", "tensor")}  # all ranks
+    measured = {
+        axis: 4 * case["measured"][f"comm/{axis}/bytes"]
+        for axis in ("replicate", "shard", "tensor")
+    }  # all ranks
     inside, outside = case["inside"], case["outside"]
     assert sum(measured.values()) == pytest.approx(inside + outside, rel=0.02)
     if layout in INSIDE:
@@ -303,14 +398,26 @@ def test_bytes_per_axis_are_those_that_the_kernel_counts(two_nodes, layout, accu
 
 def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), 4), rank=rank, world_size=4)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(os.path.join(folder, "store"), 4), rank=rank, world_size=4
+    )
     results = []
     for layout, accumulation in ON_TWO_NODES:
         case = measure(*LAYOUTS[layout], accumulation, kernel=True)
-        counted = torch.tensor([case["inside"], case["outside"]], dtype=torch.float64) * (rank % 2 == 0)  # once per node
+        counted = torch.tensor([case["inside"], case["outside"]], dtype=torch.float64) * (
+            rank % 2 == 0
+        )  # once per node
         dist.all_reduce(counted)
         inside, outside = counted.tolist()
-        results.append({**case, "layout": layout, "accumulation": accumulation, "inside": inside, "outside": outside})
+        results.append(
+            {
+                **case,
+                "layout": layout,
+                "accumulation": accumulation,
+                "inside": inside,
+                "outside": outside,
+            }
+        )
     if rank == 0:
         with open(os.path.join(folder, "results.json"), "w") as file:
             json.dump(results, file)

@@ -33,7 +33,9 @@ PANELS = f"""(() => {{ {DEEP}
     text(deep(card, 'tf-card-heading')[0]),
     deep(card, 'path.line').filter(path => (path.getAttribute('d') || '').length > 2).length]);
 }})()"""
-TABLE = f"(() => {{ {DEEP} return deep(document, 'tf-hparams-table-view').map(text).join(' '); }})()"
+TABLE = (
+    f"(() => {{ {DEEP} return deep(document, 'tf-hparams-table-view').map(text).join(' '); }})()"
+)
 
 
 def free_port():
@@ -47,11 +49,16 @@ def dashboard(runs):
     """Its address, once it has read the runs."""
     port = free_port()
     words = [sys.executable, "-m", "parallel2d.dashboard", str(runs), "--port", str(port)]
-    server = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    server = subprocess.Popen(
+        words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     try:
         end = time.monotonic() + 60
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://localhost:{port}/data/runs") as answer:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://localhost:{port}/data/runs") as answer,
+            ):
                 if answer.read().strip() not in (b"", b"[]"):
                     break
             assert server.poll() is None, server.stderr.read()
@@ -73,7 +80,12 @@ def chromium():
 
 @pytest.mark.extras
 def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folder):  # noqa: F811
-    words = ("strategy=zero3,hybrid", "launch.nproc_per_node=2", "metrics.console=silent", "hydra.sweep.dir=sweep")
+    words = (
+        "strategy=zero3,hybrid",
+        "launch.nproc_per_node=2",
+        "metrics.console=silent",
+        "hydra.sweep.dir=sweep",
+    )
     done = execute(folder, "-m", *SMALL, *words)
     assert done.returncode == 0, done.stderr
     charts = [name for group in LAYOUT.values() for name in group]
@@ -82,7 +94,9 @@ def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folde
         browser = Browser(chromium, folder / "profile", height=2600)
         try:
             browser.open(f"{address}/#custom_scalars")
-            panels = browser.wait_for(PANELS, lambda found: len(found) == len(charts) and all(lines for _, lines in found))
+            panels = browser.wait_for(
+                PANELS, lambda found: len(found) == len(charts) and all(lines for _, lines in found)
+            )
             assert [title for title, _ in panels] == charts
             if kept:
                 browser.photograph(f"{kept}/scalars.png")

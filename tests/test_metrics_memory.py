@@ -35,7 +35,9 @@ def out_of_gpu_memory():
 ])  # fmt: skip
 def test_the_message_names_rank_host_step_and_what_was_asked_for(tmp_path, fail, asked):
     (said,) = notes_of(tmp_path, fail)
-    assert said.startswith(f"rank 3 on node-b ran out of memory in step 12: it asked for {asked}; it held ")
+    assert said.startswith(
+        f"rank 3 on node-b ran out of memory in step 12: it asked for {asked}; it held "
+    )
 
 
 def test_other_errors_are_left_as_they_are(tmp_path):

@@ -56,12 +56,21 @@ def clock(monkeypatch):
 def test_goodput_names_where_the_wall_time_went(clock):
     ledger = Goodput()
     ledger.add({"step_s": 5.0}, first=True)
-    ledger.add({"step_s": 2.0, "data_s": 0.5, "checkpoint_s": 1.0, "validation_s": 1.5}, first=False)
+    ledger.add(
+        {"step_s": 2.0, "data_s": 0.5, "checkpoint_s": 1.0, "validation_s": 1.5}, first=False
+    )
     clock.now += 10.0
     row = ledger.row()
     assert row["goodput/fraction"] == pytest.approx(0.15)
     lost = {name: row[f"goodput/lost_{name}_s"] for name in goodput.LOSSES}
-    assert lost == {"first_step": 5.0, "data": 0.5, "checkpoint": 1.0, "validation": 1.5, "restart": 0.0, "repeated": 0.0}
+    assert lost == {
+        "first_step": 5.0,
+        "data": 0.5,
+        "checkpoint": 1.0,
+        "validation": 1.5,
+        "restart": 0.0,
+        "repeated": 0.0,
+    }
 
 
 def test_goodput_counts_a_restart_as_lost_and_goes_on_from_the_totals(clock):
@@ -80,7 +89,9 @@ def test_goodput_counts_a_restart_as_lost_and_goes_on_from_the_totals(clock):
     assert row["goodput/fraction"] == pytest.approx(6 / 36)
 
 
-@pytest.mark.parametrize(("step", "kept", "useful"), [(0, None, 0.0), (4, 4, 8.0), (6, 4, 12.0), (8, 8, 16.0)])
+@pytest.mark.parametrize(
+    ("step", "kept", "useful"), [(0, None, 0.0), (4, 4, 8.0), (6, 4, 12.0), (8, 8, 16.0)]
+)
 def test_steps_that_a_restart_repeats_are_lost_and_named(clock, step, kept, useful):
     before, rows = Goodput(), {}
     for number in range(1, 9):
@@ -114,13 +125,21 @@ def test_noise_and_single_pauses_are_no_straggler():
 
 def test_a_stopped_rank_and_a_rank_behind_are_told_apart():
     names = [host.split("/")[0] for host in HOSTS]
-    before = [[10, 7, 5, "all_reduce over the replicate axis"], [10, 7, 5, "x"], [10, 7, 3, "x"], [10, 7, 5, "x"]]
+    before = [
+        [10, 7, 5, "all_reduce over the replicate axis"],
+        [10, 7, 5, "x"],
+        [10, 7, 3, "x"],
+        [10, 7, 5, "x"],
+    ]
     after = [[12, *before[0][1:]], [12, *before[1][1:]], [10, *before[2][1:]], [12, *before[3][1:]]]
     said = describe_late(before, after, names, 0)
     assert "rank 0 waited in all_reduce over the replicate axis of step 7" in said
     assert "late: rank 2 on node-b, which gave no sign of life" in said
     after[2][0] = 12
-    assert "late: rank 2 on node-b, alive but behind, at step 7 after 3 collectives" in describe_late(before, after, names, 0)
+    assert (
+        "late: rank 2 on node-b, alive but behind, at step 7 after 3 collectives"
+        in describe_late(before, after, names, 0)
+    )
     after[2][2] = 5
     assert "no rank is behind" in describe_late(before, after, names, 0)
 
@@ -150,7 +169,9 @@ def on_a_terminal(mode, row):
         f"display.step({{**{row!r}, 'step': 200000}}, None, 3700.0)\n"
         "display.close()\n"
     )
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
+    } | {"TERM": "xterm"}
     process = subprocess.Popen([sys.executable, "-c", script], stderr=child, env=environment)
     os.close(child)
     said = b""
@@ -171,7 +192,15 @@ def test_a_terminal_of_80_columns_shows_all_that_is_wanted(mode):
     lines = on_a_terminal(mode, row)
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
-    for wanted in ("loss 2.3457", "1.23M tok/s", "MFU 41%", "net 3.2GB/step", "61.2 GiB", "saved 1:01:40 ago", "ETA 12:00:00"):
+    for wanted in (
+        "loss 2.3457",
+        "1.23M tok/s",
+        "MFU 41%",
+        "net 3.2GB/step",
+        "61.2 GiB",
+        "saved 1:01:40 ago",
+        "ETA 12:00:00",
+    ):
         assert (wanted in text) == (mode != "silent"), wanted
     assert ("\u2501" in text) == (mode == "rich")
 
@@ -181,8 +210,12 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     with build_on_meta():
         layers = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, words, bias=False)
         model = nn.Sequential(nn.Embedding(words, width), *layers)
-    per_sequence = count_flops(model, functools.partial(token_sequences(seq).example, 1), cross_entropy_sum)
-    assert per_sequence == 6 * seq * (width * hidden + hidden * words)  # 2 forward, 4 backward, per weight and token
+    per_sequence = count_flops(
+        model, functools.partial(token_sequences(seq).example, 1), cross_entropy_sum
+    )
+    assert per_sequence == 6 * seq * (
+        width * hidden + hidden * words
+    )  # 2 forward, 4 backward, per weight and token
     writer = MetricsWriter(str(tmp_path), {}, tensorboard=False)
     recorder = Recorder(
         log_every=1, steps=2, ranks=ranks, tokens_per_step=batch * seq, flops_per_step=per_sequence * batch, peak_flops=peak,
@@ -194,25 +227,37 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip
     for step in (1, 2):
-        recorder.record(Progress(step=step), outcome, 0.1, {"step_s": seconds}, None, last=step == 2)
+        recorder.record(
+            Progress(step=step), outcome, 0.1, {"step_s": seconds}, None, last=step == 2
+        )
     recorder.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["throughput/tokens_per_s"] * row["time/step_s"] == pytest.approx(batch * seq)
     assert row["throughput/mfu"] == pytest.approx(per_sequence * batch / (seconds * ranks * peak))
-    assert row["throughput/model_tflops_per_rank"] * 1e12 == pytest.approx(row["throughput/mfu"] * peak)
+    assert row["throughput/model_tflops_per_rank"] * 1e12 == pytest.approx(
+        row["throughput/mfu"] * peak
+    )
 
 
 @pytest.mark.extras("transformers")
 def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
     from parallel2d.models import huggingface
 
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    }
     sizes["num_key_value_heads"] = 4
     with build_on_meta():
         model = huggingface.build(None, "llama", sizes, "causal_lm")
     seq = 32
     products = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    attention = 2 * 2 * seq * 64  # two layers; queries with keys, and weights with values, without the causal half
+    attention = (
+        2 * 2 * seq * 64
+    )  # two layers; queries with keys, and weights with values, without the causal half
     example = functools.partial(token_sequences(seq).example, 1)
     assert count_flops(model, example, cross_entropy_sum) == 6 * seq * (products + attention)
 
@@ -229,7 +274,10 @@ ROW = {
 def make_run(folder, strategy="hybrid", factor=1.0, tensorboard=False):
     folder.mkdir(parents=True)
     writer = MetricsWriter(
-        str(folder), {"config": "a: 1", "mesh": "0 1"}, tensorboard=tensorboard, hparams={"strategy": strategy, "lr": 0.1}
+        str(folder),
+        {"config": "a: 1", "mesh": "0 1"},
+        tensorboard=tensorboard,
+        hparams={"strategy": strategy, "lr": 0.1},
     )
     writer.begin(0)
     for step in range(1, 11):
@@ -250,14 +298,23 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
     events.Reload()
     tags = events.Tags()
     assert set(ROW) <= set(tags["scalars"])
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx([3.0 / step for step in range(1, 11)])
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
+        [3.0 / step for step in range(1, 11)]
+    )
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 11))
     assert "rank/busy_s" in tags["histograms"]
-    assert {"config/text_summary", "mesh/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
-    assert events.summary_metadata.keys() >= {"_hparams_/experiment", "_hparams_/session_start_info"}
+    assert {"config/text_summary", "mesh/text_summary", "custom_scalars__config__"} <= set(
+        tags["tensors"]
+    )
+    assert events.summary_metadata.keys() >= {
+        "_hparams_/experiment",
+        "_hparams_/session_start_info",
+    }
 
 
-@pytest.mark.parametrize("chart", [(group, name) for group, charts in LAYOUT.items() for name in charts])
+@pytest.mark.parametrize(
+    "chart", [(group, name) for group, charts in LAYOUT.items() for name in charts]
+)
 def test_no_panel_of_the_dashboard_is_empty(chart):
     _, patterns = LAYOUT[chart[0]][chart[1]]
     for pattern in patterns:
@@ -348,11 +405,19 @@ NUMBERS = (
 def test_a_report_takes_no_number_that_is_none(tmp_path, number):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(f'{{"step": 11, "loss": {number}, "throughput/tokens_per_s": {number}, "comm/shard/bytes": {number}}}\n')
+        file.write(
+            f'{{"step": 11, "loss": {number}, "throughput/tokens_per_s": {number}, "comm/shard/bytes": {number}}}\n'
+        )
         file.write(f'{{"step": {number}, "loss": 1.0}}\n')
-    (run / "layout.json").write_text(f'{{"mesh": {number}, "strategy": "hybrid", "predicted": {{"comm/shard/bytes": {number}}}}}')
+    (run / "layout.json").write_text(
+        f'{{"mesh": {number}, "strategy": "hybrid", "predicted": {{"comm/shard/bytes": {number}}}}}'
+    )
     assert report([str(run)]) in (0, 2)
-    assert "nan" not in (run / "report.html").read_text().lower() if (run / "report.html").exists() else True
+    assert (
+        "nan" not in (run / "report.html").read_text().lower()
+        if (run / "report.html").exists()
+        else True
+    )
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "layout.json"])
@@ -380,9 +445,14 @@ def test_a_report_reads_files_alone(tmp_path, capsys, name, kind):
 
 def test_names_reach_neither_terminal_nor_page_as_they_are(tmp_path, capsys):
     run = make_run(tmp_path / "\x1b[31m|<b>x`[a](b)")
-    (run / "layout.json").write_text(json.dumps({"strategy": "<script>|\x1b[2J", "mesh": {"shard": "`&"}}))
+    (run / "layout.json").write_text(
+        json.dumps({"strategy": "<script>|\x1b[2J", "mesh": {"shard": "`&"}})
+    )
     assert report([str(run), "--out", str(tmp_path / "out")]) == 0
-    text, page = (tmp_path / "out" / "report.md").read_text(), (tmp_path / "out" / "report.html").read_text()
+    text, page = (
+        (tmp_path / "out" / "report.md").read_text(),
+        (tmp_path / "out" / "report.html").read_text(),
+    )
     assert "\x1b" not in text + page + capsys.readouterr().out
     assert "<b>" not in page.replace("<body>", "")
     assert "<script>" not in page
@@ -395,7 +465,9 @@ def grown_by_report(tmp_path, rows):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "w") as file:
         for step in range(1, rows + 1):
-            file.write(f'{{"step": {step}, "loss": {5 / step:.6f}, "throughput/tokens_per_s": 50.0, "time/step_s": 0.1}}\n')
+            file.write(
+                f'{{"step": {step}, "loss": {5 / step:.6f}, "throughput/tokens_per_s": 50.0, "time/step_s": 0.1}}\n'
+            )
     words = f"import resource; from parallel2d.report.__main__ import main; main([{str(run)!r}]); "
     words += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     code = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
@@ -404,13 +476,21 @@ def grown_by_report(tmp_path, rows):
 
 
 def test_memory_of_a_report_does_not_grow_with_its_rows(tmp_path):
-    assert grown_by_report(tmp_path / "many", 200_000) - grown_by_report(tmp_path / "few", 10) < 60 * 2**20
+    assert (
+        grown_by_report(tmp_path / "many", 200_000) - grown_by_report(tmp_path / "few", 10)
+        < 60 * 2**20
+    )
 
 
 def test_numbers_that_a_report_does_not_show_are_not_kept(tmp_path):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 11, "loss": 1.0} | {f"key-{number}": number for number in range(3000)}) + "\n")
+        file.write(
+            json.dumps(
+                {"step": 11, "loss": 1.0} | {f"key-{number}": number for number in range(3000)}
+            )
+            + "\n"
+        )
     assert set(read_run(str(run)).rows[-1]) == {"step", "loss"}
 
 
@@ -418,14 +498,20 @@ def test_a_report_is_written_in_any_locale(tmp_path):
     run = make_run(tmp_path / "run", "日本")
     plain = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run(
-        [sys.executable, "-m", "parallel2d.report", str(run)], env={**os.environ, **plain}, check=True, capture_output=True
+        [sys.executable, "-m", "parallel2d.report", str(run)],
+        env={**os.environ, **plain},
+        check=True,
+        capture_output=True,
     )
     assert "日本" in (run / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.soak
 def test_memory_of_a_report_of_ten_million_rows(tmp_path):
-    assert grown_by_report(tmp_path / "many", 10**7) - grown_by_report(tmp_path / "few", 10) < 60 * 2**20
+    assert (
+        grown_by_report(tmp_path / "many", 10**7) - grown_by_report(tmp_path / "few", 10)
+        < 60 * 2**20
+    )
 
 
 def test_the_dashboard_finds_every_run_below_a_folder(tmp_path):

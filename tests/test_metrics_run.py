@@ -19,25 +19,44 @@ from torch import nn
 
 
 def test_rows_add_up_and_traces_name_phases_and_axes(folder):  # noqa: F811
-    words = ("train.steps=5", "profile.steps=[3,4]", "profile.ranks=[1]", "checkpoint.every=2", "strategy=zero3")
+    words = (
+        "train.steps=5",
+        "profile.steps=[3,4]",
+        "profile.ranks=[1]",
+        "checkpoint.every=2",
+        "strategy=zero3",
+    )
     done = execute(folder, *SMALL, *words, "launch.nproc_per_node=2", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
     found = rows(folder / "run")
     for row in found[1:]:
-        parts = sum(row[f"time/{phase}_s"] for phase in ("forward_backward", "data", "sync", "optimizer"))
+        parts = sum(
+            row[f"time/{phase}_s"] for phase in ("forward_backward", "data", "sync", "optimizer")
+        )
         assert parts == pytest.approx(row["time/step_s"], rel=0.03)
         assert row["throughput/tokens_per_s"] * row["time/step_s"] == pytest.approx(8 * 16)
     assert [row["samples"] for row in found] == [8, 16, 24, 32, 40]
-    lost = [found[-1][f"goodput/lost_{name}_s"] for name in ("first_step", "data", "checkpoint", "validation", "restart")]
+    lost = [
+        found[-1][f"goodput/lost_{name}_s"]
+        for name in ("first_step", "data", "checkpoint", "validation", "restart")
+    ]
     assert found[-1]["goodput/useful_s"] + sum(lost) <= found[-1]["goodput/wall_s"]
     assert found[-1]["goodput/lost_validation_s"] > 0
     predicted = json.loads((folder / "run" / "layout.json").read_text())["predicted"]
     assert found[-1]["comm/shard/bytes"] == pytest.approx(predicted["comm/shard/bytes"], rel=0.001)
     assert "warning" not in done.stderr
     assert os.listdir(folder / "run" / "traces") == ["rank-1-steps-3-4.json"]
-    events = json.loads((folder / "run" / "traces" / "rank-1-steps-3-4.json").read_text())["traceEvents"]
+    events = json.loads((folder / "run" / "traces" / "rank-1-steps-3-4.json").read_text())[
+        "traceEvents"
+    ]
     names = {event["name"] for event in events}
-    assert {"forward_backward", "agree", "update", "shard: all_gather", "shard: reduce_scatter"} <= names
+    assert {
+        "forward_backward",
+        "agree",
+        "update",
+        "shard: all_gather",
+        "shard: reduce_scatter",
+    } <= names
 
 
 def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: F811
@@ -74,7 +93,9 @@ def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
     assert "no sign of life" in said
     assert "waited in" in said
     assert "thread" in (folder / "run" / "stacks" / "rank-0.txt").read_text().lower()
-    recorded = json.loads((folder / "run" / "stacks" / "rank-0.collectives.json").read_text())["entries"]
+    recorded = json.loads((folder / "run" / "stacks" / "rank-0.collectives.json").read_text())[
+        "entries"
+    ]
     assert any(entry["profiling_name"].startswith("gloo:") for entry in recorded)
 
 
@@ -112,7 +133,14 @@ def test_a_rank_without_memory_left_ends_the_run_with_one_message(folder, launch
     if launcher == "self":
         failed = execute(folder, *words, "launch.nproc_per_node=2")
     else:
-        started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train")
+        started = (
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "parallel2d.train",
+        )
         failed = execute(folder, *words, launcher=started)
     assert failed.returncode == 1
     (line,) = [line for line in failed.stderr.splitlines() if "ran out of memory" in line]
@@ -144,10 +172,18 @@ def train_paced(folder, slow, steps):  # noqa: F811
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("parallel2d.metrics.recorder")
     log.addHandler(handler)
-    words = ["model=custom", f"model.target={__name__}:Paced", f"+model.arguments.slow={slow}", f"train.steps={steps}"]
+    words = [
+        "model=custom",
+        f"model.target={__name__}:Paced",
+        f"+model.arguments.slow={slow}",
+        f"train.steps={steps}",
+    ]
     try:
         jobs.run(
-            folder, str(folder / f"slow-{slow}"), [*words, "checkpoint.enabled=false", "strategy=zero3", "bucketing=layer"], steps
+            folder,
+            str(folder / f"slow-{slow}"),
+            [*words, "checkpoint.enabled=false", "strategy=zero3", "bucketing=layer"],
+            steps,
         )
     finally:
         log.removeHandler(handler)
@@ -165,13 +201,18 @@ def test_no_rank_is_named_in_40_steps_at_even_speed(ranks, folder):  # noqa: F81
 
 
 def test_steps_that_a_resumed_run_does_again_are_lost_in_its_goodput(ranks, folder):  # noqa: F811
-    words, run_dir = ["checkpoint.every=3", "checkpoint.asynchronous=false", "strategy=zero3"], str(folder / "run")
+    words, run_dir = (
+        ["checkpoint.every=3", "checkpoint.asynchronous=false", "strategy=zero3"],
+        str(folder / "run"),
+    )
     assert ranks.run(2, jobs.run, folder, run_dir, words, 5) == [0, 0]
     before = {row["step"]: row for row in jobs.rows(run_dir)}
     assert ranks.run(2, jobs.run, folder, run_dir, words, 1) == [3, 3]
     again = jobs.rows(run_dir)[-1]
     assert again["step"] == 4
-    assert again["goodput/lost_repeated_s"] == pytest.approx(before[5]["goodput/useful_s"] - before[3]["goodput/useful_s"])
+    assert again["goodput/lost_repeated_s"] == pytest.approx(
+        before[5]["goodput/useful_s"] - before[3]["goodput/useful_s"]
+    )
     assert again["goodput/lost_repeated_s"] > 0
     lost = sum(value for key, value in again.items() if key.startswith("goodput/lost_"))
     assert again["goodput/useful_s"] + lost <= again["goodput/wall_s"]

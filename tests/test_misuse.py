@@ -28,7 +28,9 @@ def _sharded(sizes=None):
     with build_on_meta():
         model = training.build_llama()
     plan = training.tensor_plan(model, 2) if (sizes or {}).get("tensor") else None
-    return parallelize(model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan), mesh
+    return parallelize(
+        model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan
+    ), mesh
 
 
 def _optimizer_first(sharded_later):
@@ -41,7 +43,9 @@ def _optimizer_first(sharded_later):
 
 def test_an_optimizer_built_before_sharding_is_refused(ranks):
     assert ranks.run(2, _optimizer_first, False) == [1, 1]
-    with pytest.raises(WorkerError, match="SGD was built before parallelize.*build it after") as error:
+    with pytest.raises(
+        WorkerError, match="SGD was built before parallelize.*build it after"
+    ) as error:
         ranks.run(2, _optimizer_first, True)
     assert error.value.kind == "ConfigError"
 
@@ -54,7 +58,9 @@ def _call(direct):
 
 def test_calling_forward_directly_is_refused(ranks):
     assert ranks.run(2, _call, False)[0] == (2, 4, training.VOCAB)
-    with pytest.raises(WorkerError, match=r"model.forward\(...\) was called directly.*call the model") as error:
+    with pytest.raises(
+        WorkerError, match=r"model.forward\(...\) was called directly.*call the model"
+    ) as error:
         ranks.run(2, _call, True)
     assert error.value.kind == "RuntimeError"
 
@@ -72,7 +78,9 @@ def _other_torch():
 
 
 def test_torch_versions_that_differ_are_refused(ranks):
-    with pytest.raises(WorkerError, match=r"different torch versions \(.*torch 2.99.0\).*install the same one"):
+    with pytest.raises(
+        WorkerError, match=r"different torch versions \(.*torch 2.99.0\).*install the same one"
+    ):
         ranks.run(2, _other_torch)
 
 
@@ -85,7 +93,9 @@ def _feed(key):
 
 def test_a_sampler_keyed_on_the_global_rank_under_a_tensor_axis_is_refused(ranks):
     assert ranks.run(4, _feed, "data") == [1, 1, 1, 1]
-    with pytest.raises(WorkerError, match=r"share one tensor axis and were fed different data.*data_coordinate") as error:
+    with pytest.raises(
+        WorkerError, match=r"share one tensor axis and were fed different data.*data_coordinate"
+    ) as error:
         ranks.run(4, _feed, "global")
     assert error.value.kind == "ConfigError"
 
@@ -111,7 +121,9 @@ def _tied_split_apart(plan):
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
     model[2].weight = model[0].weight
     plan = {"2": torch.distributed.tensor.parallel.ColwiseParallel()} if plan is None else plan
-    parallelize(model, build_mesh(MeshSpec(tensor=2), "hybrid"), ParallelConfig("hybrid"), tensor_plan=plan)
+    parallelize(
+        model, build_mesh(MeshSpec(tensor=2), "hybrid"), ParallelConfig("hybrid"), tensor_plan=plan
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +136,9 @@ def _tied_split_apart(plan):
     ids=["a style", "words", "the embedding alone"],
 )
 def test_a_tied_weight_of_which_one_place_is_split_is_refused(ranks, plan, told):
-    with pytest.raises(WorkerError, match=f"0.weight and 2.weight are one parameter, and the plan makes {told}"):
+    with pytest.raises(
+        WorkerError, match=f"0.weight and 2.weight are one parameter, and the plan makes {told}"
+    ):
         ranks.run(2, _tied_split_apart, plan)
 
 
@@ -138,7 +152,9 @@ def _wrong_arguments():
             parallelize(*arguments)
         told.append(str(error.value))
     for configuration in (by_class, ParallelConfig("ddp"), ParallelConfig("zero2")):
-        wide = build_mesh(MeshSpec(2, 1) if configuration.strategy == "zero2" else MeshSpec(1, 2), "hybrid")
+        wide = build_mesh(
+            MeshSpec(2, 1) if configuration.strategy == "zero2" else MeshSpec(1, 2), "hybrid"
+        )
         with pytest.raises(ConfigError) as error:
             parallelize(nn.Sequential(nn.Linear(4, 4)), wide, configuration, broadcast_from=0)
         told.append(str(error.value))
@@ -147,9 +163,18 @@ def _wrong_arguments():
 
 def test_arguments_of_another_kind_are_one_clear_message(ranks):
     no_mesh, no_config, sharded, classes, ddp, zero2 = ranks.run(2, _wrong_arguments)[0]
-    assert no_mesh == "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got None"
-    assert no_config == "the third argument of parallelize is a ParallelConfig, such as ParallelConfig('zero3'); got 'zero3'"
-    assert sharded == "the model is sharded already, by parallelize or fully_shard: give the plain one, once"
+    assert (
+        no_mesh
+        == "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got None"
+    )
+    assert (
+        no_config
+        == "the third argument of parallelize is a ParallelConfig, such as ParallelConfig('zero3'); got 'zero3'"
+    )
+    assert (
+        sharded
+        == "the model is sharded already, by parallelize or fully_shard: give the plain one, once"
+    )
     assert classes.startswith("bucketing.blocks are names of classes, in quotes, got [<class")
     assert ddp.startswith("strategy=ddp keeps a full copy per rank, so mesh.shard=2 must be 1")
     assert zero2.startswith("strategy=zero2 shards over all ranks, so mesh.replicate=2 must be 1")
@@ -180,11 +205,17 @@ def _hooked_weight(kind):
 
 UNSUITED = {
     "hook": (lambda: _hooked_weight("register_hook"), "0.weight has a gradient hook"),
-    "hook after": (lambda: _hooked_weight("register_post_accumulate_grad_hook"), "0.weight has a gradient hook"),
+    "hook after": (
+        lambda: _hooked_weight("register_post_accumulate_grad_hook"),
+        "0.weight has a gradient hook",
+    ),
     "lazy": (lambda: nn.LazyLinear(4), "0.weight has no size yet"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "0 has max_norm=1.0"),
     "list": (lambda: Holder("list"), "0.kept holds 0.layer.weight in a plain list"),
-    "dict": (lambda: Holder("dict of tuples"), "0.kept holds a parameter that the model does not know in a plain dict"),
+    "dict": (
+        lambda: Holder("dict of tuples"),
+        "0.kept holds a parameter that the model does not know in a plain dict",
+    ),
     "attribute": (lambda: Holder("attribute"), "0.kept holds 0.layer.weight in a plain Parameter"),
 }
 
@@ -203,7 +234,9 @@ def _unsuited():
 
 def test_what_sharding_would_lose_is_refused_by_name(ranks):
     for told in ranks.run(2, _unsuited):
-        assert all(told[name].startswith(expected) for name, (_, expected) in UNSUITED.items()), told
+        assert all(told[name].startswith(expected) for name, (_, expected) in UNSUITED.items()), (
+            told
+        )
 
 
 class Appending(nn.Module):
@@ -220,7 +253,9 @@ class Appending(nn.Module):
 class Encoder(nn.Module):
     def __init__(self, block=None):
         super().__init__()
-        self.blocks = nn.ModuleList(block() if block else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            block() if block else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)
+        )
         self.head = nn.Linear(4, 2)
 
     def encode(self, x):
@@ -271,16 +306,22 @@ def test_calls_that_find_no_whole_parameters_say_what_to_do(ranks):
     for told in ranks.run(2, _explained):
         assert told[0].startswith("blocks.1 was called before the model")
         assert told[1].startswith("blocks.0 was called before the model")
-        assert told[2].startswith("Encoder.project computes with parameters that only a call of the module gathers")
+        assert told[2].startswith(
+            "Encoder.project computes with parameters that only a call of the module gathers"
+        )
         assert "register_fsdp_forward_method(module, 'project')" in told[2]
-        assert told[3].startswith("blocks.0 changed a list that it was given") or told[3].startswith("blocks.1 changed a list")
+        assert told[3].startswith("blocks.0 changed a list that it was given") or told[
+            3
+        ].startswith("blocks.1 changed a list")
         assert told[4].startswith("backward(create_graph=True) reached blocks.1")
         assert told[5].startswith("register_hook was called on a parameter")
 
 
 def _zero_grad(mode):
     torch.manual_seed(0)
-    model = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(MeshSpec(), "hybrid"))
+    model = parallelize(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(MeshSpec(), "hybrid")
+    )
     found = []
     for lost in (True, False):
         if lost:
@@ -327,7 +368,9 @@ def _kinds_of_numbers():
 
     def narrow():
         torch.manual_seed(0)
-        parallelize(nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="bf16"))
+        parallelize(
+            nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="bf16")
+        )
 
     told = []
     for call in (unset, narrow, lambda: different(1 + 1j * rank), lambda: different(2**53 + rank)):
@@ -335,7 +378,9 @@ def _kinds_of_numbers():
             call()
         told.append(str(error.value))
     torch.manual_seed(0)
-    wide = parallelize(nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="fp64"))
+    wide = parallelize(
+        nn.Sequential(Spectral(), nn.Linear(4, 4)), mesh, ParallelConfig(precision="fp64")
+    )
     return told, wide[0].weight.dtype
 
 

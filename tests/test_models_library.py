@@ -18,7 +18,15 @@ import training
 from test_policies import _Lines
 from torch import nn
 
-from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, data_coordinate, mesh_shape, parallelize
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    build_on_meta,
+    data_coordinate,
+    mesh_shape,
+    parallelize,
+)
 from parallel2d.assemble import plan_tensor_axis
 from parallel2d.config import ConfigError, HuggingFaceModel, TrainConfig
 from parallel2d.gradients import clip_gradient_norm
@@ -27,7 +35,12 @@ from parallel2d.model import _given_plan, _own_plan, build_model
 from parallel2d.models import huggingface
 
 LIBRARY = pytest.mark.extras("transformers")
-HEADS = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
+HEADS = {
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+}
 GROUPED = {**HEADS, "num_key_value_heads": 2, "vocab_size": 31, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
@@ -76,13 +89,17 @@ def batch(kind: str, step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return {"input_ids": tokens[:, :-1]}, tokens[:, 1:]
 
 
-def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    model: nn.Module, inputs: dict[str, torch.Tensor], targets: torch.Tensor
+) -> torch.Tensor:
     output = model(**inputs)
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def run(kind: str, sizes: dict[str, int], config: dict[str, Any], changes: dict[str, Any] | None = None) -> dict[str, Any]:
+def run(
+    kind: str, sizes: dict[str, int], config: dict[str, Any], changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Losses, norms and final weights on this process group; on a single rank without any of our code in the loop."""
     alone = torch.distributed.get_world_size() == 1
     parallel = ParallelConfig(precision="fp64", **config)
@@ -91,14 +108,21 @@ def run(kind: str, sizes: dict[str, int], config: dict[str, Any], changes: dict[
         model = build(kind, **(changes or {}))
     names = list(dict(model.named_parameters()))
     plan = huggingface.tensor_words(model) if mesh_shape(mesh).tensor > 1 else None
-    model = _initial(kind, changes) if alone else parallelize(model, mesh, parallel, seed=5, tensor_plan=plan)
+    model = (
+        _initial(kind, changes)
+        if alone
+        else parallelize(model, mesh, parallel, seed=5, tensor_plan=plan)
+    )
     assert list(dict(model.named_parameters())) == names
     rank, count = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(STEPS):
         inputs, targets = batch(kind, step)
-        inputs, targets = {key: value.chunk(count)[rank] for key, value in inputs.items()}, targets.chunk(count)[rank]
+        inputs, targets = (
+            {key: value.chunk(count)[rank] for key, value in inputs.items()},
+            targets.chunk(count)[rank],
+        )
         loss = loss_of(model, inputs, targets)
         loss.backward()
         if alone:
@@ -109,7 +133,11 @@ def run(kind: str, sizes: dict[str, int], config: dict[str, Any], changes: dict[
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "weights": {n: training.whole(p).detach() for n, p in model.named_parameters()}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: training.whole(p).detach() for n, p in model.named_parameters()},
+    }
 
 
 def _initial(kind: str, changes: dict[str, Any] | None) -> nn.Module:
@@ -124,7 +152,9 @@ def _initial(kind: str, changes: dict[str, Any] | None) -> nn.Module:
 
 @lru_cache
 def expected(ranks: Any, kind: str, tied: bool | None = None) -> dict[str, Any]:
-    return ranks.run(1, run, kind, {}, {}, None if tied is None else {"tie_word_embeddings": tied})[0]
+    return ranks.run(1, run, kind, {}, {}, None if tied is None else {"tie_word_embeddings": tied})[
+        0
+    ]
 
 
 def compare(found: dict[str, Any], reference: dict[str, Any], bound: float = 1e-9) -> None:
@@ -151,12 +181,16 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
 @LIBRARY
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "olmoe", "phi3"])
 def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind):
-    compare(ranks.run(4, run, kind, {"tensor": 2}, {"strategy": "hybrid"})[0], expected(ranks, kind))
+    compare(
+        ranks.run(4, run, kind, {"tensor": 2}, {"strategy": "hybrid"})[0], expected(ranks, kind)
+    )
 
 
 @LIBRARY
 def test_tied_embeddings_of_a_library_model_are_split_together(ranks):
-    tied = ranks.run(4, run, "llama", {"tensor": 2}, {"strategy": "zero3"}, {"tie_word_embeddings": True})[0]
+    tied = ranks.run(
+        4, run, "llama", {"tensor": 2}, {"strategy": "zero3"}, {"tie_word_embeddings": True}
+    )[0]
     compare(tied, expected(ranks, "llama", True))
 
 
@@ -164,7 +198,14 @@ def _clip(strategy):
     """CLIP, whose temperature has no dimensions: the largest difference of weights after three steps, from one process."""
     from transformers import CLIPConfig, CLIPModel
 
-    text = {**HEADS, "vocab_size": 31, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    text = {
+        **HEADS,
+        "vocab_size": 31,
+        "max_position_embeddings": 8,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
     vision = {**HEADS, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).double()
@@ -178,20 +219,27 @@ def _clip(strategy):
         generator = torch.Generator().manual_seed(10 * step + rank)
         tokens = torch.randint(3, 31, (2, 6), generator=generator)
         images = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
-        return F.cross_entropy(each(input_ids=tokens, pixel_values=images).logits_per_image, torch.arange(2))
+        return F.cross_entropy(
+            each(input_ids=tokens, pixel_values=images).logits_per_image, torch.arange(2)
+        )
 
     for step in range(STEPS):
         loss(model, step, rank).backward()
         for other in range(count):
             (loss(expected, step, other) / count).backward()
         norm = nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
-        assert clip_gradient_norm(model.parameters(), 1.0).item() == pytest.approx(norm.item(), rel=1e-9)
+        assert clip_gradient_norm(model.parameters(), 1.0).item() == pytest.approx(
+            norm.item(), rel=1e-9
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     assert model.logit_scale.shape == ()
     assert model.logit_scale.item() != torch.tensor(2.6592).item()
-    return max((training.whole(p) - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    return max(
+        (training.whole(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
 
 
 @LIBRARY
@@ -206,9 +254,14 @@ def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
     parts = SimpleNamespace(module=model, tensor_plan=_own_plan)
     assert plan_tensor_axis(TrainConfig(), parts, MeshShape(2, 2, 1)) is None
-    with pytest.raises(ConfigError, match="up_proj: sideways, which is not translated; give one with model.tensor_plan="):
+    with pytest.raises(
+        ConfigError,
+        match="up_proj: sideways, which is not translated; give one with model.tensor_plan=",
+    ):
         plan_tensor_axis(TrainConfig(model=HuggingFaceModel()), parts, MeshShape(2, 1, 2))
-    given = SimpleNamespace(module=model, tensor_plan=_given_plan({"model.layers.*.mlp.up_proj": "replicate"}))
+    given = SimpleNamespace(
+        module=model, tensor_plan=_given_plan({"model.layers.*.mlp.up_proj": "replicate"})
+    )
     assert plan_tensor_axis(TrainConfig(model=HuggingFaceModel()), given, MeshShape(2, 1, 2))
 
 
@@ -221,7 +274,9 @@ def _whole_on_every_rank(kind: str) -> list[str]:
     with build_on_meta():
         model = build(kind)
     mesh = build_mesh(MeshSpec(tensor=2), "zero3")
-    parallelize(model, mesh, ParallelConfig("zero3"), seed=0, tensor_plan=huggingface.tensor_words(model))
+    parallelize(
+        model, mesh, ParallelConfig("zero3"), seed=0, tensor_plan=huggingface.tensor_words(model)
+    )
     logger.removeHandler(lines)
     return lines.lines
 
@@ -244,7 +299,14 @@ def _from_folder(path: str, sizes: dict[str, int], kind: str) -> list[bool]:
     parts = build_model(HuggingFaceModel(path=path))
     mesh = build_mesh(MeshSpec(**sizes), "hybrid")
     plan = parts.tensor_plan(parts.module, 2) if sizes and parts.tensor_plan is not None else None
-    model = parallelize(parts.module, mesh, ParallelConfig("hybrid"), seed=0, tensor_plan=plan, weights=parts.weights)
+    model = parallelize(
+        parts.module,
+        mesh,
+        ParallelConfig("hybrid"),
+        seed=0,
+        tensor_plan=plan,
+        weights=parts.weights,
+    )
     saved = _saved(kind).state_dict()
     return [torch.equal(training.whole(p), saved[name]) for name, p in model.named_parameters()]
 
@@ -260,7 +322,9 @@ def test_pretrained_weights_are_read_by_every_rank_for_itself(ranks, tmp_path, k
     _saved(kind).save_pretrained(tmp_path, max_shard_size="5GB" if files == 1 else "6KB")
     stored = [path.name for path in tmp_path.glob("*.safetensors")]
     assert len(stored) == files
-    assert ("model.safetensors.index.json" in [path.name for path in tmp_path.iterdir()]) == (files > 1)
+    assert ("model.safetensors.index.json" in [path.name for path in tmp_path.iterdir()]) == (
+        files > 1
+    )
     for same in ranks.run(4, _from_folder, str(tmp_path), sizes, kind):
         assert same
         assert all(same)
@@ -283,11 +347,25 @@ def test_a_mixture_whose_stored_experts_do_not_fit_is_refused(tmp_path):
     stored = safetensors.torch.load_file(file)
     expert = "model.layers.1.block_sparse_moe.experts.3"
     for name, without, message in [
-        ("one matrix", [f"{expert}.w3.weight"], "is put together from groups of [3, 4] tensors, which must be equally many"),
-        ("one expert", [f"{expert}.w{i}.weight" for i in (1, 2, 3)], r"has shape (3, 48, 16), the model's is (4, 48, 16)"),
-        ("all of a kind", [n for n in stored if ".1." in n and "w2" in n], "model.layers.1.mlp.experts.down_proj is missing"),
+        (
+            "one matrix",
+            [f"{expert}.w3.weight"],
+            "is put together from groups of [3, 4] tensors, which must be equally many",
+        ),
+        (
+            "one expert",
+            [f"{expert}.w{i}.weight" for i in (1, 2, 3)],
+            r"has shape (3, 48, 16), the model's is (4, 48, 16)",
+        ),
+        (
+            "all of a kind",
+            [n for n in stored if ".1." in n and "w2" in n],
+            "model.layers.1.mlp.experts.down_proj is missing",
+        ),
     ]:
-        safetensors.torch.save_file({n: v for n, v in stored.items() if n not in without}, file, {"format": "pt"})
+        safetensors.torch.save_file(
+            {n: v for n, v in stored.items() if n not in without}, file, {"format": "pt"}
+        )
         with pytest.raises(ConfigError) as error:
             load_pretrained(_empty("mixtral"), str(tmp_path))
         assert message in str(error.value), name
@@ -307,7 +385,9 @@ def test_a_folder_of_links_is_read_and_a_path_in_its_index_is_not(tmp_path):
         (links / path.name).symlink_to(f"../blobs/{path.name}")
     model = _empty("llama")
     assert load_pretrained(model, str(links)) == set(saved.state_dict())
-    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items()
+    )
     outside = json.dumps({"weight_map": {"lm_head.weight": "../blobs/model.safetensors"}})
     (links / "model.safetensors.index.json").unlink()
     (links / "model.safetensors.index.json").write_text(outside)
@@ -323,14 +403,24 @@ def test_a_stored_form_that_cannot_be_read_in_parts_is_refused(tmp_path, monkeyp
     from parallel2d.weights import load_pretrained
 
     def rules(_model):
-        return [WeightConverter(["mlp.down.weight"], ["mlp.down_proj.weight"], operations=[Transpose(0, 1)])]
+        return [
+            WeightConverter(
+                ["mlp.down.weight"], ["mlp.down_proj.weight"], operations=[Transpose(0, 1)]
+            )
+        ]
 
     import safetensors.torch
 
-    saved = {name.replace("down_proj", "down"): value.clone() for name, value in _saved("llama").state_dict().items()}
+    saved = {
+        name.replace("down_proj", "down"): value.clone()
+        for name, value in _saved("llama").state_dict().items()
+    }
     safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", rules)
-    with pytest.raises(ConfigError, match=r"down_proj.weight is stored in a form that is not read in parts \(Transpose of 1\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"down_proj.weight is stored in a form that is not read in parts \(Transpose of 1\)",
+    ):
         load_pretrained(_empty("llama"), str(tmp_path))
 
 
@@ -344,11 +434,16 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
         model = build("bert")
     model = model.to_empty(device="cpu")
     found = load_pretrained(model, str(tmp_path))
-    assert torch.equal(model.bert.encoder.layer[0].output.dense.weight, base.bert.encoder.layer[0].output.dense.weight)
+    assert torch.equal(
+        model.bert.encoder.layer[0].output.dense.weight,
+        base.bert.encoder.layer[0].output.dense.weight,
+    )
     assert "cls.predictions.transform.dense.weight" not in found
     with build_on_meta():
         deeper = build("bert", num_hidden_layers=3)
-    with pytest.raises(ConfigError, match=r"does not fit BertForMaskedLM: bert.encoder.layer.2.* is missing"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit BertForMaskedLM: bert.encoder.layer.2.* is missing"
+    ):
         load_pretrained(deeper.to_empty(device="cpu"), str(tmp_path))
 
 
@@ -372,7 +467,9 @@ def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message)
     assert message in str(error.value)
 
 
-SMALL_T5 = [f"++model.arguments.{key}={value}" for key, value in {**MODELS["t5"], "vocab_size": 260}.items()]
+SMALL_T5 = [
+    f"++model.arguments.{key}={value}" for key, value in {**MODELS["t5"], "vocab_size": 260}.items()
+]
 
 
 @LIBRARY
@@ -382,11 +479,15 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
     parts.module.to_empty(device="cpu").double().load_state_dict(plain.state_dict())
     tokens, targets = torch.randint(1, 31, (3, 9)), torch.randint(1, 31, (3, 9))
     targets[1, 5:] = targets[2] = -100
-    logits = plain(input_ids=tokens[:, :4], decoder_input_ids=F.pad(tokens[:, 4:], (1, 0), value=0)).logits
+    logits = plain(
+        input_ids=tokens[:, :4], decoder_input_ids=F.pad(tokens[:, 4:], (1, 0), value=0)
+    ).logits
     assert torch.equal(parts.module(tokens).logits, logits)
     assert parts.context(9) == 3
     expected = F.cross_entropy(logits.flatten(0, 1), targets[:, 3:].flatten(), reduction="sum")
-    torch.testing.assert_close(parts.loss(parts.module(tokens), targets), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        parts.loss(parts.module(tokens), targets), expected, rtol=1e-12, atol=0
+    )
     changed = tokens.clone()
     changed[:, 6:] = 1  # what comes later than a token has no part in its prediction
     assert torch.equal(parts.module(changed).logits[:, :3], logits[:, :3])
@@ -395,23 +496,44 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
 @LIBRARY
 def test_an_encoder_decoder_trains_alike_on_every_layout(ranks, tmp_path):
     (tmp_path / "corpus.txt").write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(4000)))
-    words = ["model=hf", "model.architecture=t5", *SMALL_T5, "checkpoint.enabled=false", "train.seq_len=15"]
+    words = [
+        "model=hf",
+        "model.architecture=t5",
+        *SMALL_T5,
+        "checkpoint.enabled=false",
+        "train.seq_len=15",
+    ]
     found = {}
-    for name, world, strategy in [("alone", 1, "zero3"), ("zero3", 2, "zero3"), ("hybrid", 4, "hybrid")]:
-        ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / name), [*words, f"strategy={strategy}"], 4)
+    for name, world, strategy in [
+        ("alone", 1, "zero3"),
+        ("zero3", 2, "zero3"),
+        ("hybrid", 4, "hybrid"),
+    ]:
+        ranks.run(
+            world,
+            jobs.run,
+            str(tmp_path),
+            str(tmp_path / name),
+            [*words, f"strategy={strategy}"],
+            4,
+        )
         found[name] = jobs.rows(tmp_path / name)
     for name in ("zero3", "hybrid"):
         for row, alone in zip(found[name], found["alone"], strict=True):
             assert row["loss"] == pytest.approx(alone["loss"], rel=1e-10, abs=0)
             assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-9, abs=0)
-    assert [row["tokens"] for row in found["hybrid"]] == [16 * 9 * step for step in range(1, 5)]  # 15 - 15 // 2 + 1 of a sequence
+    assert [row["tokens"] for row in found["hybrid"]] == [
+        16 * 9 * step for step in range(1, 5)
+    ]  # 15 - 15 // 2 + 1 of a sequence
     assert found["alone"][-1]["loss"] < found["alone"][0]["loss"]
 
 
 def _lines_of_the_guide():
     """Runs the lines that docs/models.md gives for a ViT; the last loss, a mean over the global batch, and the gradient norm."""
     text = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
-    (lines,) = re.findall(r"### Models that read something else.*?```python\n(.*?)```", text, re.DOTALL)
+    (lines,) = re.findall(
+        r"### Models that read something else.*?```python\n(.*?)```", text, re.DOTALL
+    )
     batches = [(torch.randn(BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(step)).double(), torch.arange(BATCH) % 2)
                for step in range(STEPS)]  # fmt: skip
     names = {"batches": batches, "precision": "fp64"}

@@ -30,7 +30,11 @@ class Reductions(TorchDispatchMode):
         self.shard = self.replicate = (0, 0)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" and "reduce" in str(function) and not training.is_agreement(function, args):
+        if (
+            function.namespace == "c10d"
+            and "reduce" in str(function)
+            and not training.is_agreement(function, args)
+        ):
             axis = "shard" if "reduce_scatter" in str(function) else "replicate"
             given = torch.utils._pytree.tree_leaves(args[1] if axis == "shard" else args[0])
             calls, elements = getattr(self, axis)
@@ -44,9 +48,13 @@ def sharded():
     mesh = build_mesh(MeshSpec(replicate=2, shard=2), "hybrid")
     with build_on_meta():
         model = training.build_llama(n_layers=2, vocab_size=68)
-    model = parallelize(model, mesh, ParallelConfig("hybrid", precision="fp64"), seed=0, init=model.init_weights)
+    model = parallelize(
+        model, mesh, ParallelConfig("hybrid", precision="fp64"), seed=0, init=model.init_weights
+    )
     batches = [training.global_batch(step) for step in range(MICRO_BATCHES)]
-    return model, [tuple(part.chunk(4)[data_coordinate(mesh)] for part in batch) for batch in batches]
+    return model, [
+        tuple(part.chunk(4)[data_coordinate(mesh)] for part in batch) for batch in batches
+    ]
 
 
 def backward(model, batch):
@@ -89,13 +97,18 @@ GROUPS = 3  # two blocks and the root
     ("none", 0, 0),
     ("full", 2, 2),
 ])  # fmt: skip
-def test_each_axis_moves_what_the_mode_says_and_the_sum_is_that_of_accumulate(ranks, mode, inside_shard, inside_replicate):
+def test_each_axis_moves_what_the_mode_says_and_the_sum_is_that_of_accumulate(
+    ranks, mode, inside_shard, inside_replicate
+):
     for (inside, after, alone), equal, size in ranks.run(4, _counted, mode):
         whole, part = (
             (GROUPS, size),
             (1, size // 2),
         )  # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
-        assert inside == (tuple(inside_shard * n for n in whole), tuple(inside_replicate * n for n in part))
+        assert inside == (
+            tuple(inside_shard * n for n in whole),
+            tuple(inside_replicate * n for n in part),
+        )
         assert after == alone == (whole, part)
         assert equal
 
@@ -126,6 +139,8 @@ def _after_an_exception(mode, during):
 @pytest.mark.parametrize("mode", ["reduce_scatter_only", "none", "full"])
 def test_an_exception_inside_leaves_nothing_of_the_lost_micro_batches(ranks, mode, during):
     for left, equal, calls in ranks.run(4, _after_an_exception, mode, during):
-        assert left == (mode == "full")  # there each micro-batch is reduced into .grad, which is the caller's to clear
+        assert left == (
+            mode == "full"
+        )  # there each micro-batch is reduced into .grad, which is the caller's to clear
         assert equal
         assert calls == (GROUPS, 1)

@@ -59,7 +59,9 @@ def nursery():
 
 def start(nursery: Nursery, *words: object, out: Path | None = None, **environment: str) -> Rank:
     paths = (None, None) if out is None else (f"{out}.out", f"{out}.err")
-    return nursery.start([str(word) for word in words], {"RANK": "3", "OMP_NUM_THREADS": "1", **environment}, *paths)
+    return nursery.start(
+        [str(word) for word in words], {"RANK": "3", "OMP_NUM_THREADS": "1", **environment}, *paths
+    )
 
 
 def alive(pid: int) -> bool:
@@ -97,7 +99,11 @@ def test_streams_go_to_files(nursery, tmp_path):
 
 
 def test_every_way_to_end_is_told(nursery, tmp_path):
-    ranks = [start(nursery, "leave", 0), start(nursery, "leave", 75), start(nursery, "raise", out=tmp_path / "log")]
+    ranks = [
+        start(nursery, "leave", 0),
+        start(nursery, "leave", 75),
+        start(nursery, "raise", out=tmp_path / "log"),
+    ]
     assert [rank.wait(60) for rank in ranks] == [0, 75, 1]
     assert "ValueError: this rank is broken" in (tmp_path / "log.err").read_text()
     sleeper = start(nursery, "sleep")
@@ -109,7 +115,9 @@ def test_every_way_to_end_is_told(nursery, tmp_path):
     sleeper.close(signal.SIGKILL)  # of one that has ended: nothing
 
 
-def test_threads_of_a_rank_are_waited_for_and_what_the_launcher_wants_at_its_end_is_not_done(tmp_path):
+def test_threads_of_a_rank_are_waited_for_and_what_the_launcher_wants_at_its_end_is_not_done(
+    tmp_path,
+):
     done = tmp_path / "done by the launcher"
     atexit.register(done.write_text, "x")
     nursery = Nursery(rank_main)

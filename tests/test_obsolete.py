@@ -41,11 +41,22 @@ def test_every_option_on_the_command_line_is_answered():
 
     register()
     told = _explain([f"{name}=true" for name in OPTIONS], ValueError("unused")).splitlines()
-    assert told == [f"unknown key {name} (given as {name}=true): {answer(name)}" for name in OPTIONS]
+    assert told == [
+        f"unknown key {name} (given as {name}=true): {answer(name)}" for name in OPTIONS
+    ]
 
 
 def test_the_command_says_it_once_and_ends(capsys):
-    assert main(["limit_all_gathers=true", "parallelism.tensor_parallel_degree=2", "strategy=HYBRID_SHARD"]) == 2
+    assert (
+        main(
+            [
+                "limit_all_gathers=true",
+                "parallelism.tensor_parallel_degree=2",
+                "strategy=HYBRID_SHARD",
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "limit_all_gathers is an option of FullyShardedDataParallel" in said
     assert "parallelism.tensor_parallel_degree is an option of torchtitan: mesh.tensor" in said
@@ -65,7 +76,9 @@ def keys_of(config, prefix=""):
 
 
 def test_no_answer_shadows_an_option_that_exists():
-    existing = {key.rpartition(".")[2] for key in keys_of(TrainConfig())} | set(vars(ParallelConfig()))
+    existing = {key.rpartition(".")[2] for key in keys_of(TrainConfig())} | set(
+        vars(ParallelConfig())
+    )
     assert not existing & set(OPTIONS)
 
 
@@ -95,7 +108,9 @@ def test_a_strategy_by_another_name_is_answered(theirs, ours):
 
 
 def test_a_mistyped_option_gets_the_nearest():
-    with pytest.raises(ConfigError, match="ParallelConfig has no option precison; did you mean precision?"):
+    with pytest.raises(
+        ConfigError, match="ParallelConfig has no option precison; did you mean precision?"
+    ):
         ParallelConfig(precison="bf16")
     with pytest.raises(ConfigError, match="parallelize has no option sed; did you mean seed?"):
         parallelize(nn.Linear(2, 2), None, sed=1)

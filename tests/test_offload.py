@@ -12,7 +12,15 @@ import training
 from torch import nn
 from workers import WorkerError
 
-from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, clip_gradient_norm, launch, parallelize
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    build_on_meta,
+    clip_gradient_norm,
+    launch,
+    parallelize,
+)
 from parallel2d.config import ConfigError, PrecisionConfig
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.float8 import check_float8, convert_to_float8
@@ -27,10 +35,17 @@ from parallel2d.train import main
     ("precision.float8=rowwise", "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu"),
 ])  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_refuses_it_on_cpu_before_workers_start(tmp_path, monkeypatch, capsys, word, reason):
+def test_the_command_refuses_it_on_cpu_before_workers_start(
+    tmp_path, monkeypatch, capsys, word, reason
+):
     monkeypatch.setattr(launch, "start_workers", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "text.txt").write_text("some words of a text\n" * 500)
-    data = ["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache", "train.seq_len=16"]
+    data = [
+        "data=text",
+        f"data.path={tmp_path}/text.txt",
+        f"data.cache_dir={tmp_path}/cache",
+        "train.seq_len=16",
+    ]
     assert main([word, *data, f"hydra.run.dir={tmp_path}/run"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -42,7 +57,9 @@ def _refused(config):
     parallelize(nn.Linear(4, 4), build_mesh(MeshSpec(), "hybrid"), ParallelConfig(**config))
 
 
-@pytest.mark.parametrize("config", [{"cpu_offload": True}, {"precision": PrecisionConfig(float8="tensorwise")}])
+@pytest.mark.parametrize(
+    "config", [{"cpu_offload": True}, {"precision": PrecisionConfig(float8="tensorwise")}]
+)
 def test_the_library_refuses_it_on_cpu(ranks, config):
     with pytest.raises(WorkerError, match="runs on (CPU|cpu)") as error:
         ranks.run(2, _refused, config)
@@ -51,9 +68,15 @@ def test_the_library_refuses_it_on_cpu(ranks, config):
 
 def test_float8_fields_that_contradict_are_refused():
     for precision, message in [
-        (PrecisionConfig(float8="columnwise"), "precision.float8=columnwise is not one of none, tensorwise, rowwise"),
+        (
+            PrecisionConfig(float8="columnwise"),
+            "precision.float8=columnwise is not one of none, tensorwise, rowwise",
+        ),
         (PrecisionConfig(float8_exclude=["*"]), "float8_exclude has no effect"),
-        (PrecisionConfig(float8="rowwise", storage="fp64", param="fp64", reduce="fp64"), "needs precision.param=bf16"),
+        (
+            PrecisionConfig(float8="rowwise", storage="fp64", param="fp64", reduce="fp64"),
+            "needs precision.param=bf16",
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             ParallelConfig(precision=precision).resolved()
@@ -67,11 +90,17 @@ def test_nothing_is_checked_where_nothing_is_asked_for():
 def _offloaded(strategy):
     """The engine's offloading on CPU tensors, whose copies do nothing: a step with accumulation and clipping, beside plain PyTorch."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    model = nn.Sequential(
+        nn.Linear(6, 8),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+    )
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), strategy)
     settings = ParallelConfig(strategy, cpu_offload=True).resolved()
-    model = shard(model, mesh, bucket_modules(model, find_blocks(model), settings.bucketing), settings)
+    model = shard(
+        model, mesh, bucket_modules(model, find_blocks(model), settings.bucketing), settings
+    )
     allocate(model, "cpu", offload=True)
     offloaded = [
         p.offload_to_cpu
@@ -96,7 +125,8 @@ def _offloaded(strategy):
             optimizer.step()
             optimizer.zero_grad()
     difference = max(
-        (training.whole(p) - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+        (training.whole(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
     )
     return all(offloaded) and bool(offloaded), norms[:3], norms[3:], difference
 
@@ -112,12 +142,16 @@ def test_offloaded_parameters_train_as_others_do(ranks, strategy):
 @pytest.mark.extras("torchao")
 def test_float8_replaces_the_layers_of_blocks_and_no_name():
     with build_on_meta():
-        model = training.build_llama(n_layers=2, hidden_dim=40)  # 40 is no multiple of 16: the feed-forward stays
+        model = training.build_llama(
+            n_layers=2, hidden_dim=40
+        )  # 40 is no multiple of 16: the feed-forward stays
     names = list(dict(model.named_parameters()))
     precision = PrecisionConfig(float8="rowwise", float8_exclude=["layers.0.attention.wo"])
     converted = convert_to_float8(find_blocks(model), precision, {id(model.layers[1].attention.wk)})
     expected = [f"layers.{i}.attention.{w}" for i in (0, 1) for w in ("wq", "wk", "wv", "wo")]
-    assert converted == [name for name in expected if name not in ("layers.0.attention.wo", "layers.1.attention.wk")]
+    assert converted == [
+        name for name in expected if name not in ("layers.0.attention.wo", "layers.1.attention.wk")
+    ]
     for name, module in model.named_modules():
         assert (type(module).__name__ == "Float8Linear") == (name in converted), name
     assert list(dict(model.named_parameters())) == names
@@ -128,7 +162,9 @@ def test_float8_replaces_the_layers_of_blocks_and_no_name():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8_products_are_close_and_have_gradients(recipe):
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+    )
     x = torch.randn(16, 32)
     expected = model(x)
     convert_to_float8(find_blocks(model), PrecisionConfig(float8=recipe), emulate=True)
@@ -143,11 +179,17 @@ def test_float8_products_are_close_and_have_gradients(recipe):
 def test_float8_that_would_change_nothing_is_an_error():
     precision = PrecisionConfig(float8="rowwise", float8_exclude=["*.wq.*"])
     with pytest.raises(
-        ConfigError, match=r"float8_exclude: \*.wq.\* matches no Linear layer inside a block; there are layers.0.attention"
+        ConfigError,
+        match=r"float8_exclude: \*.wq.\* matches no Linear layer inside a block; there are layers.0.attention",
     ):
         convert_to_float8(find_blocks(training.build_llama()), precision)
-    with pytest.raises(ConfigError, match=r"no Linear layer inside the blocks can be converted; 7: excluded"):
-        convert_to_float8(find_blocks(training.build_llama()), PrecisionConfig(float8="rowwise", float8_exclude=["*"]))
+    with pytest.raises(
+        ConfigError, match=r"no Linear layer inside the blocks can be converted; 7: excluded"
+    ):
+        convert_to_float8(
+            find_blocks(training.build_llama()),
+            PrecisionConfig(float8="rowwise", float8_exclude=["*"]),
+        )
 
 
 def test_float8_without_torchao_names_the_extra(monkeypatch):

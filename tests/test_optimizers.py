@@ -22,14 +22,19 @@ from parallel2d.optimizer import build_optimizer, plan_groups, set_learning_rate
 from parallel2d.parallelize.initialization import build_on_meta, plan_weights
 from parallel2d.parallelize.structure import find_blocks
 
-GROUPS = [{"pattern": "layers.*.wq.*", "lr_scale": 0.5, "weight_decay": 0.3}, {"pattern": "*norm*", "lr_scale": 2.0}]
+GROUPS = [
+    {"pattern": "layers.*.wq.*", "lr_scale": 0.5, "weight_decay": 0.3},
+    {"pattern": "*norm*", "lr_scale": 2.0},
+]
 VARIANTS = {
     **OPTIMIZERS,
     "adamw_foreach": replace(OPTIMIZERS["adamw"], implementation="foreach", groups=GROUPS),
     "adamw_amsgrad": replace(OPTIMIZERS["adamw"], implementation="loop", amsgrad=True),
     "sgd_nesterov": replace(OPTIMIZERS["sgd"], nesterov=True, weight_decay=0.01),
     "adafactor_decay": replace(OPTIMIZERS["adafactor"], weight_decay=0.01, groups=GROUPS),
-    "muon_original": replace(OPTIMIZERS["muon"], adjust_lr="original", nesterov=False, groups=GROUPS),
+    "muon_original": replace(
+        OPTIMIZERS["muon"], adjust_lr="original", nesterov=False, groups=GROUPS
+    ),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
     "zero3": (2, {"shard": 2}, "zero3"),
@@ -45,7 +50,9 @@ def rate(config: OptimizerConfig, step: int) -> float:
     return config.lr / step
 
 
-def train(layout: str, config: OptimizerConfig, steps: int = STEPS) -> tuple[list[float], dict[str, Any] | None]:
+def train(
+    layout: str, config: OptimizerConfig, steps: int = STEPS
+) -> tuple[list[float], dict[str, Any] | None]:
     """Losses, and on rank 0 the whole weights, after ``steps`` in fp64."""
     _, mesh_sizes, strategy = LAYOUTS[layout]
     mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"})
@@ -58,7 +65,10 @@ def train(layout: str, config: OptimizerConfig, steps: int = STEPS) -> tuple[lis
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    return {name: whole(parameter).detach().double().numpy() for name, parameter in model.named_parameters()}
+    return {
+        name: whole(parameter).detach().double().numpy()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
@@ -67,17 +77,30 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
     def settings(name: str, parameter: torch.Tensor) -> tuple[float, float]:
         if config.groups and ".wq." in name:
             return 0.5, 0.3
-        return (2.0 if config.groups and "norm" in name else 1.0), (config.weight_decay if parameter.ndim > 1 else 0.0)
+        return (2.0 if config.groups and "norm" in name else 1.0), (
+            config.weight_decay if parameter.ndim > 1 else 0.0
+        )
 
     hidden, other = [], []
     for name, parameter in model.named_parameters():
         scale, decay = settings(name, parameter)
         matrix = parameter.ndim == 2 and name.startswith("layers.")
-        (hidden if matrix else other).append({"params": [parameter], "weight_decay": decay, "scale": scale})
-    adam: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "amsgrad": config.amsgrad}
+        (hidden if matrix else other).append(
+            {"params": [parameter], "weight_decay": decay, "scale": scale}
+        )
+    adam: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": tuple(config.betas),
+        "eps": config.eps,
+        "amsgrad": config.amsgrad,
+    }
     if config.name == "muon":
         muon = torch.optim.Muon(
-            hidden, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, adjust_lr_fn=config.adjust_lr
+            hidden,
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            adjust_lr_fn=config.adjust_lr,
         )
         return [muon, torch.optim.AdamW(other, **adam)]
     groups = hidden + other
@@ -86,7 +109,11 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
     if config.name == "adam":
         return [torch.optim.Adam(groups, **adam)]
     if config.name == "sgd":
-        return [torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)]
+        return [
+            torch.optim.SGD(
+                groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+            )
+        ]
     return [torch.optim.Adafactor(groups, lr=config.lr)]
 
 
@@ -104,10 +131,14 @@ def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
         optimizers = plain_optimizers(model, config)
         losses = []
         for step in range(1, STEPS + 1):
-            for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+            for group in itertools.chain.from_iterable(
+                optimizer.param_groups for optimizer in optimizers
+            ):
                 group["lr"] = rate(config, step) * group["scale"]
             tokens, targets = global_batch(step)
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+            loss = F.cross_entropy(
+                model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100
+            )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -120,14 +151,24 @@ def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
 
 # Elementwise optimizers cannot see the layout; the others are tried on each.
 CASES = [
-    *itertools.product(["adafactor", "adafactor_decay", "muon", "muon_original"], ["zero3", "hybrid"]),
+    *itertools.product(
+        ["adafactor", "adafactor_decay", "muon", "muon_original"], ["zero3", "hybrid"]
+    ),
     *itertools.product(["adafactor", "muon"], ["tensor"]),
     *itertools.product(["adafactor", "muon"], ["ddp", "uneven"]),
     ("adamw", "tensor"),
     *itertools.product(["adam", "sgd", "adamw_foreach"], ["hybrid"]),
     *(
         pytest.param(variant, "tensor", marks=pytest.mark.slow)
-        for variant in ("adam", "sgd", "sgd_nesterov", "adamw_foreach", "adamw_amsgrad", "adafactor_decay", "muon_original")
+        for variant in (
+            "adam",
+            "sgd",
+            "sgd_nesterov",
+            "adamw_foreach",
+            "adamw_amsgrad",
+            "adafactor_decay",
+            "muon_original",
+        )
     ),
 ]
 
@@ -140,11 +181,17 @@ def test_an_optimizer_does_on_any_layout_what_plain_torch_does(ranks, variant, l
     assert max(abs(weights[name] - value).max() for name, value in expected.items()) <= 1e-10
 
 
-def save_and_resume(folder: str, layout: str, config: OptimizerConfig, first: int, last: int) -> tuple[list[float], Any]:
+def save_and_resume(
+    folder: str, layout: str, config: OptimizerConfig, first: int, last: int
+) -> tuple[list[float], Any]:
     _, mesh_sizes, strategy = LAYOUTS[layout]
-    mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"}, seed=0 if first == 1 else 9)
+    mesh, model, _ = build(
+        mesh_sizes, {"strategy": strategy, "precision": "fp64"}, seed=0 if first == 1 else 9
+    )
     optimizer = build_optimizer(model, config)
-    checkpointer = Checkpointer(CheckpointConfig(every=0), folder, mesh, model, optimizer, layout={})
+    checkpointer = Checkpointer(
+        CheckpointConfig(every=0), folder, mesh, model, optimizer, layout={}
+    )
     restored = checkpointer.restore()
     assert (restored["step"] if restored else 0) == first - 1
     losses = []
@@ -166,7 +213,9 @@ def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant):
     assert max(abs(weights[name] - value).max() for name, value in expected.items()) <= 1e-10
 
 
-def measure_update(layout: str, config: OptimizerConfig) -> tuple[dict[str, float], dict[str, float]]:
+def measure_update(
+    layout: str, config: OptimizerConfig
+) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes over each axis during one update: measured, and counted beforehand."""
     _, mesh_sizes, strategy = LAYOUTS[layout]
     mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"})
@@ -187,35 +236,55 @@ def measure_update(layout: str, config: OptimizerConfig) -> tuple[dict[str, floa
 @pytest.mark.parametrize("layout", ["hybrid", "tensor", "uneven"])
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_what_an_update_sends_is_counted_and_known_before(ranks, name, layout):
-    for measured, counted in ranks.run(LAYOUTS[layout][0], measure_update, layout, OPTIMIZERS[name]):
-        assert measured == pytest.approx({"replicate": 0.0, "shard": 0.0, "tensor": 0.0} | counted, rel=1e-12)
+    for measured, counted in ranks.run(
+        LAYOUTS[layout][0], measure_update, layout, OPTIMIZERS[name]
+    ):
+        assert measured == pytest.approx(
+            {"replicate": 0.0, "shard": 0.0, "tensor": 0.0} | counted, rel=1e-12
+        )
         assert (measured["shard"] > 0) == (name != "adamw")
 
 
 def test_muon_gathers_each_hidden_matrix_once_in_two_bytes_per_element(ranks):
     model = build_llama()
-    hidden = sum(p.numel() for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2)
+    hidden = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if name.startswith("layers.") and p.ndim == 2
+    )
     for measured, _ in ranks.run(4, measure_update, "hybrid", OPTIMIZERS["muon"]):
         assert measured == {"replicate": 0.0, "shard": hidden * 2 / 2, "tensor": 0.0}
 
 
 def train_by_configuration(folder: str, name: str) -> None:
-    words = (f"optimizer={name}", "strategy=hybrid", "mesh.replicate=2", "mesh.shard=2", "checkpoint.enabled=false")
+    words = (
+        f"optimizer={name}",
+        "strategy=hybrid",
+        "mesh.replicate=2",
+        "mesh.shard=2",
+        "checkpoint.enabled=false",
+    )
     jobs.run(folder, f"{folder}/run-{name}", words, 3)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_a_run_predicts_what_its_optimizer_sends(ranks, tmp_path, name):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(20000)))
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(20000))
+    )
     ranks.run(4, train_by_configuration, str(tmp_path), name)
-    predicted = json.loads((tmp_path / f"run-{name}" / "layout.json").read_text())["predicted"]["comm/shard/bytes"]
+    predicted = json.loads((tmp_path / f"run-{name}" / "layout.json").read_text())["predicted"][
+        "comm/shard/bytes"
+    ]
     rows = jobs.rows(tmp_path / f"run-{name}")
     measured = [row["comm/shard/bytes"] for row in rows[1:]]  # of the step before
     assert measured == pytest.approx([predicted] * 2, rel=1e-3)
     assert all(row["loss"] > 0 for row in rows)
 
 
-def grouped(config: OptimizerConfig, model: nn.Module | None = None) -> dict[str, tuple[float, float, str | None]]:
+def grouped(
+    config: OptimizerConfig, model: nn.Module | None = None
+) -> dict[str, tuple[float, float, str | None]]:
     """Name -> (weight decay, rate, algorithm)."""
     model = model or build_llama()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -229,7 +298,10 @@ def grouped(config: OptimizerConfig, model: nn.Module | None = None) -> dict[str
 
 
 def test_the_first_matching_pattern_counts_and_defaults_hold_for_the_rest():
-    entries = [{"pattern": "*feed_forward_norm*", "lr_scale": 3.0}, {"pattern": "*norm*", "weight_decay": 0.2}]
+    entries = [
+        {"pattern": "*feed_forward_norm*", "lr_scale": 3.0},
+        {"pattern": "*norm*", "weight_decay": 0.2},
+    ]
     found = grouped(OptimizerConfig(groups=[*entries, {"pattern": "embedding*", "lr_scale": 0.1}]))
     assert found["layers.0.feed_forward_norm.weight"] == (0.0, 3.0, None)
     assert found["layers.0.attention_norm.weight"] == (0.2, 1.0, None)
@@ -238,16 +310,22 @@ def test_the_first_matching_pattern_counts_and_defaults_hold_for_the_rest():
 
 
 def test_the_rate_of_a_group_is_scaled_before_the_first_schedule_too():
-    optimizer = build_optimizer(build_llama(), OptimizerConfig(lr=0.5, groups=[{"pattern": "*norm*", "lr_scale": 0.1}]))
+    optimizer = build_optimizer(
+        build_llama(), OptimizerConfig(lr=0.5, groups=[{"pattern": "*norm*", "lr_scale": 0.1}])
+    )
     assert sorted(group["lr"] for group in optimizer.param_groups) == [0.05, 0.5]
 
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     found = grouped(OPTIMIZERS["muon"])
     assert {name for name, (_, _, algorithm) in found.items() if algorithm == "muon"} == {
-        name for name, p in build_llama().named_parameters() if name.startswith("layers.") and p.ndim == 2
+        name
+        for name, p in build_llama().named_parameters()
+        if name.startswith("layers.") and p.ndim == 2
     }
-    moved = grouped(replace(OPTIMIZERS["muon"], groups=[{"pattern": "layers.*.wo.*", "algorithm": "adamw"}]))
+    moved = grouped(
+        replace(OPTIMIZERS["muon"], groups=[{"pattern": "layers.*.wo.*", "algorithm": "adamw"}])
+    )
     assert moved["layers.0.attention.wo.weight"][2] == "adamw"
     assert moved["layers.0.attention.wq.weight"][2] == "muon"
 
@@ -256,10 +334,14 @@ def test_muon_without_blocks_asks_which_matrices_are_hidden():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"no repeated blocks.*algorithm: muon"):
         build_optimizer(model, OPTIMIZERS["muon"])
-    found = grouped(replace(OPTIMIZERS["muon"], groups=[{"pattern": "0.weight", "algorithm": "muon"}]), model)
+    found = grouped(
+        replace(OPTIMIZERS["muon"], groups=[{"pattern": "0.weight", "algorithm": "muon"}]), model
+    )
     assert found["0.weight"][2] == "muon"
     with pytest.raises(ConfigError, match=r"0.bias of shape \[4\] to Muon"):
-        build_optimizer(model, replace(OPTIMIZERS["muon"], groups=[{"pattern": "0.*", "algorithm": "muon"}]))
+        build_optimizer(
+            model, replace(OPTIMIZERS["muon"], groups=[{"pattern": "0.*", "algorithm": "muon"}])
+        )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +349,10 @@ def test_muon_without_blocks_asks_which_matrices_are_hidden():
     [
         ("embeding*", "matches no parameter; near: embedding.weight"),
         ("*.atention.*", "near: layers.0.attention"),
-        ("layers.0.attention.wq.weight", "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first"),
+        (
+            "layers.0.attention.wq.weight",
+            "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first",
+        ),
         ("norm.weight", "matches frozen parameters only, such as norm.weight"),
     ],
 )
@@ -287,7 +372,11 @@ def composed(*words: str) -> Any:
 
 
 def test_the_command_line_chooses_an_optimizer_and_its_groups():
-    config = composed("optimizer=muon", 'optimizer.groups=[{pattern: "*.norm*", weight_decay: 0.0}]', "optimizer.momentum=0.9")
+    config = composed(
+        "optimizer=muon",
+        'optimizer.groups=[{pattern: "*.norm*", weight_decay: 0.0}]',
+        "optimizer.momentum=0.9",
+    )
     assert (config.name, config.momentum, config.nesterov) == ("muon", 0.9, True)
     assert config.groups == [{"pattern": "*.norm*", "weight_decay": 0.0}]
 
@@ -295,17 +384,39 @@ def test_the_command_line_chooses_an_optimizer_and_its_groups():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("optimizer=sgd", "optimizer.betas=[0.8,0.9]"), "optimizer.betas=[0.8, 0.9] has no effect with optimizer=sgd"),
+        (
+            ("optimizer=sgd", "optimizer.betas=[0.8,0.9]"),
+            "optimizer.betas=[0.8, 0.9] has no effect with optimizer=sgd",
+        ),
         (("optimizer.momentum=0.5",), "has no effect with optimizer=adamw, only with sgd, muon"),
-        (("optimizer=sgd", "optimizer.implementation=fused"), "fused SGD does not take sharded parameters"),
-        (("optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"), "needs optimizer.momentum above 0"),
+        (
+            ("optimizer=sgd", "optimizer.implementation=fused"),
+            "fused SGD does not take sharded parameters",
+        ),
+        (
+            ("optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"),
+            "needs optimizer.momentum above 0",
+        ),
         (("optimizer.groups=[{weight_decay: 0.1}]",), "an entry has the form"),
         (("optimizer.groups=[{pattern: a, weigth_decay: 0.1}]",), "did you mean weight_decay?"),
-        (("optimizer.groups=[{pattern: a, lr_scale: -1}]",), "lr_scale=-1 must be a number, at least 0"),
-        (("optimizer.groups=[{pattern: a, algorithm: muon}]",), "has no effect with optimizer=adamw"),
-        (("optimizer=adafactor", "optimizer.beta2_decay=0.1"), "optimizer.beta2_decay=0.1 must be at most 0"),
         (
-            ("precision=bf16_reduce_bf16", "precision.keep_low_precision_gradients=true", "optimizer=muon"),
+            ("optimizer.groups=[{pattern: a, lr_scale: -1}]",),
+            "lr_scale=-1 must be a number, at least 0",
+        ),
+        (
+            ("optimizer.groups=[{pattern: a, algorithm: muon}]",),
+            "has no effect with optimizer=adamw",
+        ),
+        (
+            ("optimizer=adafactor", "optimizer.beta2_decay=0.1"),
+            "optimizer.beta2_decay=0.1 must be at most 0",
+        ),
+        (
+            (
+                "precision=bf16_reduce_bf16",
+                "precision.keep_low_precision_gradients=true",
+                "optimizer=muon",
+            ),
             "optimizer=muon needs gradients in storage dtype",
         ),
     ],

@@ -34,7 +34,11 @@ class Sliced(nn.Linear):
 class Several(nn.Linear):
     def forward(self, x: Tensor) -> dict[str, object]:
         whole = super().forward(torch.tanh(x))
-        return {"parts": (whole[:, :4], [whole[:, 4:]]), "name": "several", "constant": torch.ones(1).view(1)}
+        return {
+            "parts": (whole[:, :4], [whole[:, 4:]]),
+            "name": "several",
+            "constant": torch.ones(1).view(1),
+        }
 
 
 class Net(nn.Module):
@@ -67,7 +71,8 @@ def _gradients(kind: type[nn.Linear], strategy: str) -> float:
         out.square().mean().backward()
     expected = dict(plain.named_parameters())
     return max(
-        float((training.whole(parameter.grad) - expected[name].grad).abs().max()) for name, parameter in model.named_parameters()
+        float((training.whole(parameter.grad) - expected[name].grad).abs().max())
+        for name, parameter in model.named_parameters()
     )
 
 

@@ -67,7 +67,9 @@ class Strange(nn.Module):
 
 def regression_batch(step, dtype):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 10, 3, generator=generator, dtype=dtype), torch.randn(8, generator=generator, dtype=dtype)
+    return torch.randn(8, 10, 3, generator=generator, dtype=dtype), torch.randn(
+        8, generator=generator, dtype=dtype
+    )
 
 
 def _train_strange(config, sizes, steps):
@@ -98,7 +100,8 @@ def _train_strange(config, sizes, steps):
             optimizer.zero_grad()
             losses.append((loss.item(), norm.item()))
     weights = max(
-        (training.whole(p) - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+        (training.whole(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
     )
     return losses[:steps], losses[steps:], weights
 
@@ -108,7 +111,9 @@ def _train_strange(config, sizes, steps):
 def test_a_module_nobody_here_wrote_equals_its_single_process_run(ranks, strategy, bucketing):
     bucketing = BucketingConfig("size", 0.002) if bucketing == "size" else bucketing
     world = 4 if strategy.startswith("hybrid") else 2
-    sharded, alone, weights = ranks.run(world, _train_strange, {"strategy": strategy, "bucketing": bucketing}, {}, 4)[0]
+    sharded, alone, weights = ranks.run(
+        world, _train_strange, {"strategy": strategy, "bucketing": bucketing}, {}, 4
+    )[0]
     assert sharded == [pytest.approx(pair, rel=1e-9) for pair in alone]
     assert weights < 1e-10
 
@@ -119,11 +124,18 @@ def test_blocks_are_found_by_structure():
 
     assert names(Strange()) == ["gates.a", "gates.b", "gates.c"]
     assert names(training.build_llama(n_layers=2)) == ["layers.0", "layers.1"]
-    assert names(training.build_llama(n_layers=2), "FeedForward") == ["layers.0.feed_forward", "layers.1.feed_forward"]
+    assert names(training.build_llama(n_layers=2), "FeedForward") == [
+        "layers.0.feed_forward",
+        "layers.1.feed_forward",
+    ]
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
     transformer = nn.Transformer(8, 2, 2, 2, 8)
-    assert names(transformer) == [f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2)]
-    with pytest.raises(ConfigError, match=r"bucketing.blocks=\['Blok'\].*candidates: .*Linear \(15 x"):
+    assert names(transformer) == [
+        f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2)
+    ]
+    with pytest.raises(
+        ConfigError, match=r"bucketing.blocks=\['Blok'\].*candidates: .*Linear \(15 x"
+    ):
         names(training.build_llama(n_layers=2), "Blok")
 
 
@@ -163,7 +175,9 @@ class Nine(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(8, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)
+        )
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 8)
 
@@ -174,7 +188,9 @@ class Nine(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize(("bucketing", "gathers", "scatters"), [("root", 2, 1), ("layer", 18, 9), ("block", 6, 3)])
+@pytest.mark.parametrize(
+    ("bucketing", "gathers", "scatters"), [("root", 2, 1), ("layer", 18, 9), ("block", 6, 3)]
+)
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
 def test_collectives_are_what_the_bucketing_says(ranks, strategy, bucketing, gathers, scatters):
     bucketing = BucketingConfig("size", float("inf")) if bucketing == "root" else bucketing
@@ -230,8 +246,19 @@ def _weights(sizes, strategy, bucketing, llama):
     mesh = build_mesh(MeshSpec(**sizes), strategy)
     with build_on_meta():
         model = training.build_llama(**llama)
-    plan = training.tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None
-    model = parallelize(model, mesh, ParallelConfig(strategy, bucketing), seed=3, init=model.init_weights, tensor_plan=plan)
+    plan = (
+        training.tensor_plan(model, mesh_shape(mesh).tensor)
+        if mesh_shape(mesh).tensor > 1
+        else None
+    )
+    model = parallelize(
+        model,
+        mesh,
+        ParallelConfig(strategy, bucketing),
+        seed=3,
+        init=model.init_weights,
+        tensor_plan=plan,
+    )
     return {name: training.whole(p).detach().numpy() for name, p in model.named_parameters()}
 
 
@@ -306,13 +333,24 @@ def _mixed_norms(norm_type):
     mesh = build_mesh(MeshSpec(tensor=2), "hybrid")
     with build_on_meta():
         model = training.build_llama()
-    plan = {name: style for name, style in training.tensor_plan(model, 2).items() if "feed_forward" in name}
+    plan = {
+        name: style
+        for name, style in training.tensor_plan(model, 2).items()
+        if "feed_forward" in name
+    }
     plan = {"layers.*.feed_forward.w[13]": plan["layers.*.feed_forward.w[13]"]}
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import RowwiseParallel
 
     plan["layers.*.feed_forward.w2"] = RowwiseParallel(output_layouts=Replicate())
-    model = parallelize(model, mesh, ParallelConfig(precision="fp64"), seed=0, init=model.init_weights, tensor_plan=plan)
+    model = parallelize(
+        model,
+        mesh,
+        ParallelConfig(precision="fp64"),
+        seed=0,
+        init=model.init_weights,
+        tensor_plan=plan,
+    )
     model(torch.arange(32).view(2, 16)).square().sum().backward()
     whole = torch.cat([training.whole(p.grad).flatten() for p in model.parameters()])
     ours = clip_gradient_norm(model.parameters(), 1e-3, norm_type).item()

@@ -88,7 +88,9 @@ def world_of(strategy: str, tensor: int) -> int:
     return 4 if strategy.startswith("hybrid") or tensor > 1 else 2
 
 
-def compare(run: dict[str, Any], expected: dict[str, Any], losses: float, norm: float, weights: float) -> dict[str, float]:
+def compare(
+    run: dict[str, Any], expected: dict[str, Any], losses: float, norm: float, weights: float
+) -> dict[str, float]:
     """Asserts the bounds; returns the differences that were found."""
     found = training.differences(run, expected)
     assert found["loss"] <= losses, found
@@ -99,15 +101,22 @@ def compare(run: dict[str, Any], expected: dict[str, Any], losses: float, norm: 
 
 def check_fp64(ranks, case, steps):
     strategy, bucketing, tensor, accumulation, engine = case
-    config, world = {**layout(strategy, bucketing, engine), "precision": "fp64"}, world_of(strategy, tensor)
-    run = ranks.run(world, training.train, {"tensor": tensor}, config, steps=steps, accumulation=accumulation)[0]
+    config, world = (
+        {**layout(strategy, bucketing, engine), "precision": "fp64"},
+        world_of(strategy, tensor),
+    )
+    run = ranks.run(
+        world, training.train, {"tensor": tensor}, config, steps=steps, accumulation=accumulation
+    )[0]
     return compare(run, reference(torch.float64, steps), losses=1e-10, norm=1e-10, weights=1e-9)
 
 
 def check_fp32(ranks, case):
     strategy, bucketing, tensor, accumulation, engine = case
     config, world = layout(strategy, bucketing, engine), world_of(strategy, tensor)
-    run = ranks.run(world, training.train, {"tensor": tensor}, config, steps=10, accumulation=accumulation)[0]
+    run = ranks.run(
+        world, training.train, {"tensor": tensor}, config, steps=10, accumulation=accumulation
+    )[0]
     return compare(run, reference(torch.float32, 10), losses=1e-5, norm=1e-4, weights=5e-4)
 
 
@@ -125,9 +134,14 @@ def test_fp32_equals_plain_pytorch_on_every_layout(ranks, case):
 @pytest.mark.soak
 @pytest.mark.parametrize("case", FULL, ids=named)
 def test_every_layout_of_the_full_product(ranks, record_property, case):
-    for precision, found in {"fp64": check_fp64(ranks, case, 50), "fp32": check_fp32(ranks, case)}.items():
+    for precision, found in {
+        "fp64": check_fp64(ranks, case, 50),
+        "fp32": check_fp32(ranks, case),
+    }.items():
         for name, value in found.items():
-            record_property(f"{precision} {name}", value)  # kept by pytest -o junit_family=xunit1 --junitxml=FILE
+            record_property(
+                f"{precision} {name}", value
+            )  # kept by pytest -o junit_family=xunit1 --junitxml=FILE
 
 
 @pytest.mark.slow
@@ -153,7 +167,14 @@ def test_fp64_equals_plain_pytorch_with_tensor_axis_of_four(ranks):
 ])  # fmt: skip
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_activation_checkpointing_changes_nothing(ranks, extra, tensor):
-    run = ranks.run(4, training.train, {"tensor": tensor}, {**extra, "precision": "fp64"}, steps=4, accumulation=2)[0]
+    run = ranks.run(
+        4,
+        training.train,
+        {"tensor": tensor},
+        {**extra, "precision": "fp64"},
+        steps=4,
+        accumulation=2,
+    )[0]
     compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
 
 
@@ -161,7 +182,9 @@ def test_activation_checkpointing_changes_nothing(ranks, extra, tensor):
 @pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
 def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
     config = {"strategy": strategy, "precision": "fp64"}
-    run = ranks.run(4, training.train, {}, config, steps=4, accumulation=2, during_accumulation=mode)[0]
+    run = ranks.run(
+        4, training.train, {}, config, steps=4, accumulation=2, during_accumulation=mode
+    )[0]
     compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
 
 
@@ -187,8 +210,15 @@ def test_tied_embeddings_stay_tied_under_every_bucketing(ranks):
 
 # Precision: every field and every low preset, against plain PyTorch that computes in the same dtypes.
 
-LAYOUTS = {"zero3": ("zero3", 2, 1, (1, 2)), "hybrid": ("hybrid", 4, 1, (2, 2)), "tensor": ("zero3", 4, 2, (1, 2))}
-ON_LAYOUTS = ["zero3", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("hybrid", "tensor"))]
+LAYOUTS = {
+    "zero3": ("zero3", 2, 1, (1, 2)),
+    "hybrid": ("hybrid", 4, 1, (2, 2)),
+    "tensor": ("zero3", 4, 2, (1, 2)),
+}
+ON_LAYOUTS = [
+    "zero3",
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("hybrid", "tensor")),
+]
 WIDE = {"storage": "fp64", "param": "fp64", "reduce": "fp64"}
 LOW = {"storage": "fp64", "param": "bf16", "reduce": "fp64", "output": "fp64"}
 # Each case has its fields, and the same without what is tested. Weights and losses are kept in fp64, so that the order of a sum
@@ -218,16 +248,27 @@ ROUNDED = {"losses": 1.5e-4, "norm": 1e-3, "weights": 3e-2}
 
 @pytest.mark.parametrize("layout", ON_LAYOUTS)
 @pytest.mark.parametrize("field", FIELDS)
-def test_every_precision_field_computes_what_plain_pytorch_does_in_the_same_dtypes(ranks, field, layout):
+def test_every_precision_field_computes_what_plain_pytorch_does_in_the_same_dtypes(
+    ranks, field, layout
+):
     from parallel2d.config import PrecisionConfig
 
     fields, without = FIELDS[field]
     strategy, world, tensor, parts = LAYOUTS[layout]
     options = {"steps": 2 if tensor > 1 else 4, "descent": field == "keep_low_precision_gradients"}
     config = {"strategy": strategy, "precision": PrecisionConfig(**fields)}
-    run = ranks.run(world, training.train, {"tensor": tensor}, config, llama={"kind": training.Buffered}, **options)[0]
+    run = ranks.run(
+        world,
+        training.train,
+        {"tensor": tensor},
+        config,
+        llama={"kind": training.Buffered},
+        **options,
+    )[0]
     expected, other = (
-        training.reference_in(initial_model(training.Buffered), PrecisionConfig(**values), *parts, **options)
+        training.reference_in(
+            initial_model(training.Buffered), PrecisionConfig(**values), *parts, **options
+        )
         for values in (fields, without)
     )
     bounds = {**EXACT, "losses": 2e-7} if field == "output" else EXACT
@@ -256,5 +297,7 @@ def test_low_precision_stays_within_its_measured_bound(ranks, precision, layout)
     assert run["losses"] == pytest.approx(exact, rel=PRECISION_BOUNDS[precision], abs=0)
     assert run["losses"] != exact
     same_dtypes = training.reference_in(initial_model(), PRECISIONS[precision], *parts, steps=8)
-    bounds = ROUNDED if tensor > 1 else {"losses": SAME_DTYPES[precision], "norm": 1e-6, "weights": 3e-4}
+    bounds = (
+        ROUNDED if tensor > 1 else {"losses": SAME_DTYPES[precision], "norm": 1e-6, "weights": 3e-4}
+    )
     compare(run, same_dtypes, **bounds)

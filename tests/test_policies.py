@@ -31,7 +31,9 @@ def _counts(policy):
     mesh = build_mesh(MeshSpec(), "zero3")
     with build_on_meta():
         model = Nine()
-    model = parallelize(model, mesh, ParallelConfig("zero3", BucketingConfig("block", policy=policy)), seed=0)
+    model = parallelize(
+        model, mesh, ParallelConfig("zero3", BucketingConfig("block", policy=policy)), seed=0
+    )
     with CollectiveCounter() as counter:
         model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
     return counter.counts
@@ -43,12 +45,17 @@ def test_a_callable_policy_chooses_the_groups(ranks, policy):
 
 
 def test_a_policy_that_chooses_nothing_lists_candidates_and_sizes():
-    with pytest.raises(ConfigError, match=r"bucketing.policy=nothing chooses no module of Nine; candidates: .*Linear \(5 x"):
+    with pytest.raises(
+        ConfigError,
+        match=r"bucketing.policy=nothing chooses no module of Nine; candidates: .*Linear \(5 x",
+    ):
         find_blocks(Nine(), (), nothing)
     with pytest.raises(ConfigError, match=r"bucketing.policy=no.such:thing cannot be imported"):
         find_blocks(Nine(), (), "no.such:thing")
     with pytest.raises(ConfigError, match="give one of them"):
-        ParallelConfig(bucketing=BucketingConfig("block", blocks=["Linear"], policy=nothing)).resolved()
+        ParallelConfig(
+            bucketing=BucketingConfig("block", blocks=["Linear"], policy=nothing)
+        ).resolved()
 
 
 class Mixed(nn.Module):
@@ -75,7 +82,9 @@ class Mixed(nn.Module):
 
 def _dtypes(precision):
     torch.manual_seed(0)
-    model = parallelize(Mixed(), build_mesh(MeshSpec(), "hybrid"), ParallelConfig(precision=precision))
+    model = parallelize(
+        Mixed(), build_mesh(MeshSpec(), "hybrid"), ParallelConfig(precision=precision)
+    )
     output = model(torch.ones(2, 4))
     output.sum().backward()
     gradients = {name: p.grad.dtype for name, p in model.named_parameters()}
@@ -97,14 +106,22 @@ def test_every_field_of_the_precision_policy_has_its_effect(ranks):
     seen, _, _ = ranks.run(4, _dtypes, PrecisionConfig(**BF16, output="fp32", buffers="bf16"))[0]
     assert (seen["output"], seen["last"][2], seen["buffer"]) == (full, low, low)
 
-    seen, gradients, stored = ranks.run(4, _dtypes, PrecisionConfig(**BF16, fp32_modules=["LayerNorm"]))[0]
-    assert seen["norm"] == (full, full, full)  # cast on its way out: the next layer, of another group, gets bf16
+    seen, gradients, stored = ranks.run(
+        4, _dtypes, PrecisionConfig(**BF16, fp32_modules=["LayerNorm"])
+    )[0]
+    assert seen["norm"] == (
+        full,
+        full,
+        full,
+    )  # cast on its way out: the next layer, of another group, gets bf16
     assert seen["first"] == seen["last"] == (low, low, low)
 
     with pytest.raises(WorkerError, match="must have the same dtype"):
         ranks.run(4, _dtypes, PrecisionConfig(**BF16, cast_forward_inputs=False))
 
-    kept = PrecisionConfig(storage="fp32", param="bf16", reduce="bf16", keep_low_precision_gradients=True)
+    kept = PrecisionConfig(
+        storage="fp32", param="bf16", reduce="bf16", keep_low_precision_gradients=True
+    )
     _, gradients, stored = ranks.run(4, _dtypes, kept)[0]
     assert (set(gradients.values()), set(stored.values())) == ({low}, {full})
 
@@ -121,7 +138,9 @@ def test_precision_that_cannot_be_is_refused(changes, message):
 
 
 def test_fp32_modules_that_match_nothing_list_candidates(ranks):
-    with pytest.raises(WorkerError, match=r"no module of class LayerNrom.*candidates: .*LayerNorm \(1 x") as error:
+    with pytest.raises(
+        WorkerError, match=r"no module of class LayerNrom.*candidates: .*LayerNorm \(1 x"
+    ) as error:
         ranks.run(4, _dtypes, PrecisionConfig(**BF16, fp32_modules=["LayerNrom"]))
     assert error.value.kind == "ConfigError"
 
@@ -156,7 +175,14 @@ def _with_words(tensor):
     with build_on_meta():
         model = training.build_llama()
     plan = WORDS if tensor > 1 else None
-    model = parallelize(model, mesh, ParallelConfig("zero3", precision="fp64"), seed=0, init=model.init_weights, tensor_plan=plan)
+    model = parallelize(
+        model,
+        mesh,
+        ParallelConfig("zero3", precision="fp64"),
+        seed=0,
+        init=model.init_weights,
+        tensor_plan=plan,
+    )
     logger.removeHandler(lines)
     tokens, targets = training.global_batch(0)
     loss = cross_entropy_sum(model(tokens), targets)
@@ -190,9 +216,14 @@ def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
 def test_a_pattern_that_hydra_cannot_read_names_the_ways_that_remain(capsys):
     from parallel2d.train import main
 
-    assert main(["model=hf", "model.architecture=llama", "model.tensor_plan={a.w[!x]: colwise}"]) == 2
+    assert (
+        main(["model=hf", "model.architecture=llama", "model.tensor_plan={a.w[!x]: colwise}"]) == 2
+    )
     said = capsys.readouterr().err
-    assert "patterns may hold * ? and [abc] here; others go in a YAML file or come from package.module:function" in said
+    assert (
+        "patterns may hold * ? and [abc] here; others go in a YAML file or come from package.module:function"
+        in said
+    )
     assert len(said.splitlines()) == 1
 
 

@@ -44,7 +44,11 @@ def _build(prefetch, strategy="zero3", **config):
     mesh = build_mesh(MeshSpec(), strategy)
     with build_on_meta():
         model = Reordered()
-    config = ParallelConfig(strategy, BucketingConfig("block", policy=lambda module, _: isinstance(module, nn.Linear)), **config)
+    config = ParallelConfig(
+        strategy,
+        BucketingConfig("block", policy=lambda module, _: isinstance(module, nn.Linear)),
+        **config,
+    )
     config.prefetch = PrefetchConfig(*prefetch)
     return parallelize(model, mesh, config, seed=0), mesh
 
@@ -88,14 +92,18 @@ def test_gathers_are_issued_as_many_groups_ahead_as_asked_for(ranks, ahead):
     order = Reordered.ORDER
     for forward, backward in ranks.run(2, _issued, (ahead, ahead)):
         assert forward == [(index, order[: place + 1 + ahead]) for place, index in enumerate(order)]
-        assert backward == [(index, order[::-1][: place + 1 + ahead]) for place, index in enumerate(order[::-1])]
+        assert backward == [
+            (index, order[::-1][: place + 1 + ahead]) for place, index in enumerate(order[::-1])
+        ]
 
 
 def _engine_default():
     model, _ = _build((0, 1))
-    return [len(m._get_fsdp_state()._states_to_backward_prefetch) for m in model.modules() if isinstance(m, FSDPModule)], _issued(
-        (0, 1)
-    )
+    return [
+        len(m._get_fsdp_state()._states_to_backward_prefetch)
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+    ], _issued((0, 1))
 
 
 def test_the_default_is_the_engines_own_one_group_ahead_in_backward(ranks):
@@ -103,7 +111,9 @@ def test_the_default_is_the_engines_own_one_group_ahead_in_backward(ranks):
     order = Reordered.ORDER
     assert set(chains) == {0}
     assert forward == [(index, order[: place + 1]) for place, index in enumerate(order)]
-    assert backward == [(index, order[::-1][: place + 2]) for place, index in enumerate(order[::-1])]
+    assert backward == [
+        (index, order[::-1][: place + 2]) for place, index in enumerate(order[::-1])
+    ]
 
 
 def _most_whole(prefetch):
@@ -115,7 +125,13 @@ def _most_whole(prefetch):
 
     def count(*_):
         nonlocal most
-        most = max(most, sum(group.is_unsharded or group._all_gather_result is not None for group in _groups(model)))
+        most = max(
+            most,
+            sum(
+                group.is_unsharded or group._all_gather_result is not None
+                for group in _groups(model)
+            ),
+        )
 
     for layer in model.layers:
         layer.register_forward_hook(count, prepend=True)
@@ -201,7 +217,12 @@ def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
     mesh = build_mesh(MeshSpec(), "hybrid")
     with build_on_meta():
         model = training.build_llama(n_layers=3)
-    config = ParallelConfig("hybrid", bucketing, activation_checkpointing=checkpointing, prefetch=PrefetchConfig(*prefetch))
+    config = ParallelConfig(
+        "hybrid",
+        bucketing,
+        activation_checkpointing=checkpointing,
+        prefetch=PrefetchConfig(*prefetch),
+    )
     model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
     tokens, _ = training.global_batch(0)
     meter = CommunicationMeter(mesh).install()
@@ -215,8 +236,12 @@ def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
             measured = dict(zip(KEYS, meter.read(), strict=True))
     finally:
         meter.remove()
-    predicted = predict_communication(model, mesh, accumulation=accumulation, during_accumulation=during)
-    return {key: (measured[key], value) for key, value in predicted.items() if key.endswith("bytes")}
+    predicted = predict_communication(
+        model, mesh, accumulation=accumulation, during_accumulation=during
+    )
+    return {
+        key: (measured[key], value) for key, value in predicted.items() if key.endswith("bytes")
+    }
 
 
 @pytest.mark.parametrize(("accumulation", "during", "checkpointing", "bucketing"), [
@@ -225,12 +250,14 @@ def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
     pytest.param(2, "none", "full", "block", marks=pytest.mark.slow),
     pytest.param(2, "full", "full", "layer", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_bytes_on_the_wire_do_not_depend_on_prefetch(ranks, accumulation, during, checkpointing, bucketing):
+def test_bytes_on_the_wire_do_not_depend_on_prefetch(
+    ranks, accumulation, during, checkpointing, bucketing
+):
     """With recomputation too, whose forwards would otherwise gather what backward has done with."""
     for prefetch in ((0, 0), (0, 1), (2, 2), (9, 9)):
-        for key, (measured, predicted) in ranks.run(4, _bytes, prefetch, accumulation, during, checkpointing, bucketing)[
-            0
-        ].items():
+        for key, (measured, predicted) in ranks.run(
+            4, _bytes, prefetch, accumulation, during, checkpointing, bucketing
+        )[0].items():
             assert measured == pytest.approx(predicted, rel=1e-9), (prefetch, key)
 
 
@@ -240,7 +267,9 @@ def test_bytes_on_the_wire_do_not_depend_on_prefetch(ranks, accumulation, during
     pytest.param("hybrid_zero2", 1, "size", "selective", 2, marks=pytest.mark.slow),
     pytest.param("ddp", 1, "block", "none", 1, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_losses_equal_plain_pytorch_with_any_prefetch(ranks, strategy, tensor, bucketing, checkpointing, accumulation):
+def test_losses_equal_plain_pytorch_with_any_prefetch(
+    ranks, strategy, tensor, bucketing, checkpointing, accumulation
+):
     bucketing = BucketingConfig("size", 0.02) if bucketing == "size" else bucketing
     for prefetch in ((0, 0), (2, 3)):
         config = {
@@ -250,7 +279,9 @@ def test_losses_equal_plain_pytorch_with_any_prefetch(ranks, strategy, tensor, b
             "activation_checkpointing": checkpointing,
             "prefetch": PrefetchConfig(*prefetch),
         }
-        run = ranks.run(4, training.train, {"tensor": tensor}, config, steps=4, accumulation=accumulation)[0]
+        run = ranks.run(
+            4, training.train, {"tensor": tensor}, config, steps=4, accumulation=accumulation
+        )[0]
         compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
 
 
@@ -274,7 +305,9 @@ def _asynchronous(enabled):
 
 
 def test_asynchronous_gathers_change_no_bit(ranks):
-    for (found, on), (expected, off) in zip(ranks.run(4, _asynchronous, True), ranks.run(4, _asynchronous, False), strict=True):
+    for (found, on), (expected, off) in zip(
+        ranks.run(4, _asynchronous, True), ranks.run(4, _asynchronous, False), strict=True
+    ):
         assert (on, off) == (True, False)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -293,7 +326,9 @@ def _said():
 
 
 def test_prefetch_without_a_shard_axis_is_said_to_have_no_effect(ranks):
-    assert ranks.run(2, _said)[0] == ["prefetch has no effect with mesh.shard=1: no parameters are gathered"]
+    assert ranks.run(2, _said)[0] == [
+        "prefetch has no effect with mesh.shard=1: no parameters are gathered"
+    ]
 
 
 def test_wrong_prefetch_is_refused():

@@ -33,7 +33,9 @@ from parallel2d.store.address import split_endpoint
 from parallel2d.store.secret import NOBODYS
 from parallel2d.store.server import StoreServer
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # tools/ stands beside tests/ and is not installed
+sys.path.insert(
+    0, os.path.dirname(os.path.dirname(__file__))
+)  # tools/ stands beside tests/ and is not installed
 from tools.cluster import Cluster, why_not
 
 NO_CLUSTER = why_not()
@@ -45,13 +47,19 @@ TOKEN = bytes(range(16))
 
 @pytest.mark.parametrize(
     ("text", "parts"),
-    [("node0:29500", ("node0", 29500)), ("[fd00::1]:1", ("fd00::1", 1)), ("[fe80::1%eth0]:29500", ("fe80::1%eth0", 29500))],
+    [
+        ("node0:29500", ("node0", 29500)),
+        ("[fd00::1]:1", ("fd00::1", 1)),
+        ("[fe80::1%eth0]:29500", ("fe80::1%eth0", 29500)),
+    ],
 )
 def test_endpoints_are_split(text, parts):
     assert split_endpoint(text) == parts
 
 
-@pytest.mark.parametrize("text", ["node0", "node0:", ":29500", "node0:65536", "fd00::1", "node0:http"])
+@pytest.mark.parametrize(
+    "text", ["node0", "node0:", ":29500", "node0:65536", "fd00::1", "node0:http"]
+)
 def test_endpoints_without_host_or_port_are_refused(text):
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         split_endpoint(text)
@@ -60,15 +68,25 @@ def test_endpoints_without_host_or_port_are_refused(text):
 def test_the_interface_is_the_one_that_leads_to_the_endpoint():
     assert choose_interface("127.0.0.1", {}) == ("lo", "127.0.0.1")
     assert choose_interface("localhost", {}).name == "lo"
-    for interface in list_interfaces():  # on the node that holds the endpoint: the interface with that address, not loopback
+    for interface in (
+        list_interfaces()
+    ):  # on the node that holds the endpoint: the interface with that address, not loopback
         assert choose_interface(interface.address, {}) == interface
 
 
 def test_what_the_user_set_wins():
     assert choose_interface("192.0.2.1", {"GLOO_SOCKET_IFNAME": "lo"}) == ("lo", "127.0.0.1")
     assert choose_interface("192.0.2.1", {"NCCL_SOCKET_IFNAME": "=lo"}).name == "lo"
-    assert choose_interface("192.0.2.1", {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"}).name == "lo"
-    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=eth77: .* has no such interface .* it has .*lo \(127.0.0.1\)"):
+    assert (
+        choose_interface(
+            "192.0.2.1", {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"}
+        ).name
+        == "lo"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"GLOO_SOCKET_IFNAME=eth77: .* has no such interface .* it has .*lo \(127.0.0.1\)",
+    ):
         choose_interface("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth77"})
 
 
@@ -125,7 +143,9 @@ def test_probes_measure_a_real_server():
         peer = Peer("127.0.0.2", server.port, TOKEN)
         assert reach(peer, 3) is None
         assert "reached node number 3 instead" in reach(peer, 4)
-        assert "no answer" in reach(Peer("127.0.0.2", server.port, bytes(16)), 3, timeout_s=0.5)  # a stranger is told nothing
+        assert "no answer" in reach(
+            Peer("127.0.0.2", server.port, bytes(16)), 3, timeout_s=0.5
+        )  # a stranger is told nothing
         trips = round_trips(peer)
         assert abs(trips.clock_offset_s - 7.0) <= trips.latency_s + 1e-3
         assert bandwidth(peer, seconds=0.1) > 1e6
@@ -154,15 +174,25 @@ def reports_of(count: int, changes: dict[int, dict] | None = None) -> list[NodeR
     own = {"unreachable", "clock_offset_s", "sees_token", "intra_bandwidth", "gpu_copy_bandwidth"}
     return [
         NodeReport(
-            facts_of(f"node{k}", **{key: value for key, value in mine[k].items() if key not in own}),
-            **{"clock_offset_s": 0.0, "intra_bandwidth": 4e9, **{key: value for key, value in mine[k].items() if key in own}},
+            facts_of(
+                f"node{k}", **{key: value for key, value in mine[k].items() if key not in own}
+            ),
+            **{
+                "clock_offset_s": 0.0,
+                "intra_bandwidth": 4e9,
+                **{key: value for key, value in mine[k].items() if key in own},
+            },
         )
         for k in range(count)
     ]
 
 
 def faults(reports, links=(), ranks=None):
-    return [(finding.level, finding.text) for finding in judge(reports, links, ranks) if finding.level != "green"]
+    return [
+        (finding.level, finding.text)
+        for finding in judge(reports, links, ranks)
+        if finding.level != "green"
+    ]
 
 
 def links_of(nodes: int, slow: dict[tuple[int, int], float]) -> list[Link]:
@@ -203,7 +233,10 @@ def test_a_fault_names_the_node_and_the_cause(changes, level, words):
 
 
 def test_a_named_interface_disarms_a_host_name_on_loopback():
-    trap = {"own_name_addresses": ["127.0.1.1"], "interface_variables": {"GLOO_SOCKET_IFNAME": "eth0"}}
+    trap = {
+        "own_name_addresses": ["127.0.1.1"],
+        "interface_variables": {"GLOO_SOCKET_IFNAME": "eth0"},
+    }
     assert faults(reports_of(2, {1: trap}), links_of(2, {})) == []
 
 
@@ -219,7 +252,9 @@ def test_two_ranks_may_not_share_a_gpu_and_a_used_gpu_is_named():
 
 def test_a_wrong_clock_on_node_0_accuses_node_0():
     reports = reports_of(4, {k: {"clock_offset_s": 30.0} for k in (1, 2, 3)})
-    assert [text.split(";")[0] for _, text in faults(reports, links_of(4, {}))] == ["node0: clock 30 s ahead of the others"]
+    assert [text.split(";")[0] for _, text in faults(reports, links_of(4, {}))] == [
+        "node0: clock 30 s ahead of the others"
+    ]
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 9])
@@ -227,7 +262,9 @@ def test_a_node_whose_links_are_all_slow_is_accused_not_its_peers(nodes):
     slow = {pair: 1e8 for k in range(nodes) if k != 1 for pair in ((1, k), (k, 1))}
     found = faults(reports_of(nodes), links_of(nodes, slow))
     assert len(found) == 1
-    assert found[0][1].startswith("node1: sends at 100 MB/s and receives at 100 MB/s, the usual here is 1 GB/s")
+    assert found[0][1].startswith(
+        "node1: sends at 100 MB/s and receives at 100 MB/s, the usual here is 1 GB/s"
+    )
 
 
 def test_what_looks_slow_or_late_is_measured_again_and_the_better_figure_counts():
@@ -237,7 +274,9 @@ def test_what_looks_slow_or_late_is_measured_again_and_the_better_figure_counts(
     assert [(link.source, link.target) for link in slow_links(late)] == [(0, 1)]
     assert Link(0, 1, 1e8, 1e-4).better_of(Link(0, 1, 1e9, 2e-4)) == Link(0, 1, 1e9, 1e-4)
     assert Link(0, 1, 1e8, 1e-4).better_of(None) == Link(0, 1, 1e8, 1e-4)
-    assert faults(reports_of(3), late) == [("yellow", "node0 -> node1: 5 ms one way, 100 us is usual")]
+    assert faults(reports_of(3), late) == [
+        ("yellow", "node0 -> node1: 5 ms one way, 100 us is usual")
+    ]
 
 
 def test_a_node_that_only_sends_slowly_is_told_from_one_slow_link():
@@ -290,7 +329,10 @@ def test_under_srun_nothing_needs_to_be_typed():
     [
         (["--nnodes=2"], "--nnodes=2 needs --endpoint HOST:PORT"),
         (["--nnodes=2", "--endpoint=node0"], "endpoint=node0 must be HOST:PORT"),
-        (["--nnodes=2", "--endpoint=node0:1", "--node-rank=2"], "--node-rank=2 must be from 0 to 1"),
+        (
+            ["--nnodes=2", "--endpoint=node0:1", "--node-rank=2"],
+            "--node-rank=2 must be from 0 to 1",
+        ),
         (["--nnodes=0"], "--nnodes=0 must be at least 1"),
         (["--timeout=0"], "--timeout=0 must be above 0"),
     ],
@@ -311,7 +353,15 @@ def free_port() -> int:
 def run_nodes(count: int, run_dir: Path, **changes):
     port = free_port()
     requests = [
-        Request(nodes=count, endpoint=f"127.0.0.1:{port}", node=k, run_dir=str(run_dir), timeout_s=20, seconds=0.1, **changes)
+        Request(
+            nodes=count,
+            endpoint=f"127.0.0.1:{port}",
+            node=k,
+            run_dir=str(run_dir),
+            timeout_s=20,
+            seconds=0.1,
+            **changes,
+        )
         for k in range(count)
     ]
     with ThreadPoolExecutor(count) as pool:
@@ -335,11 +385,17 @@ def test_a_whole_check_measures_every_link_and_writes_the_cluster_file(tmp_path,
     watcher.join()
     first = outcomes[0]
     assert seen
-    assert {address.split(":")[0] for address in seen} == {in_table("127.0.0.1", 0).split(":")[0]}  # no other interface listens
+    assert {address.split(":")[0] for address in seen} == {
+        in_table("127.0.0.1", 0).split(":")[0]
+    }  # no other interface listens
     assert all(outcome.findings == first.findings for outcome in outcomes)
-    assert sorted((link.source, link.target) for link in first.links) == [(a, b) for a in range(3) for b in range(3) if a != b]
+    assert sorted((link.source, link.target) for link in first.links) == [
+        (a, b) for a in range(3) for b in range(3) if a != b
+    ]
     assert all(link.bandwidth > 1e6 and 0 < link.latency < 1 for link in first.links)
-    assert all(report.sees_token and abs(report.clock_offset_s or 0.0) < 1 for report in first.reports)
+    assert all(
+        report.sees_token and abs(report.clock_offset_s or 0.0) < 1 for report in first.reports
+    )
     assert os.listdir(tmp_path) == []  # neither the token nor the written test file is left
 
     write_cluster_file(str(tmp_path / "mine.yaml"), first, ranks_per_node=2)
@@ -355,15 +411,27 @@ def test_a_missing_node_is_named_by_those_who_came(tmp_path):
     port = free_port()
 
     def one(node):
-        request = Request(3, f"127.0.0.1:{port}", node, None, str(tmp_path), timeout_s=1, expected=("gpu1", "gpu2", "gpu3"))
+        request = Request(
+            3,
+            f"127.0.0.1:{port}",
+            node,
+            None,
+            str(tmp_path),
+            timeout_s=1,
+            expected=("gpu1", "gpu2", "gpu3"),
+        )
         with pytest.raises(NodeMissing) as caught:
             check(request)
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
         for message in pool.map(one, (0, 1)):
-            assert message.startswith("gpu3 (node 2 of 3) did not come to the endpoint within 1 s; present: ")
-            assert "no other machine can reach" in message  # an endpoint on loopback is a likely reason
+            assert message.startswith(
+                "gpu3 (node 2 of 3) did not come to the endpoint within 1 s; present: "
+            )
+            assert (
+                "no other machine can reach" in message
+            )  # an endpoint on loopback is a likely reason
 
 
 def test_a_number_that_is_given_twice_is_refused(tmp_path):
@@ -377,8 +445,12 @@ def test_a_number_that_is_given_twice_is_refused(tmp_path):
 
 
 def test_a_node_that_cannot_reach_the_endpoint_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel2d.preflight.check.owns_address", lambda host: False)  # as on another machine
-    with pytest.raises(NotFit, match="cannot reach the endpoint 127.0.0.1:1 within 0.3 s: connection refused"):
+    monkeypatch.setattr(
+        "parallel2d.preflight.check.owns_address", lambda host: False
+    )  # as on another machine
+    with pytest.raises(
+        NotFit, match="cannot reach the endpoint 127.0.0.1:1 within 0.3 s: connection refused"
+    ):
         check(Request(2, "127.0.0.1:1", 1, None, str(tmp_path), timeout_s=0.3))
     monkeypatch.undo()
     with pytest.raises(NotFit, match="host name nowhere.invalid does not resolve on"):
@@ -392,7 +464,12 @@ def test_the_digest_sees_one_changed_line(tmp_path):
     code = "from parallel2d.preflight.facts import code_digest as d; print(d())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     told = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     assert Path(parallel2d.__path__[0]) != other
     assert told != code_digest()
@@ -408,7 +485,9 @@ def copy_of_the_package(folder: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(parallel2d.__path__[0], target, ignore=ignore)
     for package in (parallel2d.conf, parallel2d.models):
-        shutil.copytree(package.__path__[0], target / package.__name__.rpartition(".")[2], ignore=ignore)
+        shutil.copytree(
+            package.__path__[0], target / package.__name__.rpartition(".")[2], ignore=ignore
+        )
     with (target / "loss.py").open("a") as file:
         file.write("# one line more\n")
     return target
@@ -429,7 +508,17 @@ def drop_connections(cluster: Cluster, source: int, target: int) -> None:
     port = ["dev", cluster.network.links[f"node{target}"].port]
     tc = ["tc", "-n", cluster.network.namespace("switch")]
     subprocess.run([*tc, "qdisc", "add", *port, "clsact"], check=True)
-    words = ["egress", "pref", "7", "protocol", "all", "bpf", "bytecode", ",".join([str(len(code)), *code]), "da"]
+    words = [
+        "egress",
+        "pref",
+        "7",
+        "protocol",
+        "all",
+        "bpf",
+        "bytecode",
+        ",".join([str(len(code)), *code]),
+        "da",
+    ]
     subprocess.run([*tc, "filter", "add", *port, *words], check=True)
 
 
@@ -451,7 +540,9 @@ def test_a_broken_cluster_is_described_node_by_node(tmp_path):
         for node in range(4):
             environment = {"PYTHONPATH": str(tmp_path / "other")} if node == 1 else {}
             command = [*words, f"--node-rank={node}"]
-            processes.append(cluster.start(node, command, environment=environment, cwd=str(tmp_path)))
+            processes.append(
+                cluster.start(node, command, environment=environment, cwd=str(tmp_path))
+            )
         assert [process.wait(timeout=90) for process in processes] == [1, 1, 1, 1]
         logs = [cluster.log_path(node).read_text() for node in range(4)]
     told = json.loads(next(line for line in logs[0].splitlines() if line.startswith("{")))

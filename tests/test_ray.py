@@ -16,9 +16,18 @@ WORDS = ["--steps=4", "--precision=fp64"]
 
 
 def rows_of(words: list[str], folder: Path) -> list[dict]:
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        [sys.executable, *words],
+        cwd=folder,
+        env={**env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -27,7 +36,9 @@ def rows_of(words: list[str], folder: Path) -> list[dict]:
 def equal(some: list[dict], others: list[dict]) -> None:
     assert [row["step"] for row in some] == [row["step"] for row in others] == [1, 2, 3, 4]
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in some] == pytest.approx([row[key] for row in others], rel=1e-10, abs=0)
+        assert [row[key] for row in some] == pytest.approx(
+            [row[key] for row in others], rel=1e-10, abs=0
+        )
     assert some[0]["loss"] > some[-1]["loss"]
 
 
@@ -35,7 +46,16 @@ def equal(some: list[dict], others: list[dict]) -> None:
 def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp_path):
     """Without Ray, so that it runs everywhere."""
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), "--no-ray", "--shard=2", *WORDS]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(EXAMPLE),
+        "--no-ray",
+        "--shard=2",
+        *WORDS,
+    ]
     equal(rows_of(launch, tmp_path), alone)
 
 
@@ -45,7 +65,10 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
 
     sent = pickle.loads(pickle.dumps(parallelize))
     assert sent is parallelize or sent is sys.modules["parallel2d.parallelize"]
-    assert pickle.loads(pickle.dumps(sys.modules["parallel2d.parallelize"])) is sys.modules["parallel2d.parallelize"]
+    assert (
+        pickle.loads(pickle.dumps(sys.modules["parallel2d.parallelize"]))
+        is sys.modules["parallel2d.parallelize"]
+    )
 
 
 @pytest.mark.parametrize(("workers", "shard"), [
@@ -54,5 +77,11 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
 ])  # fmt: skip
 def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
-    words = [str(EXAMPLE), f"--workers={workers}", f"--shard={shard}", f"--storage={tmp_path / 'ray'}", *WORDS]
+    words = [
+        str(EXAMPLE),
+        f"--workers={workers}",
+        f"--shard={shard}",
+        f"--storage={tmp_path / 'ray'}",
+        *WORDS,
+    ]
     equal(rows_of(words, tmp_path), alone)

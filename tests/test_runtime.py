@@ -25,7 +25,11 @@ PROGRAM = Path(__file__).with_name("runtime_runs.py")
 
 def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, Any]]]:
     """Runs functions of `runtime_runs` in fresh processes, by rank and call; ``ranks=0``: in one without any environment."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -41,7 +45,11 @@ def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, 
                 "MASTER_PORT": port,
             }
         command = [sys.executable, str(PROGRAM), *calls]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     answers = []
     try:
         for process in processes:
@@ -88,7 +96,9 @@ def test_a_process_can_set_up_and_tear_down_again_and_again(three_ranks):
 
 @pytest.mark.soak
 def test_a_hundred_setups_leave_nothing_behind():
-    check_nothing_is_left([answers[0] for answers in start(2, "soak:100", timeout=500)], resident=48 * 2**20)
+    check_nothing_is_left(
+        [answers[0] for answers in start(2, "soak:100", timeout=500)], resident=48 * 2**20
+    )
 
 
 def test_without_a_launcher_the_process_is_the_only_rank(one_process):
@@ -129,7 +139,13 @@ class Slow(Bigram):
 def test_the_command_waits_for_a_slow_first_step_but_not_for_a_later_one(folder):  # noqa: F811
     (folder / "slow.py").write_text(SLOW)
     words = [word for word in SMALL if not word.startswith(("model.", "train.validate"))]
-    words += ["model=custom", "model.target=slow:Slow", "train.validate_every=0", "launch.timeout=10", "metrics.console=silent"]
+    words += [
+        "model=custom",
+        "model.target=slow:Slow",
+        "train.validate_every=0",
+        "launch.timeout=10",
+        "metrics.console=silent",
+    ]
     failed = execute(folder, *words, "launch.nproc_per_node=2", "hydra.run.dir=run")
     assert failed.returncode == 1
     assert [row["step"] for row in rows(folder / "run")] == [1, 2]
@@ -140,7 +156,10 @@ def test_the_command_waits_for_a_slow_first_step_but_not_for_a_later_one(folder)
 def test_a_barrier_names_the_late_rank_and_its_host(three_ranks):
     *waited, last = [answers[2] for answers in three_ranks]
     for rank, answer in enumerate(waited):
-        assert answer["told"] == f"barrier weights loaded: rank {rank} waited 0.5 s for rank 2 on node2"
+        assert (
+            answer["told"]
+            == f"barrier weights loaded: rank {rank} waited 0.5 s for rank 2 on node2"
+        )
     assert last["told"] == ""
 
 
@@ -164,13 +183,21 @@ def reductions() -> list[Any]:
     rank = dist.get_rank()
     value = torch.tensor([rank, 2.0 * rank])
     before = value.clone()
-    results = [reduce(value, op=op).tolist() for op in ("mean", "avg", "SUM", "max", "min", dist.ReduceOp.SUM, dist.ReduceOp.AVG)]
+    results = [
+        reduce(value, op=op).tolist()
+        for op in ("mean", "avg", "SUM", "max", "min", dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    ]
     assert torch.equal(value, before)
     counts = torch.tensor([rank, 2**53 - 1])
     mean = reduce(counts)
     flags = torch.tensor([rank == 1, True])
     half = torch.full((1,), 40000.0 + rank, dtype=torch.float16)  # a sum in fp16 would be infinite
-    lists = [mean.tolist(), str(mean.dtype), reduce(counts, op="sum")[0].item(), str(reduce(counts, op="max").dtype)]
+    lists = [
+        mean.tolist(),
+        str(mean.dtype),
+        reduce(counts, op="sum")[0].item(),
+        str(reduce(counts, op="max").dtype),
+    ]
     bools = [
         reduce(flags).tolist(),
         reduce(flags, op="sum").tolist(),
@@ -190,7 +217,15 @@ def reductions() -> list[Any]:
 
 def test_reduce_keeps_its_input_and_takes_every_operation(ranks):
     for found in ranks.run(2, reductions):
-        assert found[:7] == [[0.5, 1.0], [0.5, 1.0], [1.0, 2.0], [1.0, 2.0], [0.0, 0.0], [1.0, 2.0], [0.5, 1.0]]
+        assert found[:7] == [
+            [0.5, 1.0],
+            [0.5, 1.0],
+            [1.0, 2.0],
+            [1.0, 2.0],
+            [0.0, 0.0],
+            [1.0, 2.0],
+            [0.5, 1.0],
+        ]
         assert found[7] == [[0.5, float(2**53 - 1)], "torch.float64", 1, "torch.int64"]
         assert found[8] == [[0.5, 1.0], [1, 2], [True, True], [False, True]]
         assert found[9] == [40000.0, "torch.float16"]
@@ -213,4 +248,6 @@ def unknown_operation() -> None:
 def test_an_unknown_operation_is_refused(ranks):
     with pytest.raises(WorkerError) as error:
         ranks.run(2, unknown_operation)
-    assert "reduce: op=median is not one of mean, avg, sum, max, min, product" in error.value.message
+    assert (
+        "reduce: op=median is not one of mean, avg, sum, max, min, product" in error.value.message
+    )

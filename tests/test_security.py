@@ -18,7 +18,9 @@ from listening import listeners
 
 from parallel2d import folders
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # tools/ stands beside tests/ and is not installed
+sys.path.insert(
+    0, os.path.dirname(os.path.dirname(__file__))
+)  # tools/ stands beside tests/ and is not installed
 from tools.cluster import Cluster, why_not
 
 NOBODY = 65534
@@ -81,8 +83,16 @@ def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
     around = Path(folders.around(str(shared)))
     around.mkdir()
     os.chown(around, NOBODY, NOBODY)
-    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | {"TMPDIR": str(shared)}
-    words = [sys.executable, *TRAIN, "train.steps=1", "launch.nproc_per_node=1", f"hydra.run.dir={tmp_path}/run"]
+    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | {
+        "TMPDIR": str(shared)
+    }
+    words = [
+        sys.executable,
+        *TRAIN,
+        "train.steps=1",
+        "launch.nproc_per_node=1",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert f"{around}: belongs to user {NOBODY}" in ended.stderr
@@ -119,17 +129,33 @@ def as_nobody(act) -> str:
 
 @needs_root
 def test_a_job_on_one_node_opens_no_port_and_its_store_is_private(tmp_path, open_place):
-    words = [sys.executable, *TRAIN, "train.steps=100000", "launch.nproc_per_node=1", f"hydra.run.dir={tmp_path}/run"]
-    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | {"TMPDIR": str(open_place)}
-    launcher = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [
+        sys.executable,
+        *TRAIN,
+        "train.steps=100000",
+        "launch.nproc_per_node=1",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | {
+        "TMPDIR": str(open_place)
+    }
+    launcher = subprocess.Popen(
+        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         store = wait_for(lambda: next(open_place.glob("parallel2d-*/launcher-*/store"), None))
         wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
         assert listeners(str(launcher.pid)) == set()
         assert as_nobody(lambda: (open_place / "mine").touch()) == ""
-        assert as_nobody(lambda: socket.socket(socket.AF_UNIX).connect(str(store))) == "Permission denied"
+        assert (
+            as_nobody(lambda: socket.socket(socket.AF_UNIX).connect(str(store)))
+            == "Permission denied"
+        )
         assert as_nobody(lambda: os.listdir(store.parent)) == "Permission denied"
-        assert as_nobody(lambda: store.parent.parent.rename(open_place / "moved")) == "Operation not permitted"
+        assert (
+            as_nobody(lambda: store.parent.parent.rename(open_place / "moved"))
+            == "Operation not permitted"
+        )
     finally:
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(60) == 130
@@ -149,7 +175,9 @@ def test_two_nodes_run_with_a_secret_or_without_one_when_told_so(tmp_path):
             ("open", ["launch.insecure=true"], 0),
         ):
             run = tmp_path / name
-            job = cluster.run([*words, *added, f"hydra.run.dir={run}"], launcher="own", cwd=tmp_path)
+            job = cluster.run(
+                [*words, *added, f"hydra.run.dir={run}"], launcher="own", cwd=tmp_path
+            )
             assert set(job.wait(timeout=120).values()) == {code}
             assert (run / "metrics.jsonl").exists() == (code == 0)
         assert (cluster.output / "node0.log").read_text().count("need a secret") == 1
@@ -168,7 +196,15 @@ def test_somebody_on_the_network_changes_nothing(tmp_path, name):
             cluster.nodes, intruder = cluster.nodes[:2], cluster.nodes[2]
             host, _, port = cluster.endpoint.rpartition(":")
             if attacked:
-                attack = [sys.executable, "-c", ATTACK, host if name == "node0" else name, port, str(marker), "15"]
+                attack = [
+                    sys.executable,
+                    "-c",
+                    ATTACK,
+                    host if name == "node0" else name,
+                    port,
+                    str(marker),
+                    "15",
+                ]
                 thrown = cluster._start(intruder, attack, {}, str(tmp_path))
             job = cluster.run([*words, f"hydra.run.dir={run}"], launcher="own", cwd=tmp_path)
             job.check(timeout=120)
@@ -179,6 +215,8 @@ def test_somebody_on_the_network_changes_nothing(tmp_path, name):
                 tried = (cluster.output / "node2.log").read_text()
                 assert int(tried.split("attacked ")[1].split()[0]) > 20
         assert not marker.exists()
-        losses.append([json.loads(row)["loss"] for row in (run / "metrics.jsonl").read_text().splitlines()])
+        losses.append(
+            [json.loads(row)["loss"] for row in (run / "metrics.jsonl").read_text().splitlines()]
+        )
         assert len(losses[-1]) == 12
     assert losses[0] == losses[1]

@@ -10,7 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from workers import WorkerError
 
-from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, full_state, model_sharded_context, parallelize
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    build_on_meta,
+    full_state,
+    model_sharded_context,
+    parallelize,
+)
 from parallel2d.models.llama import tensor_plan
 
 
@@ -19,7 +27,11 @@ def built(sizes):
     mesh = build_mesh(MeshSpec(**sizes), "hybrid")
     plan = (lambda model: tensor_plan(model, 2)) if sizes.get("tensor") else None
     with model_sharded_context(
-        mesh, ParallelConfig("hybrid"), seed=3, init=lambda m, name: model.init_weights(m, name), tensor_plan=plan
+        mesh,
+        ParallelConfig("hybrid"),
+        seed=3,
+        init=lambda m, name: model.init_weights(m, name),
+        tensor_plan=plan,
     ):
         model = training.build_llama()
         nn.Linear(4, 4)  # dropped
@@ -28,13 +40,19 @@ def built(sizes):
     with build_on_meta():
         other = training.build_llama()
     given = tensor_plan(other, 2) if plan else None
-    other = parallelize(other, mesh, ParallelConfig("hybrid"), seed=3, init=other.init_weights, tensor_plan=given)
+    other = parallelize(
+        other, mesh, ParallelConfig("hybrid"), seed=3, init=other.init_weights, tensor_plan=given
+    )
     first, second = (full_state(m, rank0_only=False)["model"] for m in (model, other))
     sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return sharded, first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    return sharded, first.keys() == second.keys() and all(
+        torch.equal(first[key], second[key]) for key in first
+    )
 
 
-@pytest.mark.parametrize("sizes", [{"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2, "tensor": 2}]
+)
 def test_a_model_built_in_the_context_is_the_one_that_parallelize_makes(ranks, sizes):
     assert ranks.run(4, built, sizes) == [(True, True)] * 4
 
@@ -115,7 +133,9 @@ def left_out(how, config, meta):
     else:
         model = Adapted()
     ignored = [model.base] if how == "module" else [how]
-    model = parallelize(model, mesh, ParallelConfig("hybrid", **config), seed=0 if meta else None, ignored=ignored)
+    model = parallelize(
+        model, mesh, ParallelConfig("hybrid", **config), seed=0 if meta else None, ignored=ignored
+    )
     kinds = {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
     dtypes = {str(p.dtype) for name, p in model.named_parameters() if name.startswith("base.")}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -154,7 +174,11 @@ def test_ignored_weights_do_not_depend_on_the_mesh_and_compute_in_the_param_dtyp
     alone = ranks.run(1, left_out, "base*", {"precision": "bf16"}, True)[0]
     for losses, _, dtypes, state in wide:
         assert dtypes == {"torch.bfloat16"}
-        assert all((state[name] == value).all() for name, value in alone[3].items() if name.startswith("base."))
+        assert all(
+            (state[name] == value).all()
+            for name, value in alone[3].items()
+            if name.startswith("base.")
+        )
         assert losses[0] == pytest.approx(alone[0][0], rel=1e-2)
 
 
@@ -162,15 +186,26 @@ def refused(ignored):
     mesh = build_mesh(MeshSpec(), "zero3")
     torch.manual_seed(0)
     model = Adapted()
-    parallelize(model, mesh, ParallelConfig("zero3"), ignored=[getattr(model, ignored) if ignored == "adapter" else ignored])
+    parallelize(
+        model,
+        mesh,
+        ParallelConfig("zero3"),
+        ignored=[getattr(model, ignored) if ignored == "adapter" else ignored],
+    )
 
 
 @pytest.mark.parametrize(
     ("ignored", "says"),
     [
-        ("adapter", "adapter.weight, adapter.bias are trainable, and nothing averages the gradient"),
+        (
+            "adapter",
+            "adapter.weight, adapter.bias are trainable, and nothing averages the gradient",
+        ),
         ("adapter.weight", "adapter.weight is trainable"),
-        ("bsae.0.weight", "pattern bsae.0.weight chooses no parameter of Adapted; near: base.0.weight"),
+        (
+            "bsae.0.weight",
+            "pattern bsae.0.weight chooses no parameter of Adapted; near: base.0.weight",
+        ),
     ],
 )
 def test_what_cannot_be_left_out_is_refused(ranks, ignored, says):
@@ -187,7 +222,15 @@ def ignored_in_the_tensor_plan():
     model.requires_grad_(False)
     model.output.requires_grad_(True)
     plan = tensor_plan(model, dist.get_world_size())
-    parallelize(model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan, ignored=["layers.*"])
+    parallelize(
+        model,
+        mesh,
+        ParallelConfig("hybrid"),
+        seed=0,
+        init=model.init_weights,
+        tensor_plan=plan,
+        ignored=["layers.*"],
+    )
 
 
 def test_an_ignored_parameter_in_the_tensor_plan_is_refused(ranks):

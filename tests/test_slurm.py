@@ -57,7 +57,14 @@ esac
 
 def this_address() -> str | None:
     """An address of this machine that other machines could use: launchers of several nodes refuse loopback."""
-    return next((each.address for each in list_interfaces() if ":" not in each.address and not is_loopback(each.address)), None)
+    return next(
+        (
+            each.address
+            for each in list_interfaces()
+            if ":" not in each.address and not is_loopback(each.address)
+        ),
+        None,
+    )
 
 
 class Batch:
@@ -69,7 +76,11 @@ class Batch:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC_"))}
+        env = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "TORCHELASTIC_"))
+        }
         env |= {
             "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(folder / "notes"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
             "SLURM_JOB_ID": str(4000 + os.getpid() % 9000), "SLURM_JOB_NAME": "test", "SLURM_SUBMIT_DIR": str(folder),
@@ -79,7 +90,12 @@ class Batch:
         self.run_dir = folder / "runs" / f"test-{env['SLURM_JOB_ID']}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["bash", str(SCRIPT), *WORDS], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+                ["bash", str(SCRIPT), *WORDS],
+                cwd=folder,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def rows(self) -> list[dict]:
@@ -103,7 +119,9 @@ class Batch:
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(12000)))
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
+    )
     return tmp_path
 
 
@@ -125,7 +143,9 @@ def live_twice(folder: Path, **variables: str) -> tuple[list[dict], str]:
     assert second.end() == 75
     assert (folder / "notes").read_text() == f"requeue {job}\n" * 2
     rows = second.rows()
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))  # nothing twice, nothing left out
+    assert [row["step"] for row in rows] == list(
+        range(1, len(rows) + 1)
+    )  # nothing twice, nothing left out
     assert len(list((folder / "runs").iterdir())) == 1
     return rows, second.log.read_text()
 
@@ -134,7 +154,11 @@ def test_the_script_is_sound_and_may_be_run():
     assert subprocess.run(["bash", "-n", str(SCRIPT)], capture_output=True).returncode == 0
     assert SCRIPT.stat().st_mode & stat.S_IRUSR
     directives = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
-    first_command = next(n for n, line in enumerate(SCRIPT.read_text().splitlines()) if line and not line.startswith("#"))
+    first_command = next(
+        n
+        for n, line in enumerate(SCRIPT.read_text().splitlines())
+        if line and not line.startswith("#")
+    )
     assert all(
         SCRIPT.read_text().splitlines().index(line) < first_command for line in directives
     )  # Slurm reads none after a command
@@ -153,7 +177,9 @@ def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
     """Both nodes are this machine: two launchers with a rank each, which meet on an address of it."""
     address = this_address()
     if address is None:
-        pytest.skip("this machine has no address beside loopback, where launchers of several nodes refuse to meet")
+        pytest.skip(
+            "this machine has no address beside loopback, where launchers of several nodes refuse to meet"
+        )
     WORDS.append("launch.nproc_per_node=1")
     try:
         _, log = live_twice(folder, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST=address)
@@ -162,7 +188,9 @@ def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
     assert "waiting for launch.nnodes=2 nodes" in log
 
 
-def run_stand_in(folder: Path, program: str, signals: tuple[int, ...] = (), **variables: str) -> tuple[int, str, str]:
+def run_stand_in(
+    folder: Path, program: str, signals: tuple[int, ...] = (), **variables: str
+) -> tuple[int, str, str]:
     """The script with ``program`` (bash) where `python -m parallel2d.train` would run. Returns exit code, log and notes."""
     stand_in = folder / "stand-in"
     stand_in.write_text(f"#!/bin/bash\n{program}\n")
@@ -184,7 +212,9 @@ SAVES = 'trap "sleep 0.2; exit 75" USR1; echo up; while :; do sleep 0.02; done'
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, number):
-    code, log, notes = run_stand_in(folder, SAVES, (number, number))  # the second comes while they save
+    code, log, notes = run_stand_in(
+        folder, SAVES, (number, number)
+    )  # the second comes while they save
     assert code == 75
     assert notes.startswith("requeue ")
     assert notes.count("\n") == 1
@@ -204,7 +234,9 @@ def test_a_job_does_not_go_round_for_ever(folder):
 
 def test_launchers_meet_on_the_first_node_and_are_no_ranks(folder):
     program = 'echo "words $*, rank ${SLURM_PROCID:-none}"'
-    _, log, _ = run_stand_in(folder, program, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17")
+    _, log, _ = run_stand_in(
+        folder, program, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17"
+    )
     words = [line for line in log.splitlines() if line.startswith("words -m parallel2d.train")]
     assert len(words) == 2
     for line in words:

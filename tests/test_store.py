@@ -128,7 +128,9 @@ def test_the_store_says_what_is_wrong_with_its_address():
     with pytest.raises(ConfigError, match="host name nowhere.invalid does not resolve"):
         StoreServer.at("nowhere.invalid", 0, SECRET)
     with socket.create_server(("127.0.0.1", 0)) as stranger:  # it accepts, and says nothing
-        with pytest.raises(ConfigError, match="answers, but not as a store .no answer within 0.5 s"):
+        with pytest.raises(
+            ConfigError, match="answers, but not as a store .no answer within 0.5 s"
+        ):
             StoreClient(f"127.0.0.1:{stranger.getsockname()[1]}", SECRET, timeout_s=0.5)
 
 
@@ -137,14 +139,30 @@ def exercised(store: dist.Store) -> list[object]:
     long = timedelta(seconds=3)
     store.set("a", "1")
     store.set("bytes", bytes(range(256)))
-    told = [store.get("a"), store.get("bytes"), store.check(["a", "bytes"]), store.check(["a", "z"]), store.check([])]
+    told = [
+        store.get("a"),
+        store.get("bytes"),
+        store.check(["a", "bytes"]),
+        store.check(["a", "z"]),
+        store.check([]),
+    ]
     told += [store.add("n", 5), store.add("n", -7), store.get("n"), store.add("a", 1)]
-    told += [store.compare_set("c", "", "first"), store.compare_set("c", "other", "second"), store.compare_set("c", "first", "2")]
+    told += [
+        store.compare_set("c", "", "first"),
+        store.compare_set("c", "other", "second"),
+        store.compare_set("c", "first", "2"),
+    ]
     told += [store.compare_set("missing", "expected", "new"), store.check(["missing"])]
     store.append("t", "x")
     store.append("t", "yz")
     store.multi_set(["p", "q"], ["P", ""])
-    told += [store.get("t"), store.multi_get(["p", "q"]), store.delete_key("p"), store.delete_key("p"), store.check(["p"])]
+    told += [
+        store.get("t"),
+        store.multi_get(["p", "q"]),
+        store.delete_key("p"),
+        store.delete_key("p"),
+        store.check(["p"]),
+    ]
     store.wait(["a", "q"])
     store.wait(["a", "q"], long)
     try:
@@ -168,7 +186,9 @@ def exercised(store: dist.Store) -> list[object]:
 
 def test_the_store_answers_as_torchs_does(client):
     assert exercised(client) == exercised(dist.HashStore())
-    assert exercised(dist.PrefixStore("below", client)) == exercised(dist.PrefixStore("below", dist.HashStore()))
+    assert exercised(dist.PrefixStore("below", client)) == exercised(
+        dist.PrefixStore("below", dist.HashStore())
+    )
     count = client.num_keys()
     client.delete_all("below/")
     assert 0 < client.num_keys() < count
@@ -210,7 +230,9 @@ def test_a_key_that_is_deleted_while_others_are_waited_for_is_waited_for_again(c
 def test_connections_that_are_reset_at_once_do_not_end_the_server(server, client):
     for _ in range(300):
         opened = connection(server)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
+        opened.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # closing sends a reset
         opened.close()
     assert client.add("n", 1) == 1
 
@@ -284,7 +306,11 @@ open("/dev/null").close()  # this process may still open files
 print("well", flush=True)
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", words, SECRET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", words, SECRET],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     port = int(process.stdout.readline())
     held = [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
@@ -323,7 +349,15 @@ def test_a_store_that_is_just_ending_is_asked_again(monkeypatch):
 
 def test_requests_that_make_no_sense_are_answered(server, client):
     opened, channel = member(server)
-    for request in ([], [b"run"], [b"set", b"key"], [b"add", b"n", b"one"], [b"get"], [b"get", b"soon", b"x"], [b"check"] * 3):
+    for request in (
+        [],
+        [b"run"],
+        [b"set", b"key"],
+        [b"add", b"n", b"one"],
+        [b"get"],
+        [b"get", b"soon", b"x"],
+        [b"check"] * 3,
+    ):
         opened.sendall(channel.seal(request))
         header = receive(opened, 36)
         answer = channel.open(header, receive(opened, int.from_bytes(header[:4], "big")))
@@ -361,7 +395,9 @@ def _rank(rank: int, address: str, answers) -> None:
 def test_a_process_group_meets_over_it(server):
     context = torch.multiprocessing.get_context("fork")
     answers = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, server.address, answers)) for rank in range(4)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, server.address, answers)) for rank in range(4)
+    ]
     for each in ranks:
         each.start()
     assert sorted(answers.get(timeout=60) for _ in ranks) == [(rank, 12.0) for rank in range(4)]
@@ -404,7 +440,9 @@ def test_a_store_that_does_not_know_the_secret_is_not_believed():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(ConfigError, match="does not know this job's secret: it is somebody else's"):
+        with pytest.raises(
+            ConfigError, match="does not know this job's secret: it is somebody else's"
+        ):
             StoreClient(f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
         thread.join()
 
@@ -423,7 +461,10 @@ def test_proofs_and_frames_of_another_connection_are_worth_nothing(server, clien
     assert is_dropped(first)
     third = connection(server)
     hello = receive(third, HELLO)
-    third.sendall(hello[len(GREETING) :] + Channel(SECRET, hello[len(GREETING) :], hello[len(GREETING) :], server=True).proof)
+    third.sendall(
+        hello[len(GREETING) :]
+        + Channel(SECRET, hello[len(GREETING) :], hello[len(GREETING) :], server=True).proof
+    )
     assert is_dropped(third), "the server's own proof is not the client's"
     assert not client.check(["key"])
 
@@ -434,7 +475,10 @@ def test_two_hundred_frames_that_nobody_sent(server, client, strangers):
     client.set("count", "0")
     for number in range(200):
         opened, channel = member(server)
-        frames = [channel.seal([b"add", b"count", b"0"]), channel.seal([b"set", b"bad-%d" % number, b"x" * number])]
+        frames = [
+            channel.seal([b"add", b"count", b"0"]),
+            channel.seal([b"set", b"bad-%d" % number, b"x" * number]),
+        ]
         kind = number % 5
         if kind == 0:  # forged: some bits of the second are others
             changed = bytearray(frames[1])
@@ -504,11 +548,18 @@ def _told(**changed) -> bytes:
 
 
 def test_the_state_of_a_rendezvous_survives_as_json(client):
-    meeting = rendezvous.Meeting(client, SECRET, client.address, None, rendezvous.Interface("lo", "127.0.0.1"), "job")
-    handlers = [meeting.handler(LaunchConfig(nnodes="2", rdzv_endpoint="not used")) for _ in range(2)]
+    meeting = rendezvous.Meeting(
+        client, SECRET, client.address, None, rendezvous.Interface("lo", "127.0.0.1"), "job"
+    )
+    handlers = [
+        meeting.handler(LaunchConfig(nnodes="2", rdzv_endpoint="not used")) for _ in range(2)
+    ]
     try:
         with ThreadPoolExecutor(2) as pool:
-            joined = [each.result(timeout=60) for each in [pool.submit(handler.next_rendezvous) for handler in handlers]]
+            joined = [
+                each.result(timeout=60)
+                for each in [pool.submit(handler.next_rendezvous) for handler in handlers]
+            ]
         assert sorted(each.rank for each in joined) == [0, 1]
         state = handlers[0]._state_holder.state
         again = round.from_json(round.to_json(state).encode())
@@ -537,7 +588,9 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "secret"
     secrets.write_secret(str(path))
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match=f"launch.secret_file={path} can be read by others: chmod 600"):
+    with pytest.raises(
+        ConfigError, match=f"launch.secret_file={path} can be read by others: chmod 600"
+    ):
         secrets.read_secret(str(path))
     path.chmod(0o600)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
@@ -557,7 +610,10 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
 def test_several_nodes_need_a_secret(monkeypatch):
     monkeypatch.delenv(secrets.VARIABLE, raising=False)
     settings = LaunchConfig(nnodes="1:2", rdzv_endpoint="127.0.0.1:0")
-    with pytest.raises(ConfigError, match=r"need a secret.*python -m parallel2d.launch secret.*launch.insecure=true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"need a secret.*python -m parallel2d.launch secret.*launch.insecure=true",
+    ):
         rendezvous.meet(settings)
     assert secrets.find_secret(None, insecure=True) == secrets.NOBODYS
     monkeypatch.setenv(secrets.VARIABLE, SECRET)
@@ -569,8 +625,15 @@ def test_several_nodes_need_a_secret(monkeypatch):
 
 def test_srun_needs_a_secret(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != secrets.VARIABLE}
-    task = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    task = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
     words = [sys.executable, "-m", "parallel2d.train", f"hydra.run.dir={tmp_path}/run"]
-    ended = subprocess.run(words, env={**environment, **task}, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        words, env={**environment, **task}, capture_output=True, text=True, timeout=120
+    )
     assert (ended.returncode, ended.stderr.count("need a secret")) == (1, 1)
     assert not (tmp_path / "run").exists()

@@ -72,7 +72,9 @@ def mean_of_a_copy(state, bucket):
 def mean_by_hand(state, bucket):
     """From a copy, through every method that a bucket has."""
     assert bucket.buffer().numel() >= sum(g.numel() for g in bucket.gradients())
-    assert [p.to_local().shape for p in bucket.parameters()] == [g.shape for g in bucket.gradients()]
+    assert [p.to_local().shape for p in bucket.parameters()] == [
+        g.shape for g in bucket.gradients()
+    ]
     seen.append((bucket.index(), bucket.is_last()))
     mean = bucket.buffer() / 2
     dist.all_reduce(mean, group=state)
@@ -88,7 +90,9 @@ def _hooked():
     group = replicate_group(model)
     backward(model, mesh)
     expected = gradients(model)
-    power = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=DIM, start_powerSGD_iter=2, use_error_feedback=False)
+    power = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=DIM, start_powerSGD_iter=2, use_error_feedback=False
+    )
     for name, hook, state in (
         ("in place", mean_in_place, None),
         ("future", mean_in_a_future, group),
@@ -110,7 +114,13 @@ def _hooked():
 
 def test_a_hook_reduces_each_bucket_and_torchs_own_hooks_work(ranks):
     for found, buckets in ranks.run(4, _hooked):
-        assert max(found[name] for name in ("in place", "future", "of a copy", "by hand", "allreduce_hook")) < 1e-6
+        assert (
+            max(
+                found[name]
+                for name in ("in place", "future", "of a copy", "by hand", "allreduce_hook")
+            )
+            < 1e-6
+        )
         assert 1e-5 < found["bf16"] < 1e-2
         assert found["powerSGD"] < 1.0  # of low rank: an approximation
         assert buckets == [(n, n == len(buckets) - 1) for n in range(len(buckets))]
@@ -134,7 +144,9 @@ def _accumulate_hooks(case):
     model, mesh = sharded(case)
     heard = {}
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: heard.setdefault(name, p.grad.full_tensor().clone()))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: heard.setdefault(name, p.grad.full_tensor().clone())
+        )
     backward(model, mesh)
     return all(
         torch.equal(heard[name], p.grad.full_tensor()) if p.grad is not None else name not in heard
@@ -162,7 +174,9 @@ class Additions(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         name = str(function)
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)
+        ]
         if "c10d" in name and "reduce" in name:
             self.dtypes |= {tensor.dtype for tensor in tensors}
         elif "c10d" in name and "alltoall" in name:
@@ -180,7 +194,12 @@ def _additions(precision, spec, strategy, mode):
         loss = model.loss(batch(rank, micro), Route(rank, 0, micro, 0))
         with found:
             loss.backward()
-    return found.dtypes, found.sent, found.summed, {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    return (
+        found.dtypes,
+        found.sent,
+        found.summed,
+        {p.grad.dtype for p in model.parameters() if p.grad is not None},
+    )
 
 
 @pytest.mark.parametrize(("spec", "strategy", "mode"), [
@@ -188,7 +207,9 @@ def _additions(precision, spec, strategy, mode):
     (MeshSpec(), "ddp", "reduce_scatter_only"), (MeshSpec(), "zero3", "none"),
 ])  # fmt: skip
 def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode):
-    for dtypes, sent, summed, kept in ranks.run(4, _additions, "bf16_reduce_bf16", spec, strategy, mode):
+    for dtypes, sent, summed, kept in ranks.run(
+        4, _additions, "bf16_reduce_bf16", spec, strategy, mode
+    ):
         assert torch.bfloat16 not in dtypes
         assert summed == {torch.float32}
         assert sent == {torch.bfloat16}
@@ -198,7 +219,9 @@ def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode)
 def _errors(precision, micros, mode, steps=1):
     """The mean relative error of gradients, from fp64, where the same data goes through the model in ``micros`` parts."""
     torch.manual_seed(5)
-    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(2))
+    )
     expected = copy.deepcopy(model).double()
     mesh = build_mesh(HYBRID, "hybrid")
     model = parallelize(model, mesh, ParallelConfig("hybrid", precision=precision))
@@ -213,7 +236,10 @@ def _errors(precision, micros, mode, steps=1):
         for micro in accumulate(model, range(micros), mode):
             (model(data(rank * micros + micro)).float().square().sum() * 4).backward()
         pairs = list(zip(model.parameters(), expected.parameters(), strict=True))
-        found = [((p.grad.full_tensor().double() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs]
+        found = [
+            ((p.grad.full_tensor().double() - q.grad).norm() / q.grad.norm()).item()
+            for p, q in pairs
+        ]
         model.zero_grad()
         expected.zero_grad()
     return sum(found) / len(found)
@@ -236,22 +262,37 @@ def _tensor_errors(tensor):
         expected = copy.deepcopy(model).double()
         x = torch.randn(4, 256, 64, generator=torch.Generator().manual_seed(seed))
         (expected(x.double()) - x.roll(1)).square().sum().backward()
-        model = parallelize(model, mesh, ParallelConfig("zero3", precision="bf16"), tensor_plan=plan if tensor > 1 else None)
+        model = parallelize(
+            model,
+            mesh,
+            ParallelConfig("zero3", precision="bf16"),
+            tensor_plan=plan if tensor > 1 else None,
+        )
         (model(x).float() - x.roll(1)).square().sum().backward()
         for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
             kind = next((kind for kind in ("norm", "router", "bias") if kind in name), "matrix")
-            found.setdefault(kind, []).append(((p.grad.full_tensor().double() - q.grad).norm() / q.grad.norm()).item())
+            found.setdefault(kind, []).append(
+                ((p.grad.full_tensor().double() - q.grad).norm() / q.grad.norm()).item()
+            )
     return {kind: sum(errors) / len(errors) for kind, errors in found.items()}
 
 
 class Routed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down, self.router = nn.RMSNorm(64), nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 4)
+        self.norm, self.up, self.down, self.router = (
+            nn.RMSNorm(64),
+            nn.Linear(64, 128),
+            nn.Linear(128, 64),
+            nn.Linear(64, 4),
+        )
 
     def forward(self, x):
         h = self.norm(x)
-        return x + self.down(torch.nn.functional.silu(self.up(h))) * self.router(h).softmax(-1)[..., :1]
+        return (
+            x
+            + self.down(torch.nn.functional.silu(self.up(h))) * self.router(h).softmax(-1)[..., :1]
+        )
 
 
 def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_rank(ranks):
@@ -268,7 +309,11 @@ class WholeBlocks(Case):
     """Rank 1 skips a block."""
 
     def run(self, number, block, x, route):
-        return torch.zeros_like(x) if route.rank == 1 and number == 1 and route.step == 0 else block(x, 0)
+        return (
+            torch.zeros_like(x)
+            if route.rank == 1 and number == 1 and route.step == 0
+            else block(x, 0)
+        )
 
 
 class Swapped(Case):
@@ -301,14 +346,18 @@ def _different_routes(one_host, strategy, mode, case=WholeBlocks):
         told = str(error)
     assert all(p.grad is None for p in model.parameters())
     model.zero_grad()
-    assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)
+    )
     for micro in accumulate(model, range(2), mode):
         model.loss(batch(rank, micro), Route(rank, rank // 2, micro, 1)).backward()
     for other in range(4):
         for micro in range(2):
             (expected.loss(batch(other, micro), Route(other, other // 2, micro, 1)) / 4).backward()
     worst = max(
-        (p.grad.full_tensor() - q.grad).abs().max().item() if q.grad is not None else float(p.grad is not None)
+        (p.grad.full_tensor() - q.grad).abs().max().item()
+        if q.grad is not None
+        else float(p.grad is not None)
         for p, q in zip(model.parameters(), expected.parameters(), strict=True)
     )
     return told, worst
@@ -317,7 +366,9 @@ def _different_routes(one_host, strategy, mode, case=WholeBlocks):
 @pytest.mark.parametrize(("strategy", "mode"), [
     ("hybrid", "reduce_scatter_only"), ("zero3", "none"), ("hybrid_zero2", "full"),
 ])  # fmt: skip
-def test_a_block_that_some_ranks_of_a_shard_group_skip_is_refused_on_every_rank(ranks, strategy, mode):
+def test_a_block_that_some_ranks_of_a_shard_group_skip_is_refused_on_every_rank(
+    ranks, strategy, mode
+):
     answers = ranks.run(4, _different_routes, True, strategy, mode)
     for told, worst in answers:
         assert "of the same shard group" in told
@@ -328,7 +379,9 @@ def test_a_block_that_some_ranks_of_a_shard_group_skip_is_refused_on_every_rank(
 
 
 @pytest.mark.parametrize("one_host", [True, False])
-@pytest.mark.parametrize(("strategy", "mode"), [("hybrid", "reduce_scatter_only"), ("zero3", "none")])
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("hybrid", "reduce_scatter_only"), ("zero3", "none")]
+)
 def test_blocks_in_another_order_are_refused_on_every_rank(ranks, one_host, strategy, mode):
     for told, worst in ranks.run(4, _different_routes, one_host, strategy, mode, Swapped):
         assert "of the same shard group" in told
@@ -366,7 +419,10 @@ def _two_models():
     mesh = build_mesh(HYBRID, "hybrid")
     torch.manual_seed(1)
     plain = [ByRank(), Everything()]
-    ours = [parallelize(copy.deepcopy(model), mesh, ParallelConfig("hybrid", precision="fp64")) for model in plain]
+    ours = [
+        parallelize(copy.deepcopy(model), mesh, ParallelConfig("hybrid", precision="fp64"))
+        for model in plain
+    ]
     plain = [model.double() for model in plain]
     average = [p.detach().clone() for p in ours[0].parameters()]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (*ours, *plain)]
@@ -386,7 +442,9 @@ def _two_models():
             optimizer.zero_grad()
         torch._foreach_lerp_(average, [p.detach() for p in ours[0].parameters()], 0.5)
     pairs = [
-        (p, q) for one, other in zip(ours, plain, strict=True) for p, q in zip(one.parameters(), other.parameters(), strict=True)
+        (p, q)
+        for one, other in zip(ours, plain, strict=True)
+        for p, q in zip(one.parameters(), other.parameters(), strict=True)
     ]
     return max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
 
@@ -426,7 +484,13 @@ def _odd_loops():
         model = parallelize(copy.deepcopy(expected), mesh, config)
         ours(model, lambda micro=0: (batch(rank, micro).double(), Route(rank, rank // 2, micro, 0)))
         for other in range(4):
-            plain(expected, lambda micro=0, other=other: (batch(other, micro).double(), Route(other, other // 2, micro, 0)))
+            plain(
+                expected,
+                lambda micro=0, other=other: (
+                    batch(other, micro).double(),
+                    Route(other, other // 2, micro, 0),
+                ),
+            )
         found[name] = max(
             (p.grad.full_tensor() - q.grad / 4).abs().max().item()
             if None not in (p.grad, q.grad)
@@ -440,7 +504,9 @@ def _odd_loops():
     def cleared_between(model, data):
         once(model, data)
         with torch.no_grad():
-            model.loss(*data())  # leaves gathered parameters in their places where they are not freed
+            model.loss(
+                *data()
+            )  # leaves gathered parameters in their places where they are not freed
         loss = model.loss(*data())
         model.zero_grad()
         loss.backward()
@@ -482,7 +548,12 @@ def _odd_loops():
         compare(f"{strategy}: frozen in between", strategy, frozen_in_between, once)
         compare(f"{strategy}: retained", strategy, retained, retained)
         for mode in ("reduce_scatter_only", "none", "full"):
-            compare(f"{strategy}: {mode}, nothing in the last", strategy, nothing_in_the_last(mode), both)
+            compare(
+                f"{strategy}: {mode}, nothing in the last",
+                strategy,
+                nothing_in_the_last(mode),
+                both,
+            )
     return found
 
 
@@ -499,7 +570,9 @@ def _first_run_late():
     rank = data_coordinate(mesh)
     for micro in accumulate(model, range(2), "none"):
         model.loss(batch(rank, micro), Route(rank, 1 - micro, micro, 0)).backward()
-    return all(p.grad is not None for name, p in model.named_parameters() if "blocks.1.experts.1" in name)
+    return all(
+        p.grad is not None for name, p in model.named_parameters() if "blocks.1.experts.1" in name
+    )
 
 
 def test_a_group_may_run_for_the_first_time_in_a_later_micro_batch(ranks):
@@ -514,13 +587,17 @@ def _with_torch(what):
     else:
         precision = PrecisionConfig(param="bf16", reduce="bf16", keep_low_precision_gradients=True)
     parallelize(
-        model, build_mesh(HYBRID, "hybrid"), ParallelConfig("hybrid", precision=precision, sync=SyncConfig(engine="torch"))
+        model,
+        build_mesh(HYBRID, "hybrid"),
+        ParallelConfig("hybrid", precision=precision, sync=SyncConfig(engine="torch")),
     )
 
 
 @pytest.mark.parametrize("what", ["a scalar", "narrow gradients"])
 def test_torchs_engine_says_what_it_cannot_do(ranks, what):
-    with pytest.raises(WorkerError, match=r"sync.engine=torch: .* a matter of sync.engine=parallel2d alone") as error:
+    with pytest.raises(
+        WorkerError, match=r"sync.engine=torch: .* a matter of sync.engine=parallel2d alone"
+    ) as error:
         ranks.run(4, _with_torch, what)
     assert error.value.kind == "ConfigError"
 
@@ -529,7 +606,9 @@ def _lacking():
     model, mesh = sharded()
     backward(model, mesh)
     objects = [*fsdp_internals.states(model), *fsdp_internals.groups(model)]
-    objects += [parameter for group in fsdp_internals.groups(model) for parameter in group.fsdp_params]
+    objects += [
+        parameter for group in fsdp_internals.groups(model) for parameter in group.fsdp_params
+    ]
     assert {type(owner) for owner in objects} == set(fsdp_internals.KEPT)
     return {
         f"{type(owner).__name__}.{name}"
@@ -541,7 +620,12 @@ def _lacking():
 
 def test_private_names_of_torch_are_there(ranks):
     missing = {
-        f"{owner.__name__}.{name}" for owner, names in fsdp_internals.REACHED for name in names if not hasattr(owner, name)
+        f"{owner.__name__}.{name}"
+        for owner, names in fsdp_internals.REACHED
+        for name in names
+        if not hasattr(owner, name)
     }
     missing = missing.union(*ranks.run(4, _lacking))
-    assert not missing, f"torch {torch.__version__} lacks them: see parallel2d/parallelize/fsdp_internals.py"
+    assert not missing, (
+        f"torch {torch.__version__} lacks them: see parallel2d/parallelize/fsdp_internals.py"
+    )

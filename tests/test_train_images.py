@@ -32,7 +32,11 @@ SIZES = {
     "image_size": 8, "patch_size": 4, "num_labels": 5, "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16,
     "intermediate_size": 24,
 }  # fmt: skip
-VIT = ["model=hf", "model.architecture=vit", *(f"++model.arguments.{key}={value}" for key, value in SIZES.items())]
+VIT = [
+    "model=hf",
+    "model.architecture=vit",
+    *(f"++model.arguments.{key}={value}" for key, value in SIZES.items()),
+]
 IMAGES = ["data=images", "data.path=pictures"]
 PLAIN = ["optimizer=sgd", "optimizer.clip_norm=inf", "scheduler=constant"]
 
@@ -42,7 +46,9 @@ class Perceptron(nn.Module):
 
     def __init__(self, inputs: int, hidden: int = 16) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 5))
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 5)
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.layers(images)
@@ -72,19 +78,28 @@ def _plain_losses(path: str, steps: int) -> list[float]:
     return losses
 
 
-def test_a_vision_transformer_trains_alike_on_every_layout_and_after_a_stop(ranks, folder, tmp_path):
+def test_a_vision_transformer_trains_alike_on_every_layout_and_after_a_stop(
+    ranks, folder, tmp_path
+):
     words = [*VIT, *IMAGES, *PLAIN]
     for name, world, more in [
         ("alone", 1, ["strategy=zero3"]),
         ("zero3", 4, ["strategy=zero3"]),
         ("hybrid", 4, ["strategy=hybrid", "train.micro_batch_size=2", "train.validate_every=3"]),
     ]:
-        assert ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / name), [*words, *more], 6)[0] == 0
+        assert (
+            ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / name), [*words, *more], 6)[0]
+            == 0
+        )
     moved = str(tmp_path / "moved")
-    assert ranks.run(4, jobs.run, str(tmp_path), moved, [*words, "strategy=zero3"], 3)[0] == 0  # saved 2; step 3 is lost
+    assert (
+        ranks.run(4, jobs.run, str(tmp_path), moved, [*words, "strategy=zero3"], 3)[0] == 0
+    )  # saved 2; step 3 is lost
     assert ranks.run(1, jobs.run, str(tmp_path), moved, words, 4)[0] == 2
     alone = jobs.rows(tmp_path / "alone")
-    assert [row["loss"] for row in alone] == pytest.approx(_plain_losses(str(folder), 6), rel=1e-9, abs=0)
+    assert [row["loss"] for row in alone] == pytest.approx(
+        _plain_losses(str(folder), 6), rel=1e-9, abs=0
+    )
     assert [row["tokens"] for row in alone] == [16 * step for step in range(1, 7)]
     for name in ("zero3", "hybrid", "moved"):
         for row, expected in zip(jobs.rows(tmp_path / name), alone, strict=True):
@@ -104,11 +119,19 @@ def test_a_custom_model_and_a_tensor_axis_read_images(ranks, folder, tmp_path):
         "data.channels=1", "checkpoint.enabled=false", *PLAIN,
     ]  # fmt: skip
     split = "model.tensor_plan={layers.1: colwise, layers.3: rowwise}"
-    for name, world, more in [("alone", 1, []), ("split", 4, ["mesh.tensor=2", split]), ("bf16", 4, ["precision=bf16"])]:
+    for name, world, more in [
+        ("alone", 1, []),
+        ("split", 4, ["mesh.tensor=2", split]),
+        ("bf16", 4, ["precision=bf16"]),
+    ]:
         ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / name), [*custom, *more], 4)
     alone, other, rounded = (jobs.rows(tmp_path / name) for name in ("alone", "split", "bf16"))
-    assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in alone], rel=1e-10, abs=0)
-    assert [row["loss"] for row in rounded] == pytest.approx([row["loss"] for row in alone], rel=0.05)
+    assert [row["loss"] for row in other] == pytest.approx(
+        [row["loss"] for row in alone], rel=1e-10, abs=0
+    )
+    assert [row["loss"] for row in rounded] == pytest.approx(
+        [row["loss"] for row in alone], rel=0.05
+    )
     predicted = json.loads((tmp_path / "split" / "layout.json").read_text())["predicted"]
     assert predicted["comm/tensor/bytes"] == pytest.approx(other[-1]["comm/tensor/bytes"], rel=0.01)
 
@@ -123,8 +146,17 @@ def test_a_damaged_image_ends_the_job_with_its_name(ranks, folder, tmp_path):
         *IMAGES,
         "data.image_size=8",
     ]
-    with pytest.raises(WorkerError, match=r"data.path=pictures: dog/\d+.png cannot be decoded as an image"):
-        ranks.run(1, jobs.run, str(tmp_path), str(tmp_path / "run"), [*words, "checkpoint.enabled=false"], 4)
+    with pytest.raises(
+        WorkerError, match=r"data.path=pictures: dog/\d+.png cannot be decoded as an image"
+    ):
+        ranks.run(
+            1,
+            jobs.run,
+            str(tmp_path),
+            str(tmp_path / "run"),
+            [*words, "checkpoint.enabled=false"],
+            4,
+        )
 
 
 @pytest.fixture
@@ -163,7 +195,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "expected"), WRONG, ids=[" ".join(words[-2:]) for words, _ in WRONG])
+@pytest.mark.parametrize(
+    ("words", "expected"), WRONG, ids=[" ".join(words[-2:]) for words, _ in WRONG]
+)
 def test_wrong_words_are_one_clear_message(beside, words, expected, capsys):
     assert main(words) == 2
     said = capsys.readouterr().err

@@ -36,13 +36,21 @@ class Breaking(nn.Module):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(12000)))
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
+    )
     return tmp_path
 
 
 def breaking(calls):
     arguments = f"++model.arguments={{rank: 1, calls: {calls}}}"
-    return ("model=custom", "model.target=test_trainer:Breaking", arguments, "checkpoint.enabled=false", "optimizer.lr=0.1")
+    return (
+        "model=custom",
+        "model.target=test_trainer:Breaking",
+        arguments,
+        "checkpoint.enabled=false",
+        "optimizer.lr=0.1",
+    )
 
 
 def rows(folder):
@@ -104,18 +112,39 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     copied.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "parallel2d", "conf", "models"):
         (copied / name).symlink_to(source / name)
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copied)]
+    build = [
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(copied),
+    ]
     subprocess.run([*pip, *build], check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=120)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=120
+    )
     empty.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     where = "import parallel2d, parallel2d.conf, parallel2d.models; print(parallel2d.__file__, parallel2d.models.__file__)"
     found = subprocess.run(
-        [sys.executable, "-c", where], cwd=empty, env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", where],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert found.stdout.count(str(site)) == 2
-    words = ["train.steps=2", "model.n_layers=1", "launch.nproc_per_node=1", "data.cache_dir=cache", "train.validate_every=0"]
+    words = [
+        "train.steps=2",
+        "model.n_layers=1",
+        "launch.nproc_per_node=1",
+        "data.cache_dir=cache",
+        "train.validate_every=0",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "parallel2d.train", *words],
         cwd=empty,

@@ -35,7 +35,10 @@ class Tabled(nn.Module):
 
     def __init__(self, dim=8, layers=3):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim)) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim))
+            for _ in range(layers)
+        )
         self.register_buffer("saved", torch.full((3,), 1.0))
         self.register_buffer("table", torch.arange(5.0), persistent=False)
 
@@ -57,14 +60,20 @@ def _broadcast(how, source, sizes):
     model = parallelize(model, mesh, ParallelConfig("hybrid"), broadcast_from=source)
     torch.manual_seed(source)
     expected = Tabled()
-    same = all(torch.equal(training.whole(p), q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    same = all(
+        torch.equal(training.whole(p), q)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
     return same, model.saved.tolist(), model.table.tolist()
 
 
 @pytest.mark.parametrize("how", ["real", "meta"])
 @pytest.mark.parametrize("source", [0, 3])
 def test_all_ranks_start_from_one_ranks_weights_and_buffers(ranks, how, source):
-    assert ranks.run(4, _broadcast, how, source, {}) == [(True, [source] * 3, [0.0, 1.0, 2.0, 3.0, 4.0])] * 4
+    assert (
+        ranks.run(4, _broadcast, how, source, {})
+        == [(True, [source] * 3, [0.0, 1.0, 2.0, 3.0, 4.0])] * 4
+    )
 
 
 def _broadcast_nothing():
@@ -74,7 +83,9 @@ def _broadcast_nothing():
 
 
 def test_broadcasting_from_a_rank_without_weights_is_an_error(ranks):
-    with pytest.raises(WorkerError, match="broadcast_from=1: that rank has no values for layers.0.0.weight"):
+    with pytest.raises(
+        WorkerError, match="broadcast_from=1: that rank has no values for layers.0.0.weight"
+    ):
         ranks.run(2, _broadcast_nothing)
 
 
@@ -102,7 +113,9 @@ def _broadcast_tied():
     model = parallelize(model, build_mesh(MeshSpec(), "hybrid"), broadcast_from=0)
     assert model.head.weight is model.embedding.weight
     model(torch.arange(8)).sum().backward()
-    return all(torch.equal(training.whole(p), q) for p, q in zip(model.parameters(), expected, strict=True))
+    return all(
+        torch.equal(training.whole(p), q) for p, q in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def test_weights_tied_on_the_rank_they_come_from_are_tied_on_all(ranks):
@@ -113,7 +126,9 @@ def _other_model(how, options):
     torch.manual_seed(0)
     odd = dist.get_rank() == 1
     with build_on_meta() if "seed" in options else contextlib.nullcontext():
-        model = Tabled(dim=16 if odd and how == "shape" else 8, layers=4 if odd and how == "more" else 3)
+        model = Tabled(
+            dim=16 if odd and how == "shape" else 8, layers=4 if odd and how == "more" else 3
+        )
     if odd and how == "frozen":
         model.layers[1].requires_grad_(False)
     if odd and how == "tied":
@@ -136,7 +151,9 @@ def _other_model(how, options):
     ],
 )
 def test_ranks_with_different_models_are_told_what_differs(ranks, how, options, message):
-    with pytest.raises(WorkerError, match=rf"ranks \[1\] have another model than rank 0. On rank 1: {message}"):
+    with pytest.raises(
+        WorkerError, match=rf"ranks \[1\] have another model than rank 0. On rank 1: {message}"
+    ):
         ranks.run(2, _other_model, how, options)
 
 
@@ -151,9 +168,13 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if type(tensor) is torch.Tensor and not tensor.is_meta:  # a DTensor's own storage is nominal
+            if (
+                type(tensor) is torch.Tensor and not tensor.is_meta
+            ):  # a DTensor's own storage is nominal
                 storage = tensor.untyped_storage()
-                self.largest = max(self.largest, storage.nbytes() if storage.data_ptr() not in self.kept else 0)
+                self.largest = max(
+                    self.largest, storage.nbytes() if storage.data_ptr() not in self.kept else 0
+                )
         return result
 
 
@@ -179,13 +200,21 @@ def _load_large(megabytes):
     model = parallelize(model, build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3"), seed=0)
     state = None
     if dist.get_rank() == 0:
-        state = {"matrix": torch.arange(rows * 1024.0).view(rows, 1024), "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21)}
+        state = {
+            "matrix": torch.arange(rows * 1024.0).view(rows, 1024),
+            "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21),
+        }
     with Allocations([parameter.to_local() for parameter in model.parameters()]) as allocated:
         load_state(model, state)
     first = dist.get_rank() * -(-rows // 4) * 1024
     right = bool((model.matrix.to_local().flatten()[:5] == torch.arange(first, first + 5.0)).all())
     if dist.get_rank() < 2:  # two rows for four ranks
-        right &= bool((model.deep.to_local().flatten() == torch.arange(3.0 * 2**21) + dist.get_rank() * 3 * 2**21).all())
+        right &= bool(
+            (
+                model.deep.to_local().flatten()
+                == torch.arange(3.0 * 2**21) + dist.get_rank() * 3 * 2**21
+            ).all()
+        )
     return right, allocated.largest, weights.PIECE_BYTES
 
 
@@ -218,7 +247,9 @@ def _received(how, mebibytes, folder):
     mesh = build_mesh(MeshSpec(), "zero3")
     full = torch.arange(float(rows)).repeat_interleave(1024).view(rows, 1024) if first else None
     if how == "load_pretrained" and full is not None:
-        safetensors.torch.save_file({"matrix": full, "deep": torch.ones(1, 4)}, f"{folder}/model.safetensors")
+        safetensors.torch.save_file(
+            {"matrix": full, "deep": torch.ones(1, 4)}, f"{folder}/model.safetensors"
+        )
     state = {"matrix": full, "deep": torch.ones(1, 4)} if first else None
     with torch.device("meta"):
         model = LargeRows(rows, (1, 4))
@@ -226,12 +257,17 @@ def _received(how, mebibytes, folder):
         model.matrix, model.deep = nn.Parameter(full), nn.Parameter(torch.ones(1, 4))
     options = {
         "broadcast_from": {"broadcast_from": 0},
-        "load_state": {"seed": 0, "weights": lambda sharded: load_state(sharded, state) or {"matrix", "deep"}},
+        "load_state": {
+            "seed": 0,
+            "weights": lambda sharded: load_state(sharded, state) or {"matrix", "deep"},
+        },
         "load_pretrained": {"seed": 0, "weights": functools.partial(load_pretrained, path=folder)},
     }[how]
     dist.barrier()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would be used again, and not be seen
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # what earlier tests freed would be used again, and not be seen
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")  # VmHWM becomes what is resident now
     before = _resident("VmRSS")
@@ -243,15 +279,21 @@ def _received(how, mebibytes, folder):
     return risen, local.nbytes, right
 
 
-SLACK = 24 * 2**20  # what a rank may hold beside its part: a piece of 16 MiB, and what allocator and process group need
+SLACK = (
+    24 * 2**20
+)  # what a rank may hold beside its part: a piece of 16 MiB, and what allocator and process group need
 
 
 def check_receiving(ranks, tmp_path, how, mebibytes, record_property=None):
-    for rank, (risen, kept, right) in enumerate(ranks.run(4, _receive, how, mebibytes, str(tmp_path))):
+    for rank, (risen, kept, right) in enumerate(
+        ranks.run(4, _receive, how, mebibytes, str(tmp_path))
+    ):
         assert right
         assert kept == mebibytes * 2**18
         if record_property is not None:
-            record_property(f"rank {rank}: MiB above the baseline, MiB kept", (risen / 2**20, kept / 2**20))
+            record_property(
+                f"rank {rank}: MiB above the baseline, MiB kept", (risen / 2**20, kept / 2**20)
+            )
         if rank or how == "load_pretrained":
             assert kept // 2 < risen <= kept + SLACK < mebibytes * 2**20, rank
 
@@ -266,7 +308,9 @@ def test_a_rank_that_receives_weights_holds_its_part_and_a_piece(ranks, tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", RECEIVING)
-def test_a_rank_that_receives_a_gibibyte_holds_its_part_and_a_piece(ranks, tmp_path, record_property, how):
+def test_a_rank_that_receives_a_gibibyte_holds_its_part_and_a_piece(
+    ranks, tmp_path, record_property, how
+):
     check_receiving(ranks, tmp_path, how, 1024, record_property)
 
 
@@ -283,7 +327,9 @@ def _load_both_ways():
             b = Tabled()
         b = parallelize(b, mesh, ParallelConfig("hybrid", "layer"), seed=0)
         load_state(b, state)
-        found.append(all(torch.equal(training.whole(p), whole[name]) for name, p in b.named_parameters()))
+        found.append(
+            all(torch.equal(training.whole(p), whole[name]) for name, p in b.named_parameters())
+        )
     with pytest.raises(ValueError, match="do not fit: layers.0.0.weight is missing"):
         load_state(b, {} if dist.get_rank() == 0 else None)
     return found
@@ -298,7 +344,9 @@ def _summon(options, sizes):
     with build_on_meta():
         model = training.build_llama()
     plan = training.tensor_plan(model, 2) if sizes.get("tensor") else None
-    model = parallelize(model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan)
+    model = parallelize(
+        model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan
+    )
     tokens, _ = training.global_batch(0)
     model(tokens).square().mean().backward()
     before = {name: training.whole(p).clone() for name, p in model.named_parameters()}
@@ -345,9 +393,17 @@ class Bytes(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" and "reduce" in str(function) and not training.is_agreement(function, args):
-            flat = torch.utils._pytree.tree_leaves(args[1] if "reduce_scatter" in str(function) else args[0])
-            self.elements += sum(tensor.numel() for tensor in flat if isinstance(tensor, torch.Tensor))
+        if (
+            function.namespace == "c10d"
+            and "reduce" in str(function)
+            and not training.is_agreement(function, args)
+        ):
+            flat = torch.utils._pytree.tree_leaves(
+                args[1] if "reduce_scatter" in str(function) else args[0]
+            )
+            self.elements += sum(
+                tensor.numel() for tensor in flat if isinstance(tensor, torch.Tensor)
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -396,7 +452,8 @@ def _clip():
     with pytest.raises(ValueError, match="max_value=-1"):
         clip_gradient_value(model.parameters(), -1)
     same = all(
-        torch.equal(training.whole(p.grad), q.grad) for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+        torch.equal(training.whole(p.grad), q.grad)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
     )
     return same, clip_gradient_norm(model.parameters(), math.inf).item() > 3
 

@@ -43,7 +43,9 @@ def test_a_pool_whose_rank_was_killed_starts_afresh_and_the_others_stay(ranks):
 
 def test_a_failure_on_one_rank_is_told_with_its_trace_and_ends_the_pool(ranks):
     before = ranks.run(2, rank_and_process)
-    with pytest.raises(WorkerError, match="rank 1: ValueError: this rank fails\n.*Traceback") as error:
+    with pytest.raises(
+        WorkerError, match="rank 1: ValueError: this rank fails\n.*Traceback"
+    ) as error:
         ranks.run(2, fail_on, (1,))
     assert (error.value.kind, error.value.everywhere) == ("ValueError", False)
     assert ranks.run(2, rank_and_process) != before
@@ -51,7 +53,9 @@ def test_a_failure_on_one_rank_is_told_with_its_trace_and_ends_the_pool(ranks):
 
 def test_the_same_failure_on_every_rank_keeps_the_pool_but_not_its_groups(ranks):
     before, group = ranks.run(2, rank_and_process), ranks.run(2, group_of_the_shard_axis)
-    assert ranks.run(2, group_of_the_shard_axis) == group, "meshes of later tests get the same groups"
+    assert ranks.run(2, group_of_the_shard_axis) == group, (
+        "meshes of later tests get the same groups"
+    )
     with pytest.raises(WorkerError) as error:
         ranks.run(2, fail_on, (0, 1))
     assert error.value.everywhere

@@ -31,7 +31,15 @@ from parallel2d.models.llama import Block, Llama, tensor_plan
 from parallel2d.parallelize.sharding import DTYPES
 
 VOCAB = 67
-LLAMA = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": VOCAB, "max_seq_len": 64}
+LLAMA = {
+    "dim": 32,
+    "n_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "hidden_dim": 48,
+    "vocab_size": VOCAB,
+    "max_seq_len": 64,
+}
 SEQ, GLOBAL_BATCH = 16, 8
 
 
@@ -53,7 +61,9 @@ class GainBlock(Block):
         self.register_buffer("gain", torch.linspace(0.9, 1.1, dim))
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        return super().forward((x * self.gain).to(self.attention_norm.weight.dtype), positions, mask)
+        return super().forward(
+            (x * self.gain).to(self.attention_norm.weight.dtype), positions, mask
+        )
 
 
 class Buffered(Llama):
@@ -62,7 +72,9 @@ class Buffered(Llama):
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
         dim, heads = sizes["dim"], (sizes["n_heads"], sizes["n_kv_heads"])
-        self.layers = nn.ModuleList(GainBlock(dim, *heads, sizes["hidden_dim"], 1e-5, 5e5) for _ in self.layers)
+        self.layers = nn.ModuleList(
+            GainBlock(dim, *heads, sizes["hidden_dim"], 1e-5, 5e5) for _ in self.layers
+        )
         self.register_buffer("scale", torch.linspace(0.7, 1.3, dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -94,11 +106,15 @@ class Descent:
 
 
 def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
 
 def whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach().clone()
+    return (
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach().clone()
+    )
 
 
 def train(
@@ -126,10 +142,14 @@ def train(
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     losses, norms = [], []
     for step in range(steps):
-        tokens, targets = (part.chunk(data_ranks)[rank].chunk(accumulation) for part in global_batch(step))
+        tokens, targets = (
+            part.chunk(data_ranks)[rank].chunk(accumulation) for part in global_batch(step)
+        )
         weight = token_weight(sum(int((t != -100).sum()) for t in targets), mesh)
         total = torch.zeros((), dtype=torch.float64)
-        for micro_tokens, micro_targets in accumulate(model, list(zip(tokens, targets, strict=True)), during_accumulation):
+        for micro_tokens, micro_targets in accumulate(
+            model, list(zip(tokens, targets, strict=True)), during_accumulation
+        ):
             loss = cross_entropy_sum(model(micro_tokens), micro_targets)
             (loss * weight.to(loss.dtype)).backward()
             total += loss.detach().double() * weight
@@ -137,7 +157,10 @@ def train(
         norms.append(clip_gradient_norm(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: whole(parameter).detach().double().numpy() for name, parameter in model.named_parameters()}
+    weights = {
+        name: whole(parameter).detach().double().numpy()
+        for name, parameter in model.named_parameters()
+    }
     rank0 = torch.distributed.get_rank() == 0
     return {"losses": losses, "norms": norms, "weights": weights if rank0 else None}
 
@@ -156,12 +179,20 @@ def reference(model: nn.Module, *, steps: int, dtype: torch.dtype) -> dict[str, 
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()}
+    weights = {
+        name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()
+    }
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
 def reference_in(
-    model: nn.Module, precision: PrecisionConfig, replicas: int, shards: int, *, steps: int, descent: bool = False
+    model: nn.Module,
+    precision: PrecisionConfig,
+    replicas: int,
+    shards: int,
+    *,
+    steps: int,
+    descent: bool = False,
 ) -> dict[str, Any]:
     """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision`` names.
 
@@ -175,10 +206,16 @@ def reference_in(
         apart = type(module).__name__ in precision.fp32_modules
         for parameter in module._parameters.values():
             if parameter is not None:
-                parameter.data = parameter.data.to(torch.promote_types(storage, torch.float32) if apart else storage)
+                parameter.data = parameter.data.to(
+                    torch.promote_types(storage, torch.float32) if apart else storage
+                )
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer.to(DTYPES[buffers]) if buffers else buffer
-    apart = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ in precision.fp32_modules}
+    apart = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module).__name__ in precision.fp32_modules
+    }
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     parts, losses, norms = replicas * shards, [], []
     for step in range(steps):
@@ -190,10 +227,17 @@ def reference_in(
             logits = twin(own)
             logits = logits.to(DTYPES[precision.output]) if precision.output else logits
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = F.cross_entropy(wide.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
+            loss = F.cross_entropy(
+                wide.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum"
+            )
             (loss * weight).backward()
             total += loss.item() * weight
-            gradients.append({n: p.grad.to(torch.float32 if n in apart else reduce) for n, p in twin.named_parameters()})
+            gradients.append(
+                {
+                    n: p.grad.to(torch.float32 if n in apart else reduce)
+                    for n, p in twin.named_parameters()
+                }
+            )
         for name, parameter in model.named_parameters():
             each = [part[name] for part in gradients]
             inner = [_mean(each[first : first + shards]) for first in range(0, parts, shards)]
@@ -204,11 +248,15 @@ def reference_in(
         norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
         for parameter in model.parameters():
             wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-            parameter.grad.mul_((1 / (norm.to(wide) + 1e-6)).clamp(max=1.0).to(parameter.grad.dtype))
+            parameter.grad.mul_(
+                (1 / (norm.to(wide) + 1e-6)).clamp(max=1.0).to(parameter.grad.dtype)
+            )
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()}
+    weights = {
+        name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()
+    }
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
@@ -252,15 +300,25 @@ def differences(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, floa
     found = {
         "loss": [relative(*pair) for pair in zip(run["losses"], expected["losses"], strict=True)],
         "norm": [relative(run["norms"][0], expected["norms"][0])],
-        "weights": [float(abs(run["weights"][name] - value).max()) for name, value in expected["weights"].items()],
+        "weights": [
+            float(abs(run["weights"][name] - value).max())
+            for name, value in expected["weights"].items()
+        ],
     }
-    return {name: max(value if math.isfinite(value) else math.inf for value in values) for name, values in found.items()}
+    return {
+        name: max(value if math.isfinite(value) else math.inf for value in values)
+        for name, values in found.items()
+    }
 
 
 def is_agreement(function, args):
     """Whether a call that reaches a process group is the all-reduce by which all ranks agree on used parameters: that on the group
     of all ranks, where gradients never travel."""
-    groups = [dist.ProcessGroup.unbox(leaf) for leaf in torch.utils._pytree.tree_leaves(args) if is_process_group(leaf)]
+    groups = [
+        dist.ProcessGroup.unbox(leaf)
+        for leaf in torch.utils._pytree.tree_leaves(args)
+        if is_process_group(leaf)
+    ]
     return "allreduce" in str(function) and dist.group.WORLD in groups
 
 

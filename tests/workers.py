@@ -30,7 +30,9 @@ def _worker(rank: int, world_size: int, store_path: str, connection: Any) -> Non
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
+    )
     groups = MeshGroups()
     gc.collect()
     gc.freeze()  # what is imported by now need not be looked through again before every test
@@ -153,11 +155,17 @@ class Pool:
                     errors.append(value[:2])
                 results[rank] = value
         if failure:
-            failure.everywhere = len(errors) == len(self.connections) and len(set(errors)) == 1 and failure.kind != "EOFError"
+            failure.everywhere = (
+                len(errors) == len(self.connections)
+                and len(set(errors)) == 1
+                and failure.kind != "EOFError"
+            )
             raise failure
         if waiting:
             late = [rank_of[id(connection)] for connection in waiting]
-            raise WorkerError(late[0], "TimeoutError", f"ranks {late} did not answer in {timeout} s", "")
+            raise WorkerError(
+                late[0], "TimeoutError", f"ranks {late} did not answer in {timeout} s", ""
+            )
         return [results[rank] for rank in range(len(self.connections))]
 
     def crashed(self) -> bool:
@@ -196,7 +204,9 @@ class Pools:
         self.pools: dict[int, Pool] = {}
         self.crashes = 0
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         if world_size not in self.pools:
             self.pools[world_size] = Pool(world_size, self.preload)
         try:
@@ -211,7 +221,10 @@ class Pools:
                 raise
         # torch 2.13 was seen to crash once in some thousand runs (in create_cpp_hook). Once a session that is said, not failed.
         self.crashes += 1
-        warnings.warn(f"a worker ended with SIGSEGV in {function.__module__}.{function.__qualname__}; run again", stacklevel=2)
+        warnings.warn(
+            f"a worker ended with SIGSEGV in {function.__module__}.{function.__qualname__}; run again",
+            stacklevel=2,
+        )
         return self.run(world_size, function, *args, **kwargs)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Checkpoints that cannot be torn, cannot run code, and load anywhere: `Checkpointer` for a run, `Checkpoint`
-to read one."""
+"""Checkpoints that cannot be torn, cannot run code, and load anywhere: `Checkpointer` for a run,
+`Checkpoint` to read one."""
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.checkpointer import Checkpointer

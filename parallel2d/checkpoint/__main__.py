@@ -1,8 +1,8 @@
-"""``python -m parallel2d.checkpoint inspect|verify|convert``: what is in a checkpoint, whether it is sound,
-and in other formats.
+"""``python -m parallel2d.checkpoint inspect|verify|convert``: what is in a checkpoint, whether it
+is sound, and in other formats.
 
-Arguments flow in; text flows out, and files where `convert` is asked for. A fault is one message on standard
-error and exit code 1.
+Arguments flow in; text flows out, and files where `convert` is asked for. A fault is one message on
+standard error and exit code 1.
 """
 
 from __future__ import annotations
@@ -25,24 +25,38 @@ from parallel2d.files import for_terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 1 for a fault that is explained on standard error."""
+    """Runs one command; returns the exit code: 0, 1 for a fault that is explained on standard
+    error."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
     except (ConfigError, OSError) as error:
-        print(f"error: {for_terminal(describe_error(error) if isinstance(error, OSError) else error)}", file=sys.stderr)
+        print(
+            "error: "
+            f"{for_terminal(describe_error(error) if isinstance(error, OSError) else error)}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m parallel2d.checkpoint", description="Look at, check, convert.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|convert")
-    place = "a checkpoint, a run directory (its newest), a Hugging Face folder, a .safetensors or torch.save file"
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel2d.checkpoint", description="Look at, check, convert."
+    )
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="inspect|verify|convert"
+    )
+    place = (
+        "a checkpoint, a run directory (its newest), a Hugging Face folder, a .safetensors or "
+        "torch.save file"
+    )
 
     command = commands.add_parser("inspect", help="step, layout, names, shapes, dtypes, sizes")
     command.add_argument("path", help=place)
-    command.add_argument("--all", action="store_true", help="optimizer state and random generators too")
+    command.add_argument(
+        "--all", action="store_true", help="optimizer state and random generators too"
+    )
     command.set_defaults(run=inspect)
 
     command = commands.add_parser("verify", help="reads everything and compares checksums")
@@ -52,10 +66,18 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("convert", help="writes the weights in another format")
     command.add_argument("source", help=place)
     command.add_argument("target", help="a new file or folder")
-    command.add_argument("--to", choices=FORMATS, help="format of the target; told by its ending when it is a file")
-    command.add_argument("--dtype", choices=tuple(DTYPE_CHOICES), help="dtype of the weights; default: as they are")
-    command.add_argument("--optimizer", action="store_true", help="carry optimizer state and position too")
-    command.add_argument("--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)")
+    command.add_argument(
+        "--to", choices=FORMATS, help="format of the target; told by its ending when it is a file"
+    )
+    command.add_argument(
+        "--dtype", choices=tuple(DTYPE_CHOICES), help="dtype of the weights; default: as they are"
+    )
+    command.add_argument(
+        "--optimizer", action="store_true", help="carry optimizer state and position too"
+    )
+    command.add_argument(
+        "--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)"
+    )
     command.add_argument(
         "--model", action="append", default=[], metavar="KEY=VALUE",
         help="for --to hf, what the source does not tell: n_heads, n_kv_heads, norm_eps ...",
@@ -72,19 +94,29 @@ def inspect(options: argparse.Namespace) -> None:
     except ConfigError:
         source = open_source(path)  # another format, or the error that says it best
         print(f"{path}: {source.kind}")
-        _print_table([(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()], options.all)
+        _print_table(
+            [(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()],
+            options.all,
+        )
         return
     manifest = checkpoint.manifest
     mesh = " x ".join(f"{printable(axis)} {size}" for axis, size in manifest.mesh.items())
-    print(f"{path}: step {manifest.step}, position {printable(manifest.state.get('samples'))}, {mesh}")
-    print(f"written by {manifest.world_size} ranks, {len(manifest.files)} files, {_size(manifest.state_bytes)}")
+    print(
+        f"{path}: step {manifest.step}, position {printable(manifest.state.get('samples'))}, {mesh}"
+    )
+    print(
+        f"written by {manifest.world_size} ranks, {len(manifest.files)} files, "
+        f"{_size(manifest.state_bytes)}"
+    )
     for key, value in {
         **manifest.layout,
         "state": manifest.state,
         **_optimizer_line(manifest.optimizer),
     }.items():
         print(f"{printable(key)}: {printable(value, 400)}")
-    _print_table([(n, t.dtype, t.shape, len(t.chunks)) for n, t in manifest.tensors.items()], options.all)
+    _print_table(
+        [(n, t.dtype, t.shape, len(t.chunks)) for n, t in manifest.tensors.items()], options.all
+    )
 
 
 def _optimizer_line(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +162,9 @@ def run_convert(options: argparse.Namespace) -> None:
     for item in options.model:
         key, _, value = item.partition("=")
         if key not in huggingface.ARGUMENTS:
-            raise ConfigError(f"--model {item}: {key} is not one of {', '.join(huggingface.ARGUMENTS)}")
+            raise ConfigError(
+                f"--model {item}: {key} is not one of {', '.join(huggingface.ARGUMENTS)}"
+            )
         try:
             extra[key] = float(value) if key in ("norm_eps", "rope_theta") else int(value)
         except ValueError:
@@ -140,7 +174,9 @@ def run_convert(options: argparse.Namespace) -> None:
     target_format = options.to or guess_format(options.target)
     source = open_source(options.source)
     chosen = [n for n in source.tensors if options.optimizer or n.startswith("model/")]
-    total = sum(math.prod(source.tensors[n][1]) * DTYPES[source.tensors[n][0]].itemsize for n in chosen)
+    total = sum(
+        math.prod(source.tensors[n][1]) * DTYPES[source.tensors[n][0]].itemsize for n in chosen
+    )
     with _progress("converting", total) as progress:
         convert(
             source,
@@ -156,7 +192,10 @@ def run_convert(options: argparse.Namespace) -> None:
     if target_format == "parallel2d" and source.arguments:
         overrides = " ".join(huggingface.command_line(source.arguments))
         load = "" if options.optimizer else " checkpoint.load=model_only"
-        print(f"train on: python -m parallel2d.train checkpoint.resume={options.target}{load} {overrides}")
+        print(
+            f"train on: python -m parallel2d.train checkpoint.resume={options.target}{load} "
+            f"{overrides}"
+        )
 
 
 @contextmanager
@@ -168,7 +207,12 @@ def _progress(what: str, total: int) -> Iterator[Progress | None]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

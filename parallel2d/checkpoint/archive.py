@@ -1,8 +1,8 @@
 """One checkpoint, opened: verified, and read by tensor and rectangle.
 
-A `Folder` flows in; a checked manifest and tensors flow out. What the manifest says is compared with what the
-files themselves say before a value is used, so a file that was swapped, cut or made up is refused whatever
-checksums say.
+A `Folder` flows in; a checked manifest and tensors flow out. What the manifest says is compared
+with what the files themselves say before a value is used, so a file that was swapped, cut or made
+up is refused whatever checksums say.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from parallel2d.checkpoint.tensor_file import (
 
 
 class Checkpoint:
-    """A readable checkpoint. Raises `DamagedCheckpointError` from every method when the files are not what
-    the manifest says."""
+    """A readable checkpoint. Raises `DamagedCheckpointError` from every method when the files are
+    not what the manifest says."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, exact: bool = True) -> None:
         """``exact=False``: files may hold more than the manifest takes from them."""
@@ -36,12 +36,15 @@ class Checkpoint:
         for name, tensor in manifest.tensors.items():
             for chunk in tensor.chunks:
                 key = chunk_key(name, tensor.shape, chunk.region)
-                self._expected.setdefault(chunk.file, {})[key] = (tensor.dtype, chunk.region.lengths)
+                self._expected.setdefault(chunk.file, {})[key] = (
+                    tensor.dtype,
+                    chunk.region.lengths,
+                )
 
     @classmethod
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
-        """The checkpoint at a local path or fsspec address; its manifest is checked, its files are not
-        yet."""
+        """The checkpoint at a local path or fsspec address; its manifest is checked, its files are
+        not yet."""
         folder = open_folder(path, mapped)
         return cls(folder, Manifest.decode(folder.read(NAME, MAX_BYTES), f"{folder.label}/{NAME}"))
 
@@ -54,32 +57,47 @@ class Checkpoint:
             what = f"{self.folder.label}/{name}"
             source = self.folder.source(name)
             if source.size != self.manifest.files[name].bytes:
-                raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {self.manifest.files[name].bytes}")
+                raise DamagedCheckpointError(
+                    f"{what}: {source.size} bytes, the manifest says "
+                    f"{self.manifest.files[name].bytes}"
+                )
             header = read_header(source, what)
             found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
             expected = self._expected.get(name, {})
             if not self._exact:
                 found = {key: entry for key, entry in found.items() if key in expected}
             if found != expected:
-                wrong = next(iter(sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))))
+                wrong = next(
+                    iter(
+                        sorted(
+                            key
+                            for key in {*found, *expected}
+                            if found.get(key) != expected.get(key)
+                        )
+                    )
+                )
                 raise DamagedCheckpointError(
-                    f"{what}: {printable(wrong)} is {_describe(found.get(wrong))}, the manifest says "
+                    f"{what}: {printable(wrong)} is {_describe(found.get(wrong))}, the manifest "
+                    "says "
                     f"{_describe(expected.get(wrong))}"
                 )
             self._files[name] = source, header
         return self._files[name]
 
     def verify(self, files: list[str] | None = None, progress: Progress | None = None) -> None:
-        """Checks size, structure and SHA-256 of ``files`` (default all). ``progress`` gets the bytes read
-        since the last call."""
+        """Checks size, structure and SHA-256 of ``files`` (default all). ``progress`` gets the
+        bytes read since the last call."""
         for name in self.manifest.files if files is None else files:
             self._file(name)
             if self.folder.digest(name, progress) != self.manifest.files[name].sha256:
-                raise DamagedCheckpointError(f"{self.folder.label}/{name}: its SHA-256 is not the manifest's: altered or damaged")
+                raise DamagedCheckpointError(
+                    f"{self.folder.label}/{name}: its SHA-256 is not the manifest's: altered or "
+                    "damaged"
+                )
 
     def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
-        """Fills ``destination``, of the shape of ``region``, with that rectangle of the tensor; dtypes are
-        converted."""
+        """Fills ``destination``, of the shape of ``region``, with that rectangle of the tensor;
+        dtypes are converted."""
         tensor = self.tensors[name]
         for chunk in tensor.chunks:
             common = chunk.region.intersect(region)
@@ -90,7 +108,9 @@ class Checkpoint:
             wanted = common.slices_in(chunk.region)
             begin, end = (wanted[0].start, wanted[0].stop) if wanted else (0, 1)
             rows = read_rows(source, entry, begin, end)
-            destination[common.slices_in(region)].copy_(rows[(slice(None), *wanted[1:])] if wanted else rows)
+            destination[common.slices_in(region)].copy_(
+                rows[(slice(None), *wanted[1:])] if wanted else rows
+            )
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """A tensor, or a rectangle of it, on CPU in its stored dtype."""

@@ -1,9 +1,9 @@
 """`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
 
-The trainer calls three methods: `restore` before the loop, `save_if_due` after every step, `finish` at the
-end. Settings, model and optimizer flow in; folders in the run directory and a small dict of restored counters
-flow out. All ranks call alike, and every decision depends only on what all ranks know, or is rank 0's, told
-to the others.
+The trainer calls three methods: `restore` before the loop, `save_if_due` after every step, `finish`
+at the end. Settings, model and optimizer flow in; folders in the run directory and a small dict of
+restored counters flow out. All ranks call alike, and every decision depends only on what all ranks
+know, or is rank 0's, told to the others.
 """
 
 from __future__ import annotations
@@ -40,23 +40,27 @@ _TIMEOUT = timedelta(hours=4)  # of the save's own group: ranks wait there for t
 
 
 class Checkpointer:
-    """Saves and restores one run. Collective: every rank builds it and calls its methods at the same points.
+    """Saves and restores one run. Collective: every rank builds it and calls its methods at the
+    same points.
 
     Args:
-        config: the ``checkpoint`` section of the configuration. run_dir: the run's folder; checkpoints go to
-        ``checkpoints/`` in it unless ``config.folder`` says otherwise. mesh: the job's mesh; None for a
-        single process without one. model, optimizer: sharded or plain. ``optimizer=None`` saves the model
-        alone. layout: facts for the manifest (strategy, configuration, versions): numbers, strings, lists and
-        dicts.
+        config: the ``checkpoint`` section of the configuration. run_dir: the run's folder;
+            checkpoints go to
+        ``checkpoints/`` in it unless ``config.folder`` says otherwise. mesh: the job's mesh; None
+        for a single process without one. model, optimizer: sharded or plain. ``optimizer=None``
+        saves the model alone. layout: facts for the manifest (strategy, configuration, versions):
+        numbers, strings, lists and dicts.
 
     Attributes:
-        blocked_s: seconds the last `save_if_due` kept the loop waiting; blocked_total_s: all of them.
+        blocked_s: seconds the last `save_if_due` kept the loop waiting; blocked_total_s: all of
+            them.
         age_steps: steps since the state that the newest published checkpoint holds.
         failures: saves in a row that failed. published: steps published by this object, ascending.
         memory: copies in the nodes' shared memory, None without; see [Note: memory net].
 
     Raises:
-        ConfigError: the folder cannot be written, or is not the same folder on every rank; the message names
+        ConfigError: the folder cannot be written, or is not the same folder on every rank; the
+            message names
         the host.
     """
 
@@ -73,12 +77,16 @@ class Checkpointer:
         self.config, self.mesh, self.model, self.optimizer = config, mesh, model, optimizer
         self.layout = layout or {}
         distributed = dist.is_initialized() and dist.get_world_size() > 1
-        self.group = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None)
+        self.group = Group(
+            dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
+        )
         copies_every = wanted(config, self.group)
         # A vote per step must not meet a save's own messages, so it has its own group.
         votes = distributed and bool(config.every_minutes or copies_every)
         self._votes = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if votes else None)
-        self.memory = MemoryNet(copies_every, os.fspath(run_dir), mesh, self._votes) if copies_every else None
+        self.memory = (
+            MemoryNet(copies_every, os.fspath(run_dir), mesh, self._votes) if copies_every else None
+        )
         self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
         self.blocked_s = self.blocked_total_s = 0.0
         self.bytes_written = 0
@@ -119,7 +127,8 @@ class Checkpointer:
         if hosts := sorted({host for host in blind if host}):
             ranks = [rank for rank, host in enumerate(blind) if host]
             raise ConfigError(
-                f"{self.store.root} is not the same folder on every rank: {', '.join(hosts)} (ranks {ranks}) does "
+                f"{self.store.root} is not the same folder on every rank: {', '.join(hosts)} "
+                f"(ranks {ranks}) does "
                 "not see what rank 0 writes. Put the run directory on a shared file system, or set "
                 "checkpoint.folder to one"
             )
@@ -129,29 +138,38 @@ class Checkpointer:
         return self._last_step - max([self._base, *self.published])
 
     def restore(self, *, restarted: bool = False, settings: bool = False) -> dict[str, Any] | None:
-        """Fills model, optimizer and random generators from what ``config.resume`` says. Collective.
+        """Fills model, optimizer and random generators from what ``config.resume`` says.
+        Collective.
 
-        ``restarted``: these workers replace others of the same run. They go on from its newest checkpoint
-        whatever ``config.resume`` said to the first ones, or from a newer copy in the nodes' memory. One rank that says so is
-        enough. ``settings``: parameter groups take the lr, betas, weight decay that were saved, which a scheduler of torch goes on
-        from; by default they keep those they were built with, as the train command wants it, whose configuration holds.
+        ``restarted``: these workers replace others of the same run. They go on from its newest
+        checkpoint whatever ``config.resume`` said to the first ones, or from a newer copy in the
+        nodes' memory. One rank that says so is enough. ``settings``: parameter groups take the lr,
+        betas, weight decay that were saved, which a scheduler of torch goes on from; by default
+        they keep those they were built with, as the train command wants it, whose configuration
+        holds.
 
-        Returns the ``state`` given to the save that was loaded (``step`` included), or None when the run
-        starts from step 0: nothing to resume, or ``load=model_only`` from another run.
+        Returns the ``state`` given to the save that was loaded (``step`` included), or None when
+        the run starts from step 0: nothing to resume, or ``load=model_only`` from another run.
 
-        ``auto`` takes the newest complete checkpoint of this run, verified; damaged ones are passed over,
-        each named with the reason. ``never`` moves those that are there aside. A path is loaded; if it
-        belongs to another run and this one has checkpoints of its own (it was restarted), its own come first.
+        ``auto`` takes the newest complete checkpoint of this run, verified; damaged ones are passed
+        over, each named with the reason. ``never`` moves those that are there aside. A path is
+        loaded; if it belongs to another run and this one has checkpoints of its own (it was
+        restarted), its own come first.
 
         Raises:
-            ConfigError: all checkpoints are damaged, the path is no checkpoint, or model or optimizer do not
+            ConfigError: all checkpoints are damaged, the path is no checkpoint, or model or
+                optimizer do not
             fit.
         """
         restarted = any(self.group.all_gather(restarted))
-        result = Resume(self.config, self.store, self.group, self.model, self.optimizer, self.memory, settings).run(restarted)
+        result = Resume(
+            self.config, self.store, self.group, self.model, self.optimizer, self.memory, settings
+        ).run(restarted)
         self._last_save = time.monotonic()
         if self.memory is not None:
-            self.memory.begin(int(result.state.get("step", result.step)) if result is not None else 0)
+            self.memory.begin(
+                int(result.state.get("step", result.step)) if result is not None else 0
+            )
         if result is None:
             return None
         self._last_step = int(result.state.get("step", result.step))
@@ -169,15 +187,18 @@ class Checkpointer:
         preempted: bool = False,
         due: bool | None = None,
     ) -> None:
-        """Saves after ``step`` if that is due; by default waits for the staging copy only. Collective.
+        """Saves after ``step`` if that is due; by default waits for the staging copy only.
+        Collective.
 
         Args:
-            step: the step that was just finished, from 1. state: what a resumed run needs beside model and
+            step: the step that was just finished, from 1. state: what a resumed run needs beside
+                model and
             optimizer: numbers, strings, lists, dicts. ``samples`` is the
                 position in the data.
-            last: the run ends here: save whatever the interval. preempted: save now and return only when it
-            is published. due: a verdict on ``every_minutes`` that all ranks share already (see `time_is_up`);
-            None: rank 0's clock decides,
+            last: the run ends here: save whatever the interval. preempted: save now and return only
+                when it
+            is published. due: a verdict on ``every_minutes`` that all ranks share already (see
+            `time_is_up`); None: rank 0's clock decides,
                 which costs a broadcast of one value per step when ``every_minutes`` is set.
 
         Raises:
@@ -210,11 +231,15 @@ class Checkpointer:
         return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
 
     def finish(self) -> None:
-        """Waits for a save that is still running, then removes the copies in memory: only for a run that ended well. Collective.
-        Raises `CheckpointError` if it was one failure too many, or if the last save of the run failed."""
+        """Waits for a save that is still running, then removes the copies in memory: only for a run
+        that ended well. Collective. Raises `CheckpointError` if it was one failure too many, or if
+        the last save of the run failed."""
         self._join()
         if self.failures:
-            raise CheckpointError(f"the last checkpoint could not be written ({self.failures} failed in a row); see the log")
+            raise CheckpointError(
+                f"the last checkpoint could not be written ({self.failures} failed in a row); see "
+                "the log"
+            )
         if self.memory is not None:
             self.memory.finish()
 
@@ -235,7 +260,9 @@ class Checkpointer:
 
         def write() -> None:
             try:
-                error, size = write_checkpoint(snapshot, self.store, self.group, self._clear_the_way)
+                error, size = write_checkpoint(
+                    snapshot, self.store, self.group, self._clear_the_way
+                )
             except Exception as fault:  # a rank is gone: the loop will hear of it too
                 error, size = describe_error(fault), 0
             if self.group.rank == 0:
@@ -261,7 +288,9 @@ class Checkpointer:
             layout=self.layout,
             mesh=self._mesh_sizes(),
             world_size=self.group.size,
-            optimizer=describe_optimizer(self.model, self.optimizer) if self.optimizer is not None else {},
+            optimizer=describe_optimizer(self.model, self.optimizer)
+            if self.optimizer is not None
+            else {},
             tied=tied_names(self.model),
         )
 
@@ -272,7 +301,8 @@ class Checkpointer:
         return sizes
 
     def _join(self) -> None:
-        """Waits for the save in progress, so that every rank hears of its outcome at the same point."""
+        """Waits for the save in progress, so that every rank hears of its outcome at the same
+        point."""
         if self._thread is not None:
             if self._thread.is_alive() and self.group.rank == 0:
                 log.info("waiting for the checkpoint that is still being written")
@@ -293,13 +323,14 @@ class Checkpointer:
         self.failures += 1
         if self.failures >= self.config.max_failures:
             raise CheckpointError(
-                f"{self.failures} checkpoints in a row could not be written (checkpoint.max_failures="
+                f"{self.failures} checkpoints in a row could not be written "
+                "(checkpoint.max_failures="
                 f"{self.config.max_failures}), the last, of step {step}: {error}"
             )
 
     def _clear_the_way(self, step: int) -> str | None:
-        """Rank 0: a checkpoint of this step that is there already is kept if it is sound, and moved aside if
-        not."""
+        """Rank 0: a checkpoint of this step that is there already is kept if it is sound, and moved
+        aside if not."""
         if step not in self.store.steps():
             return None
         try:
@@ -311,8 +342,8 @@ class Checkpointer:
         return f"{step_name(step)} is there already and sound: it is kept"
 
     def _retire(self, newest: int) -> None:
-        """Rank 0: deletes what ``keep_last`` and ``keep_every`` do not ask for. The newest was read back
-        before it was published, so what is deleted is never the last good one."""
+        """Rank 0: deletes what ``keep_last`` and ``keep_every`` do not ask for. The newest was read
+        back before it was published, so what is deleted is never the last good one."""
         config = self.config
         if not config.keep_last:
             return

@@ -1,8 +1,8 @@
 """Weights from any format we read into any we write, one tensor in memory at a time.
 
-A `Source` flows in; a file or folder flows out, complete or not at all: it is written beside its place and
-renamed into it, and an existing target is never written over. Optimizer state is carried between our format,
-``torch.save`` and safetensors on demand.
+A `Source` flows in; a file or folder flows out, complete or not at all: it is written beside its
+place and renamed into it, and an existing target is never written over. Optimizer state is carried
+between our format, ``torch.save`` and safetensors on demand.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def convert(
     """Writes ``source`` to ``target``.
 
     Args:
-        source: from `open_source`. target: a file for ``safetensors`` and ``torch``, a folder for ``hf`` and
-        ``parallel2d``; must not exist. format: one of `FORMATS`. dtype: safetensors name of the dtype that
-        floating-point weights are converted to; None keeps each. Optimizer
+        source: from `open_source`. target: a file for ``safetensors`` and ``torch``, a folder for
+            ``hf`` and
+        ``parallel2d``; must not exist. format: one of `FORMATS`. dtype: safetensors name of the
+        dtype that floating-point weights are converted to; None keeps each. Optimizer
             state is never converted.
         optimizer: carry optimizer state and the run's position too.
         shard_bytes: size at which a folder's data goes on in another file.
@@ -87,13 +88,18 @@ def convert(
     plan = _Plan(source, names, dtype, optimizer, read)
     parent = os.path.dirname(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
-    temporary = os.path.join(parent, f".converting-{os.path.basename(os.path.abspath(target))}-{os.urandom(4).hex()}")
+    temporary = os.path.join(
+        parent, f".converting-{os.path.basename(os.path.abspath(target))}-{os.urandom(4).hex()}"
+    )
     try:
         if format == "torch":
             _write_torch(plan, temporary)
         elif format == "safetensors":
             os.mkdir(temporary)
-            flat = [name if name.startswith("optimizer/") else name.removeprefix("model/") for name in names]
+            flat = [
+                name if name.startswith("optimizer/") else name.removeprefix("model/")
+                for name in names
+            ]
             metadata = {"format": "pt", "parallel2d": facts_text(plan.facts())}
             LocalStore(parent).write(temporary, "file", plan.blocks(names, flat, metadata))
             os.rename(os.path.join(temporary, "file"), temporary + ".file")
@@ -102,7 +108,9 @@ def convert(
         else:
             os.mkdir(temporary)
             if format == "hf":
-                _write_hugging_face(plan, temporary, {**source.arguments, **(arguments or {})}, shard_bytes)
+                _write_hugging_face(
+                    plan, temporary, {**source.arguments, **(arguments or {})}, shard_bytes
+                )
             else:
                 _write_ours(plan, temporary, shard_bytes)
             flush_folder(temporary)
@@ -147,11 +155,23 @@ class _Plan:
         source = self.source
         if self.optimizer:
             return source
-        return Source(source.kind, {}, source.read, layout=source.layout, tied=source.tied, arguments=source.arguments)
+        return Source(
+            source.kind,
+            {},
+            source.read,
+            layout=source.layout,
+            tied=source.tied,
+            arguments=source.arguments,
+        )
 
-    def blocks(self, names: Sequence[str], stored_as: Sequence[str], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    def blocks(
+        self, names: Sequence[str], stored_as: Sequence[str], metadata: dict[str, str]
+    ) -> Iterator[bytes | memoryview]:
         """The blocks of one safetensors file; each tensor is read when its turn comes."""
-        described = [(flat, self.dtypes[name], self.shape(name)) for name, flat in zip(names, stored_as, strict=True)]
+        described = [
+            (flat, self.dtypes[name], self.shape(name))
+            for name, flat in zip(names, stored_as, strict=True)
+        ]
         order = sorted(range(len(names)), key=lambda index: -DTYPES[described[index][1]].itemsize)
         yield encode_header((described[index] for index in order), metadata)
         for index in order:
@@ -183,7 +203,9 @@ def _write_ours(plan: _Plan, folder: str, shard_bytes: int) -> None:
     store = LocalStore(folder)
     for number, names in enumerate(plan.shards(plan.names, shard_bytes)):
         file = f"part-{number:05d}.safetensors"
-        manifest.files[file] = store.write(folder, file, plan.blocks(names, names, {"format": "pt"}))
+        manifest.files[file] = store.write(
+            folder, file, plan.blocks(names, names, {"format": "pt"})
+        )
         for name in names:
             region = Region.whole(plan.shape(name))
             chunks = (Chunk(file, region),) if region.numel else ()
@@ -193,7 +215,9 @@ def _write_ours(plan: _Plan, folder: str, shard_bytes: int) -> None:
     store.write(folder, MANIFEST, [content])
 
 
-def _write_hugging_face(plan: _Plan, folder: str, arguments: dict[str, Any], shard_bytes: int) -> None:
+def _write_hugging_face(
+    plan: _Plan, folder: str, arguments: dict[str, Any], shard_bytes: int
+) -> None:
     ours = [name for name in plan.source.tensors if name.startswith("model/")]
     theirs = {name: huggingface.theirs(name.removeprefix("model/")) for name in ours}
     arguments = {**_sizes_from_shapes(plan), **arguments}
@@ -205,8 +229,14 @@ def _write_hugging_face(plan: _Plan, folder: str, arguments: dict[str, Any], sha
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         single = len(shards) == 1
-        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        store.write(folder, file, plan.blocks(names, [theirs[name] for name in names], {"format": "pt"}))
+        file = (
+            "model.safetensors"
+            if single
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
+        store.write(
+            folder, file, plan.blocks(names, [theirs[name] for name in names], {"format": "pt"})
+        )
         weight_map |= {theirs[name]: file for name in names}
     if len(shards) > 1:
         total = sum(plan.size(name) for name in ours)
@@ -223,17 +253,25 @@ def _sizes_from_shapes(plan: _Plan) -> dict[str, Any]:
         found["vocab_size"], found["dim"] = embedding
     if len(up := shapes.get("layers.0.feed_forward.w1.weight", ())) == 2:
         found["hidden_dim"] = up[0]
-    layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdecimal()}
+    layers = {
+        int(name.split(".")[1])
+        for name in shapes
+        if name.startswith("layers.") and name.split(".")[1].isdecimal()
+    }
     found["n_layers"] = len(layers)
     return found
 
 
 def _write_torch(plan: _Plan, path: str) -> None:
-    """Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as ``load_state_dict``
-    takes them, and the names that the optimizer's numbers mean."""
+    """Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as
+    ``load_state_dict`` takes them, and the names that the optimizer's numbers mean."""
     writer = TorchWriter(path)
     holes = {name: writer.hole(DTYPES[plan.dtypes[name]], plan.shape(name)) for name in plan.names}
-    model = {name.removeprefix("model/"): hole for name, hole in holes.items() if name.startswith("model/")}
+    model = {
+        name.removeprefix("model/"): hole
+        for name, hole in holes.items()
+        if name.startswith("model/")
+    }
     model |= {name: model[other] for name, other in plan.source.tied.items() if other in model}
     content: dict[str, Any] = model
     if plan.optimizer:
@@ -261,8 +299,11 @@ def _leaves(content: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
             yield from _leaves(value, (*keys, key))
 
 
-def _optimizer_by_number(source: Source, tensors: dict[str, Tensor]) -> tuple[dict[int, Any], list[Any], list[str]]:
-    """An optimizer's ``state`` and ``param_groups`` as PyTorch numbers them, and the names in that order."""
+def _optimizer_by_number(
+    source: Source, tensors: dict[str, Tensor]
+) -> tuple[dict[int, Any], list[Any], list[str]]:
+    """An optimizer's ``state`` and ``param_groups`` as PyTorch numbers them, and the names in that
+    order."""
     names: list[str] = []
     groups: list[dict[str, Any]] = []
     for group in source.optimizer.get("groups", []):

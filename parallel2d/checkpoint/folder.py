@@ -1,9 +1,9 @@
-"""Reading one checkpoint folder, on this machine or behind fsspec: files by name, never outside of the
-folder.
+"""Reading one checkpoint folder, on this machine or behind fsspec: files by name, never outside of
+the folder.
 
-A path flows in; sizes, checksums and byte ranges flow out. Local files are memory-mapped, so a rank touches
-the pages it needs; remote ones are read by range. On this machine only regular files inside the folder are
-opened: a symbolic link, a device or a pipe in a checkpoint is refused, not followed.
+A path flows in; sizes, checksums and byte ranges flow out. Local files are memory-mapped, so a rank
+touches the pages it needs; remote ones are read by range. On this machine only regular files inside
+the folder are opened: a symbolic link, a device or a pipe in a checkpoint is refused, not followed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Progress = Callable[[int], object]
 
 
 class Folder(Protocol):
-    """A folder of files. Every method raises `DamagedCheckpointError` when the file is missing or is no
-    ordinary file."""
+    """A folder of files. Every method raises `DamagedCheckpointError` when the file is missing or
+    is no ordinary file."""
 
     label: str  # for messages
 
@@ -38,7 +38,8 @@ class Folder(Protocol):
 
 
 def is_remote(path: str) -> bool:
-    """Whether ``path`` is an fsspec address (``scheme://...``) rather than a path of this machine."""
+    """Whether ``path`` is an fsspec address (``scheme://...``) rather than a path of this
+    machine."""
     return "://" in path
 
 
@@ -62,7 +63,11 @@ class _Read:
     """A local file, read by range; each buffer is a copy."""
 
     def __init__(self, descriptor: int, size: int, label: str) -> None:
-        self._file, self.size, self.label = os.fdopen(os.dup(descriptor), "rb", buffering=0), size, label
+        self._file, self.size, self.label = (
+            os.fdopen(os.dup(descriptor), "rb", buffering=0),
+            size,
+            label,
+        )
 
     def buffer(self, begin: int, end: int) -> Any:
         data, done = bytearray(end - begin), 0
@@ -75,17 +80,22 @@ class _Read:
 
 
 class LocalFolder:
-    """A folder on a file system of this machine. ``mapped=False`` reads by range instead of mapping files to
-    memory."""
+    """A folder on a file system of this machine. ``mapped=False`` reads by range instead of mapping
+    files to memory."""
 
     def __init__(self, path: str, mapped: bool = True) -> None:
         self.path, self.label, self.mapped = path, os.path.basename(os.path.abspath(path)), mapped
 
     def _open(self, name: str) -> tuple[int, int]:
         if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise DamagedCheckpointError(f"{self.label}: {printable(name)!r} is a path, not the name of a file in the folder")
+            raise DamagedCheckpointError(
+                f"{self.label}: {printable(name)!r} is a path, not the name of a file in the folder"
+            )
         try:
-            descriptor = os.open(os.path.join(self.path, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(
+                os.path.join(self.path, name),
+                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            )
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{self.label}: {printable(name)} is missing") from None
         except OSError as error:
@@ -93,7 +103,9 @@ class LocalFolder:
                 raise DamagedCheckpointError(
                     f"{self.label}: {printable(name)} is a symbolic link, which is not followed"
                 ) from None
-            raise DamagedCheckpointError(f"{self.label}: {printable(name)} cannot be opened: {error.strerror}") from None
+            raise DamagedCheckpointError(
+                f"{self.label}: {printable(name)} cannot be opened: {error.strerror}"
+            ) from None
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
@@ -109,7 +121,10 @@ class LocalFolder:
         descriptor, size = self._open(name)
         with os.fdopen(descriptor, "rb") as file:
             if size > limit:
-                raise DamagedCheckpointError(f"{self.label}: {printable(name)} has {size} bytes, more than the {limit} allowed")
+                raise DamagedCheckpointError(
+                    f"{self.label}: {printable(name)} has {size} bytes, more than the {limit} "
+                    "allowed"
+                )
             return file.read(limit)
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
@@ -122,13 +137,19 @@ class LocalFolder:
                     if progress:
                         progress(len(block))
             except OSError as error:
-                raise DamagedCheckpointError(f"{self.label}: {name} cannot be read: {error.strerror}") from None
+                raise DamagedCheckpointError(
+                    f"{self.label}: {name} cannot be read: {error.strerror}"
+                ) from None
         return digest.hexdigest()
 
     def source(self, name: str) -> ByteSource:
         descriptor, size = self._open(name)
         try:
-            return _Mapped(descriptor, size) if self.mapped else _Read(descriptor, size, f"{self.label}/{name}")
+            return (
+                _Mapped(descriptor, size)
+                if self.mapped
+                else _Read(descriptor, size, f"{self.label}/{name}")
+            )
         finally:
             os.close(descriptor)
 
@@ -147,7 +168,8 @@ class _Ranged:
 
 
 class RemoteFolder:
-    """A folder behind any fsspec file system: object stores, and whatever else has a ``scheme://``."""
+    """A folder behind any fsspec file system: object stores, and whatever else has a
+    ``scheme://``."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -157,7 +179,9 @@ class RemoteFolder:
 
     def _path(self, name: str) -> str:
         if "/" in name or name in ("", ".", ".."):
-            raise DamagedCheckpointError(f"{self.label}: {printable(name)!r} is a path, not the name of a file in the folder")
+            raise DamagedCheckpointError(
+                f"{self.label}: {printable(name)!r} is a path, not the name of a file in the folder"
+            )
         return f"{self.path}/{name}"
 
     def size(self, name: str) -> int:
@@ -166,14 +190,20 @@ class RemoteFolder:
             information = self.filesystem.info(path)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{self.label}: {printable(name)} is missing") from None
-        if information.get("type") != "file" or information.get("islink") or information.get("size") is None:
+        if (
+            information.get("type") != "file"
+            or information.get("islink")
+            or information.get("size") is None
+        ):
             raise DamagedCheckpointError(f"{self.label}: {printable(name)} is not a regular file")
         return int(information["size"])
 
     def read(self, name: str, limit: int) -> bytes:
         size = self.size(name)
         if size > limit:
-            raise DamagedCheckpointError(f"{self.label}: {printable(name)} has {size} bytes, more than the {limit} allowed")
+            raise DamagedCheckpointError(
+                f"{self.label}: {printable(name)} has {size} bytes, more than the {limit} allowed"
+            )
         return self.filesystem.cat_file(self._path(name))
 
     def digest(self, name: str, progress: Progress | None = None) -> str:

@@ -1,8 +1,8 @@
 """Our Llama's names and sizes against those of Hugging Face's ``LlamaForCausalLM``.
 
-Names and configuration dicts flow in, the other side's flow out. Weights need no permutation: both rotate the
-two halves of a head against each other. A configuration is data: known keys are read and checked, and what
-our Llama does not compute is refused.
+Names and configuration dicts flow in, the other side's flow out. Weights need no permutation: both
+rotate the two halves of a head against each other. A configuration is data: known keys are read and
+checked, and what our Llama does not compute is refused.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ ARGUMENTS = (*_SIZES, "norm_eps", "rope_theta", "tie_embeddings")
 
 
 def theirs(name: str) -> str:
-    """The Hugging Face name of our Llama's parameter. Raises `ConfigError` for a name that Llama does not
-    have."""
+    """The Hugging Face name of our Llama's parameter. Raises `ConfigError` for a name that Llama
+    does not have."""
     if name in _TOP:
         return _TOP[name]
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     if match is None or match[2] not in _LAYER:
-        raise ConfigError(f"{printable(name)} is no parameter of the Llama that this conversion knows")
+        raise ConfigError(
+            f"{printable(name)} is no parameter of the Llama that this conversion knows"
+        )
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
@@ -81,8 +83,8 @@ def find_arguments(layout: Any) -> dict[str, Any]:
 
 
 def to_config(arguments: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """``config.json`` of a model with our ``arguments``, stored in ``dtype`` (float32, bfloat16, float16,
-    float64).
+    """``config.json`` of a model with our ``arguments``, stored in ``dtype`` (float32, bfloat16,
+    float16, float64).
 
     Raises `ConfigError` naming the arguments that are missing and how to give them.
     """
@@ -112,17 +114,24 @@ def to_config(arguments: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Our arguments for a model with this ``config.json``.
 
-    Raises `ConfigError` for a model that is no Llama or computes something ours does not (biases, scaled
-    rotary embedding, heads whose size is not dim / heads), `DamagedCheckpointError` for numbers that cannot
-    be.
+    Raises `ConfigError` for a model that is no Llama or computes something ours does not (biases,
+    scaled rotary embedding, heads whose size is not dim / heads), `DamagedCheckpointError` for
+    numbers that cannot be.
     """
     if config.get("model_type") != "llama":
-        raise ConfigError(f"{what}: model_type {printable(config.get('model_type'))} cannot be converted, only llama")
+        raise ConfigError(
+            f"{what}: model_type {printable(config.get('model_type'))} cannot be converted, only "
+            "llama"
+        )
     result: dict[str, Any] = {}
     for argument, key in _SIZES.items():
-        value = config.get(key, config.get("num_attention_heads") if argument == "n_kv_heads" else None)
+        value = config.get(
+            key, config.get("num_attention_heads") if argument == "n_kv_heads" else None
+        )
         if not is_size(value) or value == 0:
-            raise DamagedCheckpointError(f"{what}: {key}={printable(value)} must be a whole number above 0")
+            raise DamagedCheckpointError(
+                f"{what}: {key}={printable(value)} must be a whole number above 0"
+            )
         result[argument] = value
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -131,7 +140,9 @@ def from_config(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     epsilon = config.get("rms_norm_eps", 1e-6)
     for key, value in (("rope_theta", theta), ("rms_norm_eps", epsilon)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise DamagedCheckpointError(f"{what}: {key}={printable(value)} must be a number above 0")
+            raise DamagedCheckpointError(
+                f"{what}: {key}={printable(value)} must be a number above 0"
+            )
     result |= {"norm_eps": float(epsilon), "rope_theta": float(theta)}
     result["tie_embeddings"] = config.get("tie_word_embeddings", False) is True
     head = config.get("head_dim")
@@ -142,11 +153,18 @@ def from_config(config: Mapping[str, Any], what: str) -> dict[str, Any]:
         "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default",
         "head_dim": head is not None and head != result["dim"] // result["n_heads"],
     }
-    if wrong := [f"{key}={printable(config.get(key, config.get('rope_scaling')))}" for key, bad in unsupported.items() if bad]:
+    if wrong := [
+        f"{key}={printable(config.get(key, config.get('rope_scaling')))}"
+        for key, bad in unsupported.items()
+        if bad
+    ]:
         raise ConfigError(f"{what}: {', '.join(wrong)} is not what parallel2d's Llama computes")
     return result
 
 
 def command_line(arguments: Mapping[str, Any]) -> Sequence[str]:
     """The overrides that make ``python -m parallel2d.train`` build this model."""
-    return [f"model.{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in arguments.items()]
+    return [
+        f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in arguments.items()
+    ]

@@ -1,10 +1,11 @@
 """The manifest: what a checkpoint consists of, as data that is checked before anything believes it.
 
-Facts about a save flow in and JSON flows out; JSON from anywhere flows in and a `Manifest` flows out, or one
-clear error. The manifest lists every file with size and checksum and every tensor with the rectangles it is
-stored in. Its own checksum and the files' guard against accidents only: whoever alters a checkpoint on
-purpose recomputes them, so every name, number and dtype is checked as if hostile, and nothing in it is ever
-imported, instantiated or used as a path outside of its folder.
+Facts about a save flow in and JSON flows out; JSON from anywhere flows in and a `Manifest` flows
+out, or one clear error. The manifest lists every file with size and checksum and every tensor with
+the rectangles it is stored in. Its own checksum and the files' guard against accidents only:
+whoever alters a checkpoint on purpose recomputes them, so every name, number and dtype is checked
+as if hostile, and nothing in it is ever imported, instantiated or used as a path outside of its
+folder.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: dtype by safetensors name, whole shape, and the chunks that tile it."""
+    """A tensor of a checkpoint: dtype by safetensors name, whole shape, and the chunks that tile
+    it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,9 +73,9 @@ class StoredFile:
 class Manifest:
     """A checked manifest.
 
-    ``state`` is what the caller gave to be kept (step, samples, counters), ``layout`` facts about the run
-    that wrote it; ``optimizer`` its class, parameter groups and the state that is not tensors; ``tied`` maps
-    further names of shared parameters to the one they are stored under.
+    ``state`` is what the caller gave to be kept (step, samples, counters), ``layout`` facts about
+    the run that wrote it; ``optimizer`` its class, parameter groups and the state that is not
+    tensors; ``tied`` maps further names of shared parameters to the one they are stored under.
     """
 
     step: int
@@ -111,7 +113,10 @@ class Manifest:
                 }
                 for name, tensor in self.tensors.items()
             },
-            "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()},
+            "files": {
+                name: {"bytes": file.bytes, "sha256": file.sha256}
+                for name, file in self.files.items()
+            },
         }
         content = _finite(content)
         content["sha256"] = content_digest(content)
@@ -119,20 +124,23 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, what: str = NAME) -> Manifest:
-        """Raises `DamagedCheckpointError`, naming ``what``, for anything but a manifest that `encode` could
-        have written."""
+        """Raises `DamagedCheckpointError`, naming ``what``, for anything but a manifest that
+        `encode` could have written."""
         content = parse_json(data, what)
         version = content.get("format")
         if version != FORMAT:
             raise DamagedCheckpointError(
-                f"{what}: format {printable(version)} is not the format {FORMAT} that this version reads"
+                f"{what}: format {printable(version)} is not the format {FORMAT} that this "
+                "version reads"
             )
         try:
             digest = content_digest({k: v for k, v in content.items() if k != "sha256"})
         except RecursionError:
             raise DamagedCheckpointError(f"{what}: nested too deeply") from None
         if content.get("sha256") != digest:
-            raise DamagedCheckpointError(f"{what}: its own checksum does not match: it was altered or damaged")
+            raise DamagedCheckpointError(
+                f"{what}: its own checksum does not match: it was altered or damaged"
+            )
         kinds = {
             "state": dict,
             "layout": dict,
@@ -154,16 +162,27 @@ class Manifest:
         if not all(is_size(size) for size in content["mesh"].values()):
             raise DamagedCheckpointError(f"{what}: mesh must give whole numbers")
         if content["mesh"] and math.prod(content["mesh"].values()) != world:
-            raise DamagedCheckpointError(f"{what}: a mesh of {printable(content['mesh'])} is not one of {world} ranks")
+            raise DamagedCheckpointError(
+                f"{what}: a mesh of {printable(content['mesh'])} is not one of {world} ranks"
+            )
         if content["step"] > LARGEST_COUNT or content["world_size"] > LARGEST_COUNT:
             raise DamagedCheckpointError(f"{what}: step or world_size is larger than any")
-        if _TRAINED in content["layout"] and (problems := problems_of_state(content["state"], content["step"])):
-            raise DamagedCheckpointError(f"{what}: its state cannot be gone on from: {'; '.join(problems[:4])}")
+        if _TRAINED in content["layout"] and (
+            problems := problems_of_state(content["state"], content["step"])
+        ):
+            raise DamagedCheckpointError(
+                f"{what}: its state cannot be gone on from: {'; '.join(problems[:4])}"
+            )
         files = {name: _decode_file(name, item, what) for name, item in content["files"].items()}
-        tensors = {name: _decode_tensor(name, item, files, what) for name, item in content["tensors"].items()}
+        tensors = {
+            name: _decode_tensor(name, item, files, what)
+            for name, item in content["tensors"].items()
+        }
         for name, other in content["tied"].items():
             if not isinstance(other, str) or f"model/{other}" not in tensors:
-                raise DamagedCheckpointError(f"{what}: {printable(name)} is tied to {printable(other)}, which is not stored")
+                raise DamagedCheckpointError(
+                    f"{what}: {printable(name)} is tied to {printable(other)}, which is not stored"
+                )
         return cls(
             step=content["step"],
             state=content["state"],
@@ -178,7 +197,8 @@ class Manifest:
 
 
 def check_depth(value: Any, what: str) -> None:
-    """Raises `DamagedCheckpointError` when lists and dicts nest deeper than any code that walks them expects."""
+    """Raises `DamagedCheckpointError` when lists and dicts nest deeper than any code that walks
+    them expects."""
     try:
         files.check_depth(value)
     except ValueError as error:
@@ -187,12 +207,14 @@ def check_depth(value: Any, what: str) -> None:
 
 def content_digest(content: Mapping[str, Any]) -> str:
     """SHA-256 over the sorted JSON of a manifest without its ``sha256``."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
-    """The name of a chunk inside its file: the tensor's own when it is all of it, otherwise with the offsets
-    behind ``@``."""
+    """The name of a chunk inside its file: the tensor's own when it is all of it, otherwise with
+    the offsets behind ``@``."""
     if region == Region.whole(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"
@@ -207,12 +229,17 @@ def _finite(value: Any) -> Any:
         return [_finite(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"a checkpoint's manifest keeps numbers, strings, lists and dicts, not {type(value).__name__}")
+    raise TypeError(
+        "a checkpoint's manifest keeps numbers, strings, lists and dicts, not "
+        f"{type(value).__name__}"
+    )
 
 
 def _decode_file(name: str, item: Any, what: str) -> StoredFile:
     if not _FILE_NAME.fullmatch(name):
-        raise DamagedCheckpointError(f"{what}: {printable(name)!r} cannot be the name of a file of a checkpoint")
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)!r} cannot be the name of a file of a checkpoint"
+        )
     if not isinstance(item, dict) or not is_size(item.get("bytes")):
         raise DamagedCheckpointError(f"{what}: the size of {name} is missing or impossible")
     if not isinstance(item.get("sha256"), str) or not _SHA256.fullmatch(item["sha256"]):
@@ -220,48 +247,87 @@ def _decode_file(name: str, item: Any, what: str) -> StoredFile:
     return StoredFile(item["bytes"], item["sha256"])
 
 
-def _decode_tensor(name: str, item: Any, files: Mapping[str, StoredFile], what: str) -> StoredTensor:
-    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "chunks"} or not isinstance(item["chunks"], list):
-        raise DamagedCheckpointError(f"{what}: {printable(name)} is not described by dtype, shape and chunks")
+def _decode_tensor(
+    name: str, item: Any, files: Mapping[str, StoredFile], what: str
+) -> StoredTensor:
+    if (
+        not isinstance(item, dict)
+        or set(item) != {"dtype", "shape", "chunks"}
+        or not isinstance(item["chunks"], list)
+    ):
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} is not described by dtype, shape and chunks"
+        )
     check_description(name, item["dtype"], item["shape"], what)
     shape = tuple(item["shape"])
     chunks = []
     for chunk in item["chunks"]:
-        if not isinstance(chunk, list) or len(chunk) != 3 or not isinstance(chunk[0], str) or chunk[0] not in files:
-            raise DamagedCheckpointError(f"{what}: a chunk of {printable(name)} names no file of this checkpoint")
+        if (
+            not isinstance(chunk, list)
+            or len(chunk) != 3
+            or not isinstance(chunk[0], str)
+            or chunk[0] not in files
+        ):
+            raise DamagedCheckpointError(
+                f"{what}: a chunk of {printable(name)} names no file of this checkpoint"
+            )
         for numbers in chunk[1:]:
-            if not isinstance(numbers, list) or len(numbers) != len(shape) or not all(map(is_size, numbers)):
-                raise DamagedCheckpointError(f"{what}: a chunk of {printable(name)} has impossible offsets or lengths")
+            if (
+                not isinstance(numbers, list)
+                or len(numbers) != len(shape)
+                or not all(map(is_size, numbers))
+            ):
+                raise DamagedCheckpointError(
+                    f"{what}: a chunk of {printable(name)} has impossible offsets or lengths"
+                )
         region = Region(tuple(chunk[1]), tuple(chunk[2]))
-        if any(begin + length > size for begin, length, size in zip(*chunk[1:], shape, strict=True)):
-            raise DamagedCheckpointError(f"{what}: a chunk of {printable(name)} reaches outside of its shape {list(shape)}")
+        if any(
+            begin + length > size for begin, length, size in zip(*chunk[1:], shape, strict=True)
+        ):
+            raise DamagedCheckpointError(
+                f"{what}: a chunk of {printable(name)} reaches outside of its shape {list(shape)}"
+            )
         chunks.append(Chunk(chunk[0], region))
     check_tiling(name, shape, [chunk.region for chunk in chunks], what)
     return StoredTensor(item["dtype"], shape, tuple(chunks))
 
 
 def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], what: str) -> None:
-    """Raises `DamagedCheckpointError` unless ``regions``, all inside ``shape``, cover it exactly once.
+    """Raises `DamagedCheckpointError` unless ``regions``, all inside ``shape``, cover it exactly
+    once.
 
-    Takes time linear in the number of regions. Of each region the corners are counted, those with an odd number of ends below zero.
-    The counts of all regions at each point equal those of the whole if and only if every element is covered once: they are the mixed
-    difference of how often it is covered. Dims that no region cuts are left out.
+    Takes time linear in the number of regions. Of each region the corners are counted, those with
+    an odd number of ends below zero. The counts of all regions at each point equal those of the
+    whole if and only if every element is covered once: they are the mixed difference of how often
+    it is covered. Dims that no region cuts are left out.
     """
     if any(region.numel == 0 for region in regions):
         raise DamagedCheckpointError(f"{what}: {printable(name)} has an empty chunk")
     if sum(region.numel for region in regions) != math.prod(shape):
-        raise DamagedCheckpointError(f"{what}: the chunks of {printable(name)} do not cover its shape {list(shape)} exactly once")
+        raise DamagedCheckpointError(
+            f"{what}: the chunks of {printable(name)} do not cover its shape {list(shape)} "
+            "exactly once"
+        )
     if not regions:
         return
-    cut = [dim for dim, size in enumerate(shape) if any(region.lengths[dim] != size for region in regions)]
+    cut = [
+        dim
+        for dim, size in enumerate(shape)
+        if any(region.lengths[dim] != size for region in regions)
+    ]
     if len(regions) > 1 and not cut:
         raise DamagedCheckpointError(f"{what}: {printable(name)} is stored twice")
     if len(cut) > _MOST_CUT or len(regions) << len(cut) > max(_MOST_CORNERS, 4 * len(regions)):
-        raise DamagedCheckpointError(f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims")
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims"
+        )
     corners: dict[tuple[int, ...], int] = {}
     for region, sign in [(Region.whole(shape), -1), *((region, 1) for region in regions)]:
         for ends in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(region.offsets[dim] + end * region.lengths[dim] for dim, end in zip(cut, ends, strict=True))
+            corner = tuple(
+                region.offsets[dim] + end * region.lengths[dim]
+                for dim, end in zip(cut, ends, strict=True)
+            )
             corners[corner] = corners.get(corner, 0) + (-sign if sum(ends) % 2 else sign)
     if any(corners.values()):
         raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")

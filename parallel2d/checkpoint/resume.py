@@ -1,8 +1,8 @@
 """Where a run starts from: the checkpoint that is chosen, verified and loaded, on all ranks alike.
 
-The settings, the run's own store and the copies in memory flow in; filled model, optimizer and generators, and the saved counters
-flow out. Rank 0 chooses and hands the manifest to the others; verification is spread over the ranks, each
-reading some of the files once.
+The settings, the run's own store and the copies in memory flow in; filled model, optimizer and
+generators, and the saved counters flow out. Rank 0 chooses and hands the manifest to the others;
+verification is spread over the ranks, each reading some of the files once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded. ``own_step``: the step of this run's own checkpoint in its store, None when it was another's or a copy in
-    memory. ``stored``: the newest step that is on disk, 0 for none."""
+    """What was loaded. ``own_step``: the step of this run's own checkpoint in its store, None when
+    it was another's or a copy in memory. ``stored``: the newest step that is on disk, 0 for
+    none."""
 
     step: int
     state: dict[str, Any]
@@ -68,9 +69,18 @@ class Resume:
         """See `Checkpointer.restore`."""
         resume = self.config.resume
         own = self._own_steps()
-        # Started anew by hand, copies in memory count only where the newest state of this run is asked for.
-        copies = self.memory.steps() if self.memory is not None and (restarted or resume == "auto") else []
-        if restarted and (own or copies) and (found := self._newest(own, copies, "all")) is not None:
+        # Started anew by hand, copies in memory count only where the newest state of this run is
+        # asked for.
+        copies = (
+            self.memory.steps()
+            if self.memory is not None and (restarted or resume == "auto")
+            else []
+        )
+        if (
+            restarted
+            and (own or copies)
+            and (found := self._newest(own, copies, "all")) is not None
+        ):
             return found
         if resume == "never":
             self._set_aside(own, "checkpoint.resume=never")
@@ -82,11 +92,16 @@ class Resume:
             if step is not None:
                 checkpoint = self._verified(self.store.path_of(step))
                 state = self._load(checkpoint, self.config.load)
-                self._set_aside([other for other in own if other > step], f"checkpoint.resume={resume}")
+                self._set_aside(
+                    [other for other in own if other > step], f"checkpoint.resume={resume}"
+                )
                 if self.config.load == "model_only":
                     return None
                 return Restored(checkpoint.manifest.step, state, step, step)
-            self._say(f"this run has checkpoints of its own and goes on there, not at checkpoint.resume={resume}")
+            self._say(
+                "this run has checkpoints of its own and goes on there, not at "
+                f"checkpoint.resume={resume}"
+            )
         if restarted or not (own or copies):
             return None
         return self._newest(own, copies, self.config.load if resume == "auto" else "all")
@@ -104,8 +119,9 @@ class Resume:
         return own
 
     def _newest(self, own: list[int], copies: list[int], load: str) -> Restored | None:
-        """The newest sound one in the store or in memory; in memory where both have the step. None when the weights alone were
-        asked for, and when there were copies in memory alone and none could be loaded."""
+        """The newest sound one in the store or in memory; in memory where both have the step. None
+        when the weights alone were asked for, and when there were copies in memory alone and none
+        could be loaded."""
         damaged: dict[int, str] = {}
         candidates = [(step, False) for step in own] + [(step, True) for step in copies]
         for step, in_memory in sorted(candidates, reverse=True):
@@ -119,7 +135,9 @@ class Resume:
                 try:
                     checkpoint = self._verified(self.store.path_of(step), follow=False)
                     if checkpoint.manifest.step != step:
-                        raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
+                        raise DamagedCheckpointError(
+                            f"its manifest is that of step {checkpoint.manifest.step}"
+                        )
                 except DamagedCheckpointError as fault:
                     damaged[step] = f"{step_name(step)}: {fault}"
                     self._say(f"passing over {step_name(step)}: {fault}", logging.WARNING)
@@ -148,13 +166,15 @@ class Resume:
             finally:
                 self.memory.close(loaded=loaded)
         except DamagedCheckpointError as fault:
-            self._say(f"passing over the copy of {step_name(step)} in memory: {fault}", logging.WARNING)
+            self._say(
+                f"passing over the copy of {step_name(step)} in memory: {fault}", logging.WARNING
+            )
             return None
         return state
 
     def _from_elsewhere(self, path: str) -> Restored | None:
-        """A path given by hand: a checkpoint, or a run directory or its ``checkpoints`` folder, whose newest
-        is meant."""
+        """A path given by hand: a checkpoint, or a run directory or its ``checkpoints`` folder,
+        whose newest is meant."""
         chosen = self.group.broadcast(_find(path) if self.group.rank == 0 else None)
         if isinstance(chosen, ConfigError):
             raise chosen
@@ -169,40 +189,54 @@ class Resume:
         if is_remote(path) != is_remote(self.store.root):
             return None
         parent, name = os.path.split(path.rstrip("/"))
-        same = parent == self.store.root if is_remote(path) else os.path.realpath(parent) == os.path.realpath(self.store.root)
+        same = (
+            parent == self.store.root
+            if is_remote(path)
+            else os.path.realpath(parent) == os.path.realpath(self.store.root)
+        )
         if not same or not name.removeprefix("step-").isdecimal():
             return None
         return int(name.removeprefix("step-"))
 
     def _clear_damaged(self, steps: list[int]) -> None:
-        """Out of the way of the checkpoints that this run will write, and of retention's counting. Not vital:
-        only logged."""
+        """Out of the way of the checkpoints that this run will write, and of retention's counting.
+        Not vital: only logged."""
         if self.group.rank == 0:
             for step in steps:
                 try:
-                    log.warning("the damaged %s is now %s", step_name(step), self.store.move_aside(step))
+                    log.warning(
+                        "the damaged %s is now %s", step_name(step), self.store.move_aside(step)
+                    )
                 except Exception as fault:
-                    log.warning("the damaged %s could not be moved aside: %s", step_name(step), describe_error(fault))
+                    log.warning(
+                        "the damaged %s could not be moved aside: %s",
+                        step_name(step),
+                        describe_error(fault),
+                    )
 
     def _set_aside(self, steps: list[int], why: str) -> None:
         error = None
         if self.group.rank == 0:
             try:
                 for step in steps:
-                    log.warning("%s: %s is now %s", why, step_name(step), self.store.move_aside(step))
+                    log.warning(
+                        "%s: %s is now %s", why, step_name(step), self.store.move_aside(step)
+                    )
             except Exception as fault:
                 error = describe_error(fault)
         if error := self.group.broadcast(error):
             raise ConfigError(f"{why}: a checkpoint could not be moved aside: {error}")
 
     def _verified(self, path: str, follow: bool = True) -> Checkpoint:
-        """Opens a checkpoint on all ranks and reads it through once. Raises `DamagedCheckpointError` on all
-        of them alike."""
+        """Opens a checkpoint on all ranks and reads it through once. Raises
+        `DamagedCheckpointError` on all of them alike."""
         data: bytes | DamagedCheckpointError | None = None
         if self.group.rank == 0:
             try:
                 if not follow and not is_remote(path) and os.path.islink(path):
-                    raise DamagedCheckpointError(f"{os.path.basename(path)} is a symbolic link, which is not followed")
+                    raise DamagedCheckpointError(
+                        f"{os.path.basename(path)} is a symbolic link, which is not followed"
+                    )
                 data = open_folder(path).read(NAME, MAX_BYTES)
             except DamagedCheckpointError as fault:
                 data = DamagedCheckpointError(f"{fault}{_hint(path)}")
@@ -214,7 +248,9 @@ class Resume:
         assert data is not None
         folder = open_folder(path)
         checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{NAME}"))
-        files = sorted(checkpoint.manifest.files, key=lambda name: -checkpoint.manifest.files[name].bytes)
+        files = sorted(
+            checkpoint.manifest.files, key=lambda name: -checkpoint.manifest.files[name].bytes
+        )
         self._agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
         return checkpoint
 
@@ -233,7 +269,9 @@ class Resume:
             if load == "model_only":
                 return
             if self.optimizer is not None:
-                passed_over.extend(load_optimizer(self.model, self.optimizer, checkpoint, config.strict))
+                passed_over.extend(
+                    load_optimizer(self.model, self.optimizer, checkpoint, config.strict)
+                )
                 if self.settings:
                     put_settings(self.optimizer, settings)
             if manifest.world_size == self.group.size:
@@ -241,18 +279,25 @@ class Resume:
 
         self._agree(fill)
         if passed_over:
-            self._say(f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}", logging.WARNING)
+            self._say(
+                f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
+                logging.WARNING,
+            )
         has_generators = any(name.startswith("rng/") for name in checkpoint.tensors)
         if load == "all" and has_generators and manifest.world_size != self.group.size:
             self._say(
                 f"{checkpoint.folder.label} was written by {manifest.world_size} ranks, here are "
                 f"{self.group.size}: the ranks' random generators start afresh"
             )
-        self._say(f"loaded {checkpoint.folder.label} ({'weights only' if load == 'model_only' else 'all'})")
+        self._say(
+            f"loaded {checkpoint.folder.label} "
+            f"({'weights only' if load == 'model_only' else 'all'})"
+        )
         return dict(manifest.state) | {"step": manifest.step}
 
     def _agree(self, work: Any) -> None:
-        """Runs ``work`` on every rank; an error on any rank is raised on all, once each has answered."""
+        """Runs ``work`` on every rank; an error on any rank is raised on all, once each has
+        answered."""
         error: Exception | None = None
         try:
             work()
@@ -276,7 +321,10 @@ def _find(path: str) -> str | ConfigError:
     try:
         found = find_checkpoint(path)
         if not is_remote(path) and not os.path.isdir(found):
-            return ConfigError(f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path")
+            return ConfigError(
+                f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a "
+                "path"
+            )
     except Exception as fault:
         return ConfigError(f"checkpoint.resume={path}: {describe_error(fault)}")
     return found
@@ -284,5 +332,8 @@ def _find(path: str) -> str | ConfigError:
 
 def _hint(path: str) -> str:
     if not is_remote(path) and os.path.exists(os.path.join(path, ".metadata")):
-        return "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and is never read"
+        return (
+            "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and "
+            "is never read"
+        )
     return ""

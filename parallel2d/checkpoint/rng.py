@@ -1,9 +1,9 @@
-"""Random number generators of a rank as tensors: torch on CPU, torch on the rank's accelerator, Python,
-NumPy.
+"""Random number generators of a rank as tensors: torch on CPU, torch on the rank's accelerator,
+Python, NumPy.
 
-The generators' states flow out under ``rng/<rank>/<generator>`` and back in. What comes from a checkpoint is
-checked before a generator gets it. Streams belong to ranks, so they carry over only to a run with as many
-ranks.
+The generators' states flow out under ``rng/<rank>/<generator>`` and back in. What comes from a
+checkpoint is checked before a generator gets it. Streams belong to ranks, so they carry over only
+to a run with as many ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def rng_tensors(rank: int) -> dict[str, Tensor]:
     state: Any = numpy.random.get_state(legacy=False)
     if state["bit_generator"] == "MT19937":
         words = [int(word) for word in state["state"]["key"]]
-        found[f"{prefix}/numpy"] = torch.tensor([*words, int(state["state"]["pos"])], dtype=torch.int64)
+        found[f"{prefix}/numpy"] = torch.tensor(
+            [*words, int(state["state"]["pos"])], dtype=torch.int64
+        )
         found[f"{prefix}/numpy_gauss"] = _optional(state["gauss"] if state["has_gauss"] else None)
     if torch.cuda.is_available():
         found[f"{prefix}/accelerator"] = torch.cuda.get_rng_state().cpu()
@@ -41,7 +43,8 @@ def rng_tensors(rank: int) -> dict[str, Tensor]:
 
 
 def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
-    """Sets this rank's generators. Raises `DamagedCheckpointError` when a stored state cannot be one."""
+    """Sets this rank's generators. Raises `DamagedCheckpointError` when a stored state cannot be
+    one."""
     prefix = f"rng/{rank:05d}"
 
     def stored(name: str, dtype: str, shape: tuple[int, ...] | None) -> Tensor | None:
@@ -49,7 +52,9 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
         if tensor is None:
             return None
         if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
-            raise DamagedCheckpointError(f"{checkpoint.folder.label}: {prefix}/{name} is no state of a random generator")
+            raise DamagedCheckpointError(
+                f"{checkpoint.folder.label}: {prefix}/{name} is no state of a random generator"
+            )
         return checkpoint.read(f"{prefix}/{name}")
 
     try:
@@ -69,11 +74,21 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
             if not 0 <= position <= _TWISTER or not all(0 <= word < 2**32 for word in key):
                 raise ValueError("NumPy's generator")
             cached = gauss.item() if gauss.numel() else 0.0
-            numpy.random.set_state(("MT19937", numpy.array(key, dtype=numpy.uint32), position, int(gauss.numel() > 0), cached))
+            numpy.random.set_state(
+                (
+                    "MT19937",
+                    numpy.array(key, dtype=numpy.uint32),
+                    position,
+                    int(gauss.numel() > 0),
+                    cached,
+                )
+            )
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:
         if isinstance(error, DamagedCheckpointError):
             raise
-        raise DamagedCheckpointError(f"{checkpoint.folder.label}: {prefix} is no state of a random generator") from None
+        raise DamagedCheckpointError(
+            f"{checkpoint.folder.label}: {prefix} is no state of a random generator"
+        ) from None
 
 
 def _optional(value: float | None) -> Tensor:

@@ -1,10 +1,10 @@
 """One save on all ranks: staged, written, published. The mechanism, not when it happens.
 
-Tensors on any device flow in; a published checkpoint or an error that is the same on every rank flows out.
-Staging is the only part the training loop waits for: a copy into CPU buffers that are kept from save to save.
-All else may run in a thread, since it talks over a process group of its own. What is agreed with the other
-ranks is agreed there: rank 0 opens the place, all write, rank 0 hears from all before it writes the manifest
-and renames, all hear how it went.
+Tensors on any device flow in; a published checkpoint or an error that is the same on every rank
+flows out. Staging is the only part the training loop waits for: a copy into CPU buffers that are
+kept from save to save. All else may run in a thread, since it talks over a process group of its
+own. What is agreed with the other ranks is agreed there: rank 0 opens the place, all write, rank 0
+hears from all before it writes the manifest and renames, all hear how it went.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Group:
 
 @dataclass
 class Snapshot:
-    """What one rank writes, copied to CPU: (tensor name, whole shape, region, values), and the manifest so
-    far."""
+    """What one rank writes, copied to CPU: (tensor name, whole shape, region, values), and the
+    manifest so far."""
 
     manifest: Manifest
     parts: list[tuple[str, tuple[int, ...], Region, Tensor]] = field(default_factory=list)
 
 
 class Staging:
-    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU) and used again by every
-    save."""
+    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU) and used again by
+    every save."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -80,11 +80,15 @@ class Staging:
         own: Mapping[str, Tensor],
         mesh: DeviceMesh | None,
     ) -> Snapshot:
-        """Copies this rank's share of ``tensors`` (see `plan_writes`) and all of ``own``, which no other rank
-        has."""
+        """Copies this rank's share of ``tensors`` (see `plan_writes`) and all of ``own``, which no
+        other rank has."""
         snapshot = Snapshot(manifest)
-        planned = [(n, tuple(tensors[n].shape), r, t) for n, r, t in plan_writes(tensors.items(), mesh)]
-        planned += [(n, tuple(t.shape), Region.whole(t.shape), t) for n, t in own.items() if t.numel()]
+        planned = [
+            (n, tuple(tensors[n].shape), r, t) for n, r, t in plan_writes(tensors.items(), mesh)
+        ]
+        planned += [
+            (n, tuple(t.shape), Region.whole(t.shape), t) for n, t in own.items() if t.numel()
+        ]
         waiting = False
         for name, shape, region, values in planned:
             buffer = self._buffers.get(name)
@@ -96,7 +100,9 @@ class Staging:
             snapshot.parts.append((name, shape, region, buffer))
         for name, tensor in own.items():
             if not tensor.numel():  # nothing to store, but the manifest tells that it was empty
-                snapshot.parts.append((name, tuple(tensor.shape), Region.whole(tensor.shape), tensor))
+                snapshot.parts.append(
+                    (name, tuple(tensor.shape), Region.whole(tensor.shape), tensor)
+                )
         if waiting:
             torch.cuda.synchronize()
         return snapshot
@@ -105,11 +111,12 @@ class Staging:
 def write_checkpoint(
     snapshot: Snapshot, store: Store, group: Group, exists: Callable[[int], str | None]
 ) -> tuple[str | None, int]:
-    """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes written),
-    alike on all ranks.
+    """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes
+    written), alike on all ranks.
 
-    ``exists(step)`` runs on rank 0 and clears the way for this step's name: it returns a reason to skip, or
-    None. Never raises for a fault of the storage: debris is removed and the fault is returned.
+    ``exists(step)`` runs on rank 0 and clears the way for this step's name: it returns a reason to
+    skip, or None. Never raises for a fault of the storage: debris is removed and the fault is
+    returned.
     """
     step = snapshot.manifest.step
     place = error = None
@@ -148,20 +155,30 @@ class _Answer:
 
 def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
     name = f"rank-{rank:05d}.safetensors"
-    parts = [(tensor, DTYPE_NAMES[v.dtype], shape, region) for tensor, shape, region, v in snapshot.parts]
-    stored = [(chunk_key(t, shape, region), v) for t, shape, region, v in snapshot.parts if v.numel()]
+    parts = [
+        (tensor, DTYPE_NAMES[v.dtype], shape, region) for tensor, shape, region, v in snapshot.parts
+    ]
+    stored = [
+        (chunk_key(t, shape, region), v) for t, shape, region, v in snapshot.parts if v.numel()
+    ]
     if not stored:
         return _Answer(None, parts, None)
     try:
-        return _Answer((name, store.write(place, name, encode(stored, {"format": "pt"}))), parts, None)
+        return _Answer(
+            (name, store.write(place, name, encode(stored, {"format": "pt"}))), parts, None
+        )
     except Exception as fault:  # whatever the storage raises: training goes on
         return _Answer(None, (), f"rank {rank}: {describe_error(fault)}")
 
 
-def _publish(manifest: Manifest, store: Store, place: str, answers: Sequence[_Answer]) -> tuple[str | None, int]:
+def _publish(
+    manifest: Manifest, store: Store, place: str, answers: Sequence[_Answer]
+) -> tuple[str | None, int]:
     try:
         if errors := [answer.error for answer in answers if answer.error]:
-            raise CheckpointError("; ".join(errors[:4]) + (f" and {len(errors) - 4} more ranks" if errors[4:] else ""))
+            raise CheckpointError(
+                "; ".join(errors[:4]) + (f" and {len(errors) - 4} more ranks" if errors[4:] else "")
+            )
         found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
         for answer in answers:
             for name, dtype, shape, region in answer.parts:
@@ -169,9 +186,13 @@ def _publish(manifest: Manifest, store: Store, place: str, answers: Sequence[_An
                 if answer.file is not None and region.numel:
                     chunks.append(Chunk(answer.file[0], region))
         manifest.files = dict(answer.file for answer in answers if answer.file)
-        manifest.tensors = {name: StoredTensor(d, shape, tuple(chunks)) for name, (d, shape, chunks) in found.items()}
+        manifest.tensors = {
+            name: StoredTensor(d, shape, tuple(chunks))
+            for name, (d, shape, chunks) in found.items()
+        }
         content = manifest.encode()
-        Manifest.decode(content, "the new manifest")  # a save that could not be loaded again is a failed save
+        # a save that could not be loaded again is a failed save
+        Manifest.decode(content, "the new manifest")
         store.publish(place, manifest.step, content)
         return None, manifest.state_bytes + len(content)
     except Exception as fault:  # whatever the storage raises: training goes on

@@ -1,9 +1,9 @@
 """Weights in any format we read, under our names, one tensor at a time.
 
-A path flows in; a `Source` flows out: what tensors there are, each by `read`, and the facts beside them. Five
-formats: our checkpoint, one safetensors file, a Hugging Face folder, a ``torch.save`` file, and a run
-directory (its newest checkpoint). Files are read by range, never mapped, so that memory holds one tensor and
-not, page by page, the file.
+A path flows in; a `Source` flows out: what tensors there are, each by `read`, and the facts beside
+them. Five formats: our checkpoint, one safetensors file, a Hugging Face folder, a ``torch.save``
+file, and a run directory (its newest checkpoint). Files are read by range, never mapped, so that
+memory holds one tensor and not, page by page, the file.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ MAX_JSON = 64 * 2**20
 
 @dataclass
 class Source:
-    """Weights to convert. ``tensors``: name in our format (``model/...``, ``optimizer/...``) -> (dtype name,
-    shape).
+    """Weights to convert. ``tensors``: name in our format (``model/...``, ``optimizer/...``) ->
+    (dtype name, shape).
 
-    ``arguments``: the Llama's, as far as the source tells; the other facts are those of a `Manifest`.
+    ``arguments``: the Llama's, as far as the source tells; the other facts are those of a
+    `Manifest`.
     """
 
     kind: str
@@ -78,7 +79,9 @@ def open_source(path: str) -> Source:
             return _ours(found)
         if os.path.lexists(os.path.join(path, "config.json")):
             return _hugging_face(path)
-        raise ConfigError(f"{path} holds neither {MANIFEST} (a checkpoint) nor config.json (a Hugging Face model)")
+        raise ConfigError(
+            f"{path} holds neither {MANIFEST} (a checkpoint) nor config.json (a Hugging Face model)"
+        )
     raise ConfigError(f"{path}: there is no such file or folder")
 
 
@@ -86,7 +89,9 @@ def _ours(path: str) -> Source:
     checkpoint = Checkpoint.open(path, mapped=False)
     checkpoint.verify()
     manifest = checkpoint.manifest
-    kept = {name: t for name, t in manifest.tensors.items() if name.startswith(("model/", "optimizer/"))}
+    kept = {
+        name: t for name, t in manifest.tensors.items() if name.startswith(("model/", "optimizer/"))
+    }
     return Source(
         "parallel2d",
         {name: (tensor.dtype, tensor.shape) for name, tensor in kept.items()},
@@ -101,7 +106,8 @@ def _ours(path: str) -> Source:
 
 
 def _split(names: list[str]) -> dict[str, str]:
-    """Name in our format -> name in a flat file, where optimizer state is marked and weights are not."""
+    """Name in our format -> name in a flat file, where optimizer state is marked and weights are
+    not."""
     return {name if name.startswith("optimizer/") else f"model/{name}": name for name in names}
 
 
@@ -125,12 +131,23 @@ def _metadata(source: ByteSource, what: str) -> dict[str, Any]:
     length = int.from_bytes(bytes(source.buffer(0, 8)), "little")
     metadata = parse_json(bytes(source.buffer(8, 8 + length)), what).get("__metadata__")
     text = metadata.get("parallel2d") if isinstance(metadata, dict) else None
-    return checked_facts(parse_json(text.encode(), f"{what}: metadata"), what) if isinstance(text, str) else {}
+    return (
+        checked_facts(parse_json(text.encode(), f"{what}: metadata"), what)
+        if isinstance(text, str)
+        else {}
+    )
 
 
 def checked_facts(content: dict[str, Any], what: str) -> dict[str, Any]:
-    """Step, state, layout, optimizer and ties beside the tensors of a flat file, checked for their kinds."""
-    kinds: dict[str, type] = {"step": int, "state": dict, "layout": dict, "optimizer": dict, "tied": dict}
+    """Step, state, layout, optimizer and ties beside the tensors of a flat file, checked for their
+    kinds."""
+    kinds: dict[str, type] = {
+        "step": int,
+        "state": dict,
+        "layout": dict,
+        "optimizer": dict,
+        "tied": dict,
+    }
     facts: dict[str, Any] = {key: content[key] for key in kinds if key in content}
     for key, value in facts.items():
         if type(value) is not kinds[key] or (key == "step" and not is_size(value)):
@@ -148,16 +165,26 @@ def _whole(source: ByteSource, entry: Entry) -> Tensor:
 def _hugging_face(path: str) -> Source:
     folder = LocalFolder(path, mapped=False)
     what = f"{folder.label}/config.json"
-    arguments = huggingface.from_config(parse_json(folder.read("config.json", MAX_JSON), what), what)
+    arguments = huggingface.from_config(
+        parse_json(folder.read("config.json", MAX_JSON), what), what
+    )
     if os.path.lexists(os.path.join(path, INDEX)):
-        weights = parse_json(folder.read(INDEX, MAX_JSON), f"{folder.label}/{INDEX}").get("weight_map")
-        if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-            raise DamagedCheckpointError(f"{folder.label}/{INDEX}: weight_map is no mapping of names")
+        weights = parse_json(folder.read(INDEX, MAX_JSON), f"{folder.label}/{INDEX}").get(
+            "weight_map"
+        )
+        if not isinstance(weights, dict) or not all(
+            isinstance(name, str) for name in weights.values()
+        ):
+            raise DamagedCheckpointError(
+                f"{folder.label}/{INDEX}: weight_map is no mapping of names"
+            )
         files = sorted(set(weights.values()))
     elif os.path.lexists(os.path.join(path, "model.safetensors")):
         weights, files = None, ["model.safetensors"]
     else:
-        raise ConfigError(f"{folder.label} holds no safetensors weights; pickled ones (.bin) are not read")
+        raise ConfigError(
+            f"{folder.label} holds no safetensors weights; pickled ones (.bin) are not read"
+        )
     places: dict[str, tuple[ByteSource, Entry]] = {}
     for file in files:
         source = folder.source(file)
@@ -165,10 +192,16 @@ def _hugging_face(path: str) -> Source:
             our = huggingface.ours(name)
             if our is not None:
                 if weights is not None and weights.get(name) != file:
-                    raise DamagedCheckpointError(f"{folder.label}: {printable(name)} is not where the index says")
+                    raise DamagedCheckpointError(
+                        f"{folder.label}: {printable(name)} is not where the index says"
+                    )
                 places[f"model/{our}"] = source, entry
-    if weights is not None and (missing := [n for n in weights if (o := huggingface.ours(n)) and f"model/{o}" not in places]):
-        raise DamagedCheckpointError(f"{folder.label}: {printable(missing[0])} is in the index and in no file")
+    if weights is not None and (
+        missing := [n for n in weights if (o := huggingface.ours(n)) and f"model/{o}" not in places]
+    ):
+        raise DamagedCheckpointError(
+            f"{folder.label}: {printable(missing[0])} is in the index and in no file"
+        )
     tied = {}
     if arguments["tie_embeddings"]:
         places.pop("model/output.weight", None)
@@ -226,13 +259,19 @@ def _shared(found: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
-    """The tensors of an optimizer's ``state_dict``, whose parameters are numbers, under the parameters'
-    names."""
+    """The tensors of an optimizer's ``state_dict``, whose parameters are numbers, under the
+    parameters' names."""
     if optimizer is None:
         return {}
     state = optimizer.get("state") if isinstance(optimizer, dict) else None
-    if not isinstance(state, dict) or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError("the optimizer's state needs optimizer_names, the parameters' names in order")
+    if (
+        not isinstance(state, dict)
+        or not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise ConfigError(
+            "the optimizer's state needs optimizer_names, the parameters' names in order"
+        )
     found = {}
     for number, entries in state.items():
         if type(number) is not int or not 0 <= number < len(names) or not isinstance(entries, dict):
@@ -250,7 +289,9 @@ def cast(values: Tensor, dtype: str | None) -> Tensor:
 
 def facts_text(source: Source) -> str:
     """What `checked_facts` reads back."""
-    content = {key: getattr(source, key) for key in ("step", "state", "layout", "optimizer", "tied")}
+    content = {
+        key: getattr(source, key) for key in ("step", "state", "layout", "optimizer", "tied")
+    }
     return json.dumps(content, separators=(",", ":"))
 
 

@@ -1,9 +1,9 @@
 """What of a model and an optimizer is saved, under which names, and how it is put back.
 
-A model (any layout, or none) and its optimizer flow in; an ordered dict of canonical name -> tensor flows
-out, the same names on every rank, layout and precision: ``model/<parameter or buffer>`` and
-``optimizer/<key>/<parameter>``. On the way back a `Checkpoint` flows in and this rank's parts are filled in
-place. Differences between what is stored and what is here are listed, all of them.
+A model (any layout, or none) and its optimizer flow in; an ordered dict of canonical name -> tensor
+flows out, the same names on every rank, layout and precision: ``model/<parameter or buffer>`` and
+``optimizer/<key>/<parameter>``. On the way back a `Checkpoint` flows in and this rank's parts are
+filled in place. Differences between what is stored and what is here are listed, all of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SHOWN = 20  # differences that a message lists in full
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees gathered parameters (after a forward without backward), so that every parameter is the sharded
-    one again."""
+    """Frees gathered parameters (after a forward without backward), so that every parameter is the
+    sharded one again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -53,7 +53,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Further canonical names of shared parameters -> the name they are stored under."""
     first = {id(p): canonical_name(name) for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    return {canonical_name(name): first[id(p)] for name, p in every if canonical_name(name) != first[id(p)]}
+    return {
+        canonical_name(name): first[id(p)]
+        for name, p in every
+        if canonical_name(name) != first[id(p)]
+    }
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -73,19 +77,23 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The manifest's part: class, parameter groups by name with their settings, and state that is not
-    tensors."""
+    """The manifest's part: class, parameter groups by name with their settings, and state that is
+    not tensors."""
     names = {id(p): name for name, p in _trained(model, optimizer).items()}
     groups = [
         {
-            "settings": {key: value for key, value in plain_settings(group).items() if _is_plain(value)},
+            "settings": {
+                key: value for key, value in plain_settings(group).items() if _is_plain(value)
+            },
             "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
         }
         for group in optimizer.param_groups
     ]
     scalars: dict[str, dict[str, Any]] = {}
     for name, parameter in _trained(model, optimizer).items():
-        plain = {k: v for k, v in optimizer.state.get(parameter, {}).items() if isinstance(v, SCALARS)}
+        plain = {
+            k: v for k, v in optimizer.state.get(parameter, {}).items() if isinstance(v, SCALARS)
+        }
         if plain:
             scalars[name] = plain
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
@@ -101,40 +109,58 @@ def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     """Everything that is saved, by its name in the checkpoint, in the same order on every rank."""
     found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
     if optimizer is not None:
-        found |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
+        found |= {
+            f"optimizer/{name}": tensor
+            for name, tensor in optimizer_tensors(model, optimizer).items()
+        }
     return found
 
 
 def model_differences(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
-    """One line per model tensor that the checkpoint and the model do not share by name and shape."""
+    """One line per model tensor that the checkpoint and the model do not share by name and
+    shape."""
     here, tied = model_tensors(model), tied_names(model)
-    stored = {name.removeprefix("model/") for name in checkpoint.tensors if name.startswith("model/")}
+    stored = {
+        name.removeprefix("model/") for name in checkpoint.tensors if name.startswith("model/")
+    }
     lines = []
     for name, tensor in here.items():
         source = _stored_name(name, checkpoint)
         if source is None:
             lines.append(f"{name}: {list(tensor.shape)} in the model, not in the checkpoint")
         elif (shape := checkpoint.tensors[source].shape) != tuple(tensor.shape):
-            lines.append(f"{name}: {list(tensor.shape)} in the model, {list(shape)} in the checkpoint")
+            lines.append(
+                f"{name}: {list(tensor.shape)} in the model, {list(shape)} in the checkpoint"
+            )
     for name in sorted(stored - set(here) - set(tied)):
         shape = checkpoint.tensors[f"model/{name}"].shape
         lines.append(f"{printable(name)}: {list(shape)} in the checkpoint, not in the model")
     return lines
 
 
-def optimizer_differences(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> list[str]:
-    """One line per way in which the stored optimizer does not fit this one. Settings such as lr are no
-    difference: those of the running configuration hold."""
+def optimizer_differences(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+) -> list[str]:
+    """One line per way in which the stored optimizer does not fit this one. Settings such as lr are
+    no difference: those of the running configuration hold."""
     stored = checkpoint.manifest.optimizer
     if not stored:
         return ["the checkpoint holds no optimizer state"]
     lines = []
     if stored.get("class") != type(optimizer).__name__:
-        lines.append(f"optimizer {type(optimizer).__name__} here, {printable(stored.get('class'))} in the checkpoint")
+        lines.append(
+            f"optimizer {type(optimizer).__name__} here, {printable(stored.get('class'))} in the "
+            "checkpoint"
+        )
     trained = set(_trained(model, optimizer))
     before = set(_stored_parameters(checkpoint))
-    lines += [f"{name}: trained here, not trained in the checkpoint" for name in sorted(trained - before)]
-    lines += [f"{printable(name)}: trained in the checkpoint, not trained here" for name in sorted(before - trained)]
+    lines += [
+        f"{name}: trained here, not trained in the checkpoint" for name in sorted(trained - before)
+    ]
+    lines += [
+        f"{printable(name)}: trained in the checkpoint, not trained here"
+        for name in sorted(before - trained)
+    ]
     return lines
 
 
@@ -142,21 +168,33 @@ def _stored_parameters(checkpoint: Checkpoint) -> list[str]:
     groups = checkpoint.manifest.optimizer.get("groups")
     names: list[str] = []
     if not isinstance(groups, list):
-        raise DamagedCheckpointError(f"{checkpoint.folder.label}: the optimizer's groups are no list")
+        raise DamagedCheckpointError(
+            f"{checkpoint.folder.label}: the optimizer's groups are no list"
+        )
     for group in groups:
         listed = group.get("parameters") if isinstance(group, dict) else None
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            raise DamagedCheckpointError(f"{checkpoint.folder.label}: the optimizer's groups do not list parameter names")
+            raise DamagedCheckpointError(
+                f"{checkpoint.folder.label}: the optimizer's groups do not list parameter names"
+            )
         names += listed
     return names
 
 
-def stored_settings(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> list[Settings]:
-    """What the checkpoint says of each parameter group of ``optimizer``. Raises `ConfigError` when that is not one thing."""
+def stored_settings(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+) -> list[Settings]:
+    """What the checkpoint says of each parameter group of ``optimizer``. Raises `ConfigError` when
+    that is not one thing."""
     _stored_parameters(checkpoint)  # the groups are a list of dicts that list parameters
-    stored = [(group.get("settings", {}), group["parameters"]) for group in checkpoint.manifest.optimizer["groups"]]
+    stored = [
+        (group.get("settings", {}), group["parameters"])
+        for group in checkpoint.manifest.optimizer["groups"]
+    ]
     if not all(isinstance(settings, dict) for settings, _ in stored):
-        raise DamagedCheckpointError(f"{checkpoint.folder.label}: the settings of the optimizer's groups are no mapping")
+        raise DamagedCheckpointError(
+            f"{checkpoint.folder.label}: the settings of the optimizer's groups are no mapping"
+        )
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
     settings, problems = match_settings(optimizer, names, stored)
     if problems:
@@ -173,8 +211,8 @@ def list_differences(lines: Sequence[str]) -> str:
 
 
 def _stored_name(name: str, checkpoint: Checkpoint) -> str | None:
-    """Where the checkpoint keeps the model tensor ``name``: under its own name or that of one it was tied
-    to."""
+    """Where the checkpoint keeps the model tensor ``name``: under its own name or that of one it
+    was tied to."""
     if f"model/{name}" in checkpoint.tensors:
         return f"model/{name}"
     other = checkpoint.manifest.tied.get(name)
@@ -182,32 +220,38 @@ def _stored_name(name: str, checkpoint: Checkpoint) -> str | None:
 
 
 def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
-    """`model_differences`; raises `ConfigError` with all of them when there are any and ``strict``."""
+    """`model_differences`; raises `ConfigError` with all of them when there are any and
+    ``strict``."""
     differences = model_differences(model, checkpoint)
     if strict and differences:
         raise ConfigError(
-            f"{checkpoint.folder.label} holds another model than this one:\n{list_differences(differences)}\n"
+            f"{checkpoint.folder.label} holds another model than this "
+            f"one:\n{list_differences(differences)}\n"
             "checkpoint.strict=false loads what fits and leaves the rest as initialized"
         )
     return differences
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
-    """`optimizer_differences`; raises `ConfigError` with all of them when there are any and ``strict``."""
+def check_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool = True
+) -> list[str]:
+    """`optimizer_differences`; raises `ConfigError` with all of them when there are any and
+    ``strict``."""
     differences = optimizer_differences(model, optimizer, checkpoint)
     if strict and differences:
         raise ConfigError(
             f"{checkpoint.folder.label} holds another optimizer than this one:\n"
             f"{list_differences(differences)}\n"
-            "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads what fits"
+            "checkpoint.load=model_only takes the weights alone; checkpoint.strict=false loads "
+            "what fits"
         )
     return differences
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
-    """Fills the parameters and persistent buffers of ``model`` in place, this rank's part of each; no
-    communication.
+    """Fills the parameters and persistent buffers of ``model`` in place, this rank's part of each;
+    no communication.
 
     Values are converted to the dtype they have here. Returns the differences that were passed over.
 
@@ -225,14 +269,18 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) ->
 
 
 @torch.no_grad()
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
-    """Fills the state of ``optimizer`` in place, creating it where it does not exist yet; no communication.
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool = True
+) -> list[str]:
+    """Fills the state of ``optimizer`` in place, creating it where it does not exist yet; no
+    communication.
 
-    Parameter groups keep their settings. Returns the differences that were passed over; a parameter that
-    differs starts with fresh state.
+    Parameter groups keep their settings. Returns the differences that were passed over; a parameter
+    that differs starts with fresh state.
 
     Raises:
-        ConfigError: ``strict`` and the optimizer's class or its parameters differ; every difference is
+        ConfigError: ``strict`` and the optimizer's class or its parameters differ; every difference
+            is
         listed. DamagedCheckpointError: a file is not what the manifest says.
     """
     differences = check_optimizer(model, optimizer, checkpoint, strict)
@@ -261,26 +309,41 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
             if not isinstance(state.get(key), Tensor):
                 state[key] = _new_state(full, key, parameter, group_of[id(parameter)], checkpoint)
             if (shape := checkpoint.tensors[full].shape) != tuple(state[key].shape):
-                raise ConfigError(f"{full}: {list(state[key].shape)} here, {list(shape)} in the checkpoint")
+                raise ConfigError(
+                    f"{full}: {list(state[key].shape)} here, {list(shape)} in the checkpoint"
+                )
             _fill(state[key], full, checkpoint)
         if isinstance(plain, dict):
-            known = {k: v for k, v in plain.items() if isinstance(v, SCALARS) and not isinstance(state.get(k), Tensor)}
+            known = {
+                k: v
+                for k, v in plain.items()
+                if isinstance(v, SCALARS) and not isinstance(state.get(k), Tensor)
+            }
             state.update(known)
     return differences
 
 
-def _new_state(full: str, key: str, parameter: Tensor, group: dict[str, Any], checkpoint: Checkpoint) -> Tensor:
-    """An empty tensor as the optimizer itself would make it: like the parameter, or a scalar beside it.
+def _new_state(
+    full: str, key: str, parameter: Tensor, group: dict[str, Any], checkpoint: Checkpoint
+) -> Tensor:
+    """An empty tensor as the optimizer itself would make it: like the parameter, or a scalar beside
+    it.
 
-    A fused or capturable optimizer keeps its step count on the parameter's device, any other on CPU.
+    A fused or capturable optimizer keeps its step count on the parameter's device, any other on
+    CPU.
     """
     stored = checkpoint.tensors[full]
     if stored.shape == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
     if stored.shape != () and stored.shape != (1,):
-        raise ConfigError(f"{full} of shape {list(stored.shape)}: how it is split is unknown before the first step")
+        raise ConfigError(
+            f"{full} of shape {list(stored.shape)}: how it is split is unknown before the first "
+            "step"
+        )
     on_device = group.get("fused") or group.get("capturable")
-    return torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=parameter.device if on_device else "cpu")
+    return torch.zeros(
+        stored.shape, dtype=DTYPES[stored.dtype], device=parameter.device if on_device else "cpu"
+    )
 
 
 def _fill(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
@@ -291,5 +354,6 @@ def _fill(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
 
 
 def stored_names(checkpoint: Checkpoint, kinds: Iterable[str]) -> list[str]:
-    """The names of stored tensors of the given kinds (``model``, ``optimizer``, ``rng``), in order."""
+    """The names of stored tensors of the given kinds (``model``, ``optimizer``, ``rng``), in
+    order."""
     return [name for name in checkpoint.tensors if name.partition("/")[0] in set(kinds)]

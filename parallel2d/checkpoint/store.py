@@ -1,15 +1,16 @@
-"""The folder of all checkpoints of a run: a new one written and published, old ones retired, damaged ones
-moved aside.
+"""The folder of all checkpoints of a run: a new one written and published, old ones retired,
+damaged ones moved aside.
 
 Blocks of bytes flow in; complete ``step-00000100`` folders appear. Two stores, one contract:
 
-[Note: atomic publication] A checkpoint is written where no reader looks. On a file system that renames, that
-is a sibling folder ``.saving-...``: every file is flushed to the disk and read back, the manifest comes last,
-the folder is flushed, and one rename makes it ``step-N``; the parent is flushed too. Object stores cannot
-rename: there the files go to their final place and the manifest, written last, is the publication, since a
-folder without one is not a checkpoint. Deletion runs the other way round: out of the readers' sight by one
-rename (or by deleting the manifest first), then file by file. So whatever is killed and when, a reader sees
-only complete checkpoints, and nothing is ever written over.
+[Note: atomic publication] A checkpoint is written where no reader looks. On a file system that
+renames, that is a sibling folder ``.saving-...``: every file is flushed to the disk and read back,
+the manifest comes last, the folder is flushed, and one rename makes it ``step-N``; the parent is
+flushed too. Object stores cannot rename: there the files go to their final place and the manifest,
+written last, is the publication, since a folder without one is not a checkpoint. Deletion runs the
+other way round: out of the readers' sight by one rename (or by deleting the manifest first), then
+file by file. So whatever is killed and when, a reader sees only complete checkpoints, and nothing
+is ever written over.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def open_store(root: str) -> Store:
 
 
 def find_checkpoint(path: str) -> str:
-    """The checkpoint folder that ``path`` means: itself, or the newest of a run directory or ``checkpoints``
-    folder."""
+    """The checkpoint folder that ``path`` means: itself, or the newest of a run directory or
+    ``checkpoints`` folder."""
     if os.path.isfile(path):
         return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
@@ -97,7 +98,11 @@ class LocalStore:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return []
-        found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and name == step_name(int(match[1]))]
+        found = [
+            int(match[1])
+            for name in names
+            if (match := _STEP.fullmatch(name)) and name == step_name(int(match[1]))
+        ]
         return sorted(found)
 
     def path_of(self, step: int) -> str:
@@ -111,14 +116,17 @@ class LocalStore:
         return place
 
     def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
-        """Writes, flushes, drops from the page cache and reads back: what is counted as written is what the
-        disk returns."""
+        """Writes, flushes, drops from the page cache and reads back: what is counted as written is
+        what the disk returns."""
         digest, size = hashlib.sha256(), 0
-        descriptor = os.open(os.path.join(place, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            os.path.join(place, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+        )
         with os.fdopen(descriptor, "rb+", buffering=0) as file:
             for block in blocks:
                 view = memoryview(block)
-                for begin in range(0, len(view), 2**24):  # small enough to overlap hashing with the disk's own work
+                # small enough to overlap hashing with the disk's own work
+                for begin in range(0, len(view), 2**24):
                     piece = view[begin : begin + 2**24]
                     digest.update(piece)
                     while len(piece):
@@ -138,8 +146,8 @@ class LocalStore:
     def publish(self, place: str, step: int, manifest: bytes) -> None:
         self.write(place, MANIFEST, [manifest])
         flush_folder(place)
-        # Renaming onto an existing folder would succeed silently only when that is empty; any other is an
-        # error here.
+        # Renaming onto an existing folder would succeed silently only when that is empty; any other
+        # is an error here.
         if os.path.lexists(self.path_of(step)):
             raise CheckpointError(f"{step_name(step)} exists already")
         os.rename(place, self.path_of(step))
@@ -164,7 +172,11 @@ class LocalStore:
 
     def sweep(self) -> list[str]:
         try:
-            names = [name for name in os.listdir(self.root) if name.startswith((".saving-", ".deleting-", ".shared-"))]
+            names = [
+                name
+                for name in os.listdir(self.root)
+                if name.startswith((".saving-", ".deleting-", ".shared-"))
+            ]
         except FileNotFoundError:
             return []
         for name in names:
@@ -178,7 +190,8 @@ class LocalStore:
 
 
 class RemoteStore:
-    """Behind fsspec, where folders cannot be renamed: the manifest, written last, is the publication."""
+    """Behind fsspec, where folders cannot be renamed: the manifest, written last, is the
+    publication."""
 
     def __init__(self, root: str) -> None:
         import fsspec
@@ -199,7 +212,9 @@ class RemoteStore:
         return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed]
 
     def steps(self) -> list[int]:
-        found = [(int(match[1]), name) for name in self._folders() if (match := _STEP.fullmatch(name))]
+        found = [
+            (int(match[1]), name) for name in self._folders() if (match := _STEP.fullmatch(name))
+        ]
         return sorted(
             step for step, name in found
             if name == step_name(step) and self.filesystem.exists(f"{self._path}/{name}/{MANIFEST}")
@@ -244,9 +259,12 @@ class RemoteStore:
             self.filesystem.rm(path, recursive=True)
 
     def move_aside(self, step: int) -> str:
-        """Copies the files, then deletes the old ones, manifest first: the best an object store can do."""
+        """Copies the files, then deletes the old ones, manifest first: the best an object store can
+        do."""
         source, number = f"{self._path}/{step_name(step)}", 1
-        while self.filesystem.exists(f"{self._path}/{(name := f'aside-{step_name(step)}-{number}')}"):
+        while self.filesystem.exists(
+            f"{self._path}/{(name := f'aside-{step_name(step)}-{number}')}"
+        ):
             number += 1
         self.filesystem.makedirs(f"{self._path}/{name}", exist_ok=True)
         for path in self.filesystem.find(source):
@@ -258,12 +276,14 @@ class RemoteStore:
         self._remove(f"{self._path}/{step_name(step)}")
 
     def sweep(self) -> list[str]:
-        """Removes folders without a manifest; a save in progress looks like one, so only before and between
-        saves."""
+        """Removes folders without a manifest; a save in progress looks like one, so only before and
+        between saves."""
         found = [
-            name for name in self._folders()
-            if _STEP.fullmatch(name) and not self.filesystem.exists(f"{self._path}/{name}/{MANIFEST}")
-        ]  # fmt: skip
+            name
+            for name in self._folders()
+            if _STEP.fullmatch(name)
+            and not self.filesystem.exists(f"{self._path}/{name}/{MANIFEST}")
+        ]
         for name in found:
             self.discard(f"{self._path}/{name}")
         return found

@@ -1,10 +1,11 @@
 """One safetensors file: its header written, parsed and checked, its tensors read by byte range.
 
-Named tensors flow in and blocks of bytes flow out; or a `ByteSource` flows in and views of its tensors flow
-out. The format is safetensors (8 bytes of header length, a JSON header, packed values): data only, so reading
-it can run nothing. It is written here rather than through the library because blocks must be hashed on their
-way to any storage, and read here because a rank wants ranges of rows, from local files and object stores
-alike. Every number in a header is treated as hostile.
+Named tensors flow in and blocks of bytes flow out; or a `ByteSource` flows in and views of its
+tensors flow out. The format is safetensors (8 bytes of header length, a JSON header, packed
+values): data only, so reading it can run nothing. It is written here rather than through the
+library because blocks must be hashed on their way to any storage, and read here because a rank
+wants ranges of rows, from local files and object stores alike. Every number in a header is treated
+as hostile.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ MAX_NAME = 1024
 
 @sendable
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that is incomplete, altered, or not what its manifest says. The message names the file and
-    the fault."""
+    """A checkpoint that is incomplete, altered, or not what its manifest says. The message names
+    the file and the fault."""
 
 
 class ByteSource(Protocol):
-    """A file of ``size`` bytes. ``buffer`` returns a writable buffer with the bytes ``begin`` to ``end``."""
+    """A file of ``size`` bytes. ``buffer`` returns a writable buffer with the bytes ``begin`` to
+    ``end``."""
 
     size: int
 
@@ -63,8 +65,8 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: dtype by safetensors name, shape, and its bytes counted from the start of the
-    file."""
+    """A tensor in a file: dtype by safetensors name, shape, and its bytes counted from the start of
+    the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,26 +77,35 @@ class Entry:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The values of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().reshape(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # a single value counts as contiguous whatever its stride
+    # a single value counts as contiguous whatever its stride
+    flat = flat.as_strided(flat.shape, (1,))
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
-def encode_header(entries: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None) -> bytes:
+def encode_header(
+    entries: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None
+) -> bytes:
     """The head of a file whose tensors, (name, dtype name, shape), follow packed in this order."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for name, dtype, shape in entries:
         size = math.prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
         position += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def encode(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """Yields the blocks of a file that holds ``tensors`` (contiguous, on CPU), widest dtypes first so that
-    each is aligned."""
+def encode(
+    tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yields the blocks of a file that holds ``tensors`` (contiguous, on CPU), widest dtypes first
+    so that each is aligned."""
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     yield encode_header(((name, DTYPE_NAMES[t.dtype], t.shape) for name, t in ordered), metadata)
     for _, tensor in ordered:
@@ -102,7 +113,8 @@ def encode(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | Non
 
 
 def is_size(value: Any) -> bool:
-    """A whole number that can be a size or an offset: not negative, below 2**63; ``true`` is none."""
+    """A whole number that can be a size or an offset: not negative, below 2**63; ``true`` is
+    none."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -130,53 +142,76 @@ def check_description(name: Any, dtype: Any, shape: Any, what: str) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise DamagedCheckpointError(f"{what}: {printable(name)!r} cannot be a tensor's name")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise DamagedCheckpointError(f"{what}: {printable(name)} has the unknown dtype {printable(dtype)!r}")
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} has the unknown dtype {printable(dtype)!r}"
+        )
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(is_size, shape)):
-        raise DamagedCheckpointError(f"{what}: {printable(name)} has the impossible shape {printable(shape)}")
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} has the impossible shape {printable(shape)}"
+        )
     if math.prod(shape) * DTYPES[dtype].itemsize >= 2**63:
-        raise DamagedCheckpointError(f"{what}: {printable(name)} of shape {printable(shape)} is larger than any memory")
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} of shape {printable(shape)} is larger than any memory"
+        )
 
 
 def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
     """The tensors of a safetensors file by name.
 
-    Raises `DamagedCheckpointError`, naming ``what``, unless the header is one that a correct writer makes:
-    known dtypes, sizes that follow from shapes, ranges that fill the file from the header's end to its own
-    end without holes or overlap.
+    Raises `DamagedCheckpointError`, naming ``what``, unless the header is one that a correct writer
+    makes: known dtypes, sizes that follow from shapes, ranges that fill the file from the header's
+    end to its own end without holes or overlap.
     """
     if source.size < 8:
-        raise DamagedCheckpointError(f"{what}: {source.size} bytes are too few for a safetensors file")
+        raise DamagedCheckpointError(
+            f"{what}: {source.size} bytes are too few for a safetensors file"
+        )
     (length,) = struct.unpack("<Q", bytes(source.buffer(0, 8)))
     if length > MAX_HEADER_BYTES or 8 + length > source.size:
-        raise DamagedCheckpointError(f"{what}: a header of {length} bytes does not fit a file of {source.size} bytes")
+        raise DamagedCheckpointError(
+            f"{what}: a header of {length} bytes does not fit a file of {source.size} bytes"
+        )
     header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
     header.pop("__metadata__", None)
     base = 8 + length
     found: dict[str, Entry] = {}
     for name, item in header.items():
         if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
-            raise DamagedCheckpointError(f"{what}: {printable(name)} is not described by dtype, shape and data_offsets")
+            raise DamagedCheckpointError(
+                f"{what}: {printable(name)} is not described by dtype, shape and data_offsets"
+            )
         check_description(name, item["dtype"], item["shape"], what)
         offsets = item["data_offsets"]
         if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-            raise DamagedCheckpointError(f"{what}: {printable(name)} has the impossible offsets {printable(offsets)}")
+            raise DamagedCheckpointError(
+                f"{what}: {printable(name)} has the impossible offsets {printable(offsets)}"
+            )
         size = math.prod(item["shape"]) * DTYPES[item["dtype"]].itemsize
         if offsets[1] - offsets[0] != size:
-            raise DamagedCheckpointError(f"{what}: {printable(name)} needs {size} bytes, its offsets are {printable(offsets)}")
-        found[name] = Entry(item["dtype"], tuple(item["shape"]), base + offsets[0], base + offsets[1])
+            raise DamagedCheckpointError(
+                f"{what}: {printable(name)} needs {size} bytes, its offsets are "
+                f"{printable(offsets)}"
+            )
+        found[name] = Entry(
+            item["dtype"], tuple(item["shape"]), base + offsets[0], base + offsets[1]
+        )
     position = base
     for entry in sorted(found.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
-            raise DamagedCheckpointError(f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}")
+            raise DamagedCheckpointError(
+                f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}"
+            )
         position = entry.end
     if position != source.size:
-        raise DamagedCheckpointError(f"{what}: its tensors end at byte {position}, the file at byte {source.size}")
+        raise DamagedCheckpointError(
+            f"{what}: its tensors end at byte {position}, the file at byte {source.size}"
+        )
     return found
 
 
 def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:
-    """Rows ``begin`` to ``end`` of dim 0 of a tensor, as a CPU tensor over the source's own memory where that
-    is mapped.
+    """Rows ``begin`` to ``end`` of dim 0 of a tensor, as a CPU tensor over the source's own memory
+    where that is mapped.
 
     A scalar counts as one row and comes back as a scalar. The tensor must not be written to.
     """

@@ -1,10 +1,10 @@
 """``torch.save`` files, one tensor in memory at a time.
 
-A nested dict of descriptions flows in and a file that ``torch.load(weights_only=True)`` reads flows out, and
-the other way round. The file is first written with its structure only, the values left as holes; then each
-tensor's bytes are put in their place and the archive's checksums are made true. Reading unpickles with
-PyTorch's weights-only reader, which builds tensors and plain containers and refuses all else, and under fake
-tensors, so that values are read by range afterwards.
+A nested dict of descriptions flows in and a file that ``torch.load(weights_only=True)`` reads flows
+out, and the other way round. The file is first written with its structure only, the values left as
+holes; then each tensor's bytes are put in their place and the archive's checksums are made true.
+Reading unpickles with PyTorch's weights-only reader, which builds tensors and plain containers and
+refuses all else, and under fake tensors, so that values are read by range afterwards.
 """
 
 from __future__ import annotations
@@ -28,18 +28,32 @@ from parallel2d.config import ConfigError
 
 _LONGEST_NAME, _LONGEST_TEXT = 500, 1 << 24
 _DEEPEST = 20  # tuples in each other
-_REFUSED = ("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "DUP", "NEXT_BUFFER")
+_REFUSED = (
+    "INST",
+    "OBJ",
+    "NEWOBJ",
+    "NEWOBJ_EX",
+    "STACK_GLOBAL",
+    "EXT1",
+    "EXT2",
+    "EXT4",
+    "DUP",
+    "NEXT_BUFFER",
+)
 _ALLOWED = re.compile(
-    r"collections OrderedDict|torch\._utils _rebuild_(tensor|tensor_v2|parameter|parameter_with_state)|torch\.storage \w*Storage"
+    r"collections OrderedDict|torch\._utils "
+    r"_rebuild_(tensor|tensor_v2|parameter|parameter_with_state)|torch\.storage \w*Storage"
     r"|torch (Size|device|\w+Storage|b?float\w*|u?int\d+|bool|complex\d+)"
 )
-_PICKLES_OF_A_STREAM = 5  # a magic number, a version, facts about the system, the content, the keys of its storages
-_REPEATED, _SMALL = 4, 2**20  # how many times a value may be seen through views, and bytes that are no matter
+# a magic number, a version, facts about the system, the content, the keys of its storages
+_PICKLES_OF_A_STREAM = 5
+# how many times a value may be seen through views, and bytes that are no matter
+_REPEATED, _SMALL = 4, 2**20
 
 
 class TorchWriter:
-    """Writes ``content`` to ``path``; ``hole(dtype, shape)`` makes the tensors in it, `fill` gives them
-    values."""
+    """Writes ``content`` to ``path``; ``hole(dtype, shape)`` makes the tensors in it, `fill` gives
+    them values."""
 
     def __init__(self, path: str) -> None:
         self.path, self._mode = path, FakeTensorMode()
@@ -51,8 +65,8 @@ class TorchWriter:
             return torch.empty(shape, dtype=dtype)
 
     def begin(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Writes the file with holes; returns ``content`` as a reader sees it, tensors knowing their place in
-        the file."""
+        """Writes the file with holes; returns ``content`` as a reader sees it, tensors knowing
+        their place in the file."""
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(content, self.path)
         with FakeTensorMode():
@@ -70,7 +84,8 @@ class TorchWriter:
         self._checksums[offset] = zlib.crc32(data)
 
     def finish(self) -> None:
-        """Puts the true checksums into the archive's two directories and flushes the file to the disk."""
+        """Puts the true checksums into the archive's two directories and flushes the file to the
+        disk."""
         with zipfile.ZipFile(self.path) as archive:
             entries, directory = archive.infolist(), archive.start_dir
         with open(self.path, "r+b") as file:
@@ -119,8 +134,9 @@ class _Bounded:
 
 
 def _walk(file: Any) -> None:
-    """Follows a pickle without building anything. Raises ValueError for what torch.save does not write for weights: other names than
-    those of tensors and containers, and tuples of tuples so deep that hashing one takes for ever."""
+    """Follows a pickle without building anything. Raises ValueError for what torch.save does not
+    write for weights: other names than those of tensors and containers, and tuples of tuples so
+    deep that hashing one takes for ever."""
     stack: list[int | None] = []  # how deep each tuple is, 0 for all else; None: a mark
     memo: dict[Any, int | None] = {}
     for operation, argument, _ in pickletools.genops(file):
@@ -178,11 +194,19 @@ class TorchReader:
                     self.content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch's reader raises whatever it stumbles over
             # Its advice to load the file with weights_only=False is not passed on.
-            first = printable(str(error).splitlines()[0].split(". In PyTorch")[0] if str(error) else type(error).__name__, 200)
-            raise ConfigError(f"{self.label} is not a file of weights alone, and is not loaded: {first}") from None
+            first = printable(
+                str(error).splitlines()[0].split(". In PyTorch")[0]
+                if str(error)
+                else type(error).__name__,
+                200,
+            )
+            raise ConfigError(
+                f"{self.label} is not a file of weights alone, and is not loaded: {first}"
+            ) from None
 
     def _is_archive(self) -> bool:
-        """torch.save compresses nothing, so what is read is no larger than the file. Raises `ConfigError` for another archive."""
+        """torch.save compresses nothing, so what is read is no larger than the file. Raises
+        `ConfigError` for another archive."""
         try:
             with open(self.path, "rb") as file:
                 if file.read(4) != b"PK\x03\x04":  # as torch decides it
@@ -191,8 +215,14 @@ class TorchReader:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
             raise ConfigError(f"{self.label} is a damaged archive: {printable(error)}") from None
-        if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries):
-            raise ConfigError(f"{self.label} is a compressed archive, which torch.save does not write, and is not unpacked")
+        if any(
+            entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
+            for entry in entries
+        ):
+            raise ConfigError(
+                f"{self.label} is a compressed archive, which torch.save does not write, and is "
+                "not unpacked"
+            )
         if len({entry.filename.lower() for entry in entries}) < len(entries):
             raise ConfigError(f"{self.label} has two entries of one name")
         if sum(entry.file_size for entry in entries) > self._size:
@@ -200,8 +230,9 @@ class TorchReader:
         return True
 
     def _scan(self) -> None:
-        """Walks through the pickles without building anything. Raises `ConfigError` for what is none, and for names that are longer than
-        any: torch takes minutes to say that it does not know one of 50,000 characters."""
+        """Walks through the pickles without building anything. Raises `ConfigError` for what is
+        none, and for names that are longer than any: torch takes minutes to say that it does not
+        know one of 50,000 characters."""
         try:
             if self._streamed:
                 with zipfile.ZipFile(self.path) as archive:
@@ -214,33 +245,55 @@ class TorchReader:
                     for _ in range(_PICKLES_OF_A_STREAM):
                         _walk(_Bounded(file))
         except Exception as error:  # pickletools raises whatever it stumbles over
-            raise ConfigError(f"{self.label} is not a file of weights alone, and is not loaded: {printable(error)}") from None
+            raise ConfigError(
+                f"{self.label} is not a file of weights alone, and is not loaded: "
+                f"{printable(error)}"
+            ) from None
 
     def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `ConfigError` for tensors that are not plain values, and when all together are several times as large as the file:
-        views that repeat its values."""
+        """Raises `ConfigError` for tensors that are not plain values, and when all together are
+        several times as large as the file: views that repeat its values."""
         for name, tensor in tensors.items():
-            if tensor.layout != torch.strided or tensor.is_quantized or (tensor.is_meta and not self._streamed):
-                raise ConfigError(f"{self.label}: {printable(name)} is no plain tensor but {tensor.layout} on {tensor.device}")
+            if (
+                tensor.layout != torch.strided
+                or tensor.is_quantized
+                or (tensor.is_meta and not self._streamed)
+            ):
+                raise ConfigError(
+                    f"{self.label}: {printable(name)} is no plain tensor but {tensor.layout} on "
+                    f"{tensor.device}"
+                )
             if self._streamed and tensor.numel() and _offset(tensor) is None:
                 raise ConfigError(f"{self.label}: {printable(name)} has no values in the file")
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if total > _REPEATED * self._size + _SMALL:
             raise ConfigError(
-                f"{self.label} has {self._size} bytes, and its tensors would take {total}: they repeat their values (expand); "
+                f"{self.label} has {self._size} bytes, and its tensors would take {total}: they "
+                "repeat their values (expand); "
                 "save them with .contiguous() if that is meant"
             )
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of a tensor found in ``content``."""
         if not self._streamed or not tensor.numel():
-            return tensor.resolve_conj().resolve_neg() if not self._streamed else torch.empty(tensor.shape, dtype=tensor.dtype)
+            return (
+                tensor.resolve_conj().resolve_neg()
+                if not self._streamed
+                else torch.empty(tensor.shape, dtype=tensor.dtype)
+            )
         begin = _offset(tensor)
         assert begin is not None
         size, item = tensor.untyped_storage().nbytes(), tensor.element_size()
         strides, first = tensor.stride(), int(tensor.storage_offset())
-        last = int(first) + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
-        if begin < 0 or (last + 1) * item > size or begin + size > self._size or min(strides, default=0) < 0:
+        last = int(first) + sum(
+            (length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)
+        )
+        if (
+            begin < 0
+            or (last + 1) * item > size
+            or begin + size > self._size
+            or min(strides, default=0) < 0
+        ):
             raise DamagedCheckpointError(f"{self.label}: a tensor reaches outside of the file")
         with open(self.path, "rb") as file:
             file.seek(begin + first * item)
@@ -253,8 +306,12 @@ class TorchReader:
 def tensors_of(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of a dict of tensors. Raises `ConfigError` for anything else in it."""
     if not isinstance(content, dict):
-        raise ConfigError(f"a file of weights holds a dict of tensors, this one a {type(content).__name__}")
+        raise ConfigError(
+            f"a file of weights holds a dict of tensors, this one a {type(content).__name__}"
+        )
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ConfigError(f"{prefix}{printable(name)} is a {type(value).__name__}, not a tensor")
+            raise ConfigError(
+                f"{prefix}{printable(name)} is a {type(value).__name__}, not a tensor"
+            )
         yield prefix + name, value

@@ -1,11 +1,12 @@
 """The words every room shares: typed configuration and its validation.
 
-Plain dataclasses flow out of here and nothing flows in. They are usable without Hydra (``ParallelConfig(strategy=...)`` in
-somebody's own loop) and are the schema that Hydra composes against at the door (``train.py``). Each field's comment gives
-its consequence; what may not be is in `validation.py`.
+Plain dataclasses flow out of here and nothing flows in. They are usable without Hydra
+(``ParallelConfig(strategy=...)`` in somebody's own loop) and are the schema that Hydra composes
+against at the door (``train.py``). Each field's comment gives its consequence; what may not be is
+in `validation.py`.
 
-In the order in which they build on each other: `options.py`, `parallel.py` (how), `content.py` (what), `job.py` (all of it). None imports
-torch or Hydra.
+In the order in which they build on each other: `options.py`, `parallel.py` (how), `content.py`
+(what), `job.py` (all of it). None imports torch or Hydra.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A whole job: its optimizer, loop, metrics, checkpoints and launch, and `TrainConfig`, which holds everything."""
+"""A whole job: its optimizer, loop, metrics, checkpoints and launch, and `TrainConfig`, which holds
+everything."""
 
 from __future__ import annotations
 
@@ -24,30 +25,42 @@ OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
 
 @dataclass
 class OptimizerConfig:
-    """How gradients become updates. Weight decay acts on matrices only, never on norms and biases, unless ``groups`` says so.
+    """How gradients become updates. Weight decay acts on matrices only, never on norms and biases,
+    unless ``groups`` says so.
 
-    ``adamw``, ``adam``, ``sgd``: elementwise, nothing is sent. ``adafactor``: row and column statistics instead of a second moment per
-    element; sends those. ``muon``: hidden matrices by Muon, which gathers each one in bf16; embeddings, head, norms, biases by AdamW.
+    ``adamw``, ``adam``, ``sgd``: elementwise, nothing is sent. ``adafactor``: row and column
+    statistics instead of a second moment per element; sends those. ``muon``: hidden matrices by
+    Muon, which gathers each one in bf16; embeddings, head, norms, biases by AdamW.
     """
 
     name: str = option("adamw", choices=OPTIMIZER_NAMES)
     lr: float = option(1e-3, above=0)
     betas: list[float] = option([0.9, 0.95])  # adamw, adam, and muon's AdamW
     eps: float = option(1e-8, above=0)  # the same
-    weight_decay: float = option(0.1, minimum=0)  # decoupled, but with adam and sgd, where it is added to the gradient
-    clip_norm: float = option(1.0, above=0, infinite=True)  # global 2-norm of the gradient; inf: never clipped, still measured
-    # {pattern: of canonical names, with any of lr_scale, weight_decay, and with muon algorithm (muon, adamw)}; the first match counts
+    # decoupled, but with adam and sgd, where it is added to the gradient
+    weight_decay: float = option(0.1, minimum=0)
+    # global 2-norm of the gradient; inf: never clipped, still measured
+    clip_norm: float = option(1.0, above=0, infinite=True)
+    # {pattern: of canonical names, with any of lr_scale, weight_decay, and with muon algorithm
+    # (muon, adamw)}; the first match counts
     groups: list[Any] = option([])
-    # fused: one kernel per dtype and device; foreach: one per operation; loop: one per operation and parameter, least memory
-    implementation: str = option("fused", choices=("fused", "foreach", "loop"))  # sgd: foreach or loop
-    amsgrad: bool = False  # adamw, adam: divides by the largest second moment so far; a third more optimizer state
+    # fused: one kernel per dtype and device; foreach: one per operation; loop: one per operation
+    # and parameter, least memory
+    # sgd: foreach or loop
+    implementation: str = option("fused", choices=("fused", "foreach", "loop"))
+    # adamw, adam: divides by the largest second moment so far; a third more optimizer state
+    amsgrad: bool = False
     momentum: float = option(0.9, minimum=0, maximum=1)  # sgd (0: no state at all), muon
     nesterov: bool = False  # sgd, muon
-    beta2_decay: float = option(-0.8, maximum=0)  # adafactor: the second moment forgets with 1 - step ** beta2_decay
-    clip_threshold: float = option(1.0, minimum=1)  # adafactor: largest root mean square of an update before the rate
-    # muon: match_rms_adamw scales updates to the size of AdamW's, so that one lr serves both; original wants about 20 times the lr
+    # adafactor: the second moment forgets with 1 - step ** beta2_decay
+    beta2_decay: float = option(-0.8, maximum=0)
+    # adafactor: largest root mean square of an update before the rate
+    clip_threshold: float = option(1.0, minimum=1)
+    # muon: match_rms_adamw scales updates to the size of AdamW's, so that one lr serves both;
+    # original wants about 20 times the lr
     adjust_lr: str = option("match_rms_adamw", choices=("match_rms_adamw", "original"))
-    newton_schulz_steps: int = option(5, minimum=1, maximum=99)  # muon: matrix products per update, 3 each
+    # muon: matrix products per update, 3 each
+    newton_schulz_steps: int = option(5, minimum=1, maximum=99)
 
 
 OPTIMIZERS = {
@@ -61,12 +74,14 @@ OPTIMIZERS = {
 
 @dataclass
 class SchedulerConfig:
-    """The learning rate as a function of the step alone: linear warm-up, then the named shape down to ``floor`` · lr."""
+    """The learning rate as a function of the step alone: linear warm-up, then the named shape down
+    to ``floor`` · lr."""
 
     name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = option(0, minimum=0)
     floor: float = option(0.1, minimum=0, maximum=1)  # share of lr that is left at the last step
-    decay_fraction: float = option(0.2, above=0, maximum=1)  # wsd: the last part of the run in which it decays
+    # wsd: the last part of the run in which it decays
+    decay_fraction: float = option(0.2, above=0, maximum=1)
 
 
 @dataclass
@@ -76,12 +91,15 @@ class LoopConfig:
     steps: int = option(300, minimum=1)
     seed: int = option(0, minimum=0, maximum=2**63 - 1)
     global_batch_size: int = option(32, minimum=1)
-    micro_batch_size: int | str = option("auto", minimum=1, auto=True)  # per rank; auto: largest divisor up to 8
+    # per rank; auto: largest divisor up to 8
+    micro_batch_size: int | str = option("auto", minimum=1, auto=True)
     seq_len: int = option(128, minimum=1)  # tokens of a sequence; images have none
     validate_every: int = option(100, minimum=0)  # steps; 0: never
     validate_batches: int = option(4, minimum=1)  # global batches per validation
-    max_skipped_steps: int = option(20, minimum=1)  # non-finite steps in a row before the run ends with an error
-    gc_every: int = option(100, minimum=1)  # steps between collections, on all ranks at once, instead of at random
+    # non-finite steps in a row before the run ends with an error
+    max_skipped_steps: int = option(20, minimum=1)
+    # steps between collections, on all ranks at once, instead of at random
+    gc_every: int = option(100, minimum=1)
     deterministic: bool = False  # torch.use_deterministic_algorithms; slower on GPU
 
 
@@ -90,15 +108,20 @@ class MetricsConfig:
     """What is written and shown."""
 
     log_every: int = option(1, minimum=1)  # steps; losses in between are reduced all the same
-    console: str = option("rich", choices=("rich", "plain", "silent"))  # rich falls back to plain off a terminal
+    # rich falls back to plain off a terminal
+    console: str = option("rich", choices=("rich", "plain", "silent"))
     tensorboard: bool = True
-    memory_history: bool = False  # on GPU: the snapshot that an out-of-memory leaves tells where blocks came from
-    communication: bool = True  # count bytes, calls and seconds per mesh axis; false: nothing is wrapped, stragglers by CPU time
+    # on GPU: the snapshot that an out-of-memory leaves tells where blocks came from
+    memory_history: bool = False
+    # count bytes, calls and seconds per mesh axis; false: nothing is wrapped, stragglers by CPU
+    # time
+    communication: bool = True
 
 
 @dataclass
 class ProfileConfig:
-    """Traces of a few steps: ``profile.steps=[10,13]`` writes ``traces/rank-N-steps-10-13.json``. Those steps run slower."""
+    """Traces of a few steps: ``profile.steps=[10,13]`` writes ``traces/rank-N-steps-10-13.json``.
+    Those steps run slower."""
 
     steps: list[int] = option([])  # the first and the last step that is traced; empty: none
     ranks: list[int] = option([0])  # that are traced; empty: all
@@ -106,64 +129,96 @@ class ProfileConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the run saves, what it keeps, where it resumes. The loop waits for a copy to CPU memory only, once per save."""
+    """When the run saves, what it keeps, where it resumes. The loop waits for a copy to CPU memory
+    only, once per save."""
 
     enabled: bool = True  # false: nothing is saved; resume still works
-    every: int = option(100, minimum=0)  # steps; 0: not by steps. A killed run loses at most this many
-    every_minutes: float = option(0.0, minimum=0)  # minutes, beside `every`; 0: not by time. Rank 0's clock decides
-    on_first_step: bool = False  # save after the first step of this process: finds out at once whether saving works
-    asynchronous: bool = True  # false: the loop waits until the checkpoint is on disk; saves one copy in CPU memory at most
-    keep_last: int = option(3, minimum=0)  # newest checkpoints that are kept; 0: all. Each costs 3x the parameters with AdamW
+    # steps; 0: not by steps. A killed run loses at most this many
+    every: int = option(100, minimum=0)
+    # minutes, beside `every`; 0: not by time. Rank 0's clock decides
+    every_minutes: float = option(0.0, minimum=0)
+    # save after the first step of this process: finds out at once whether saving works
+    on_first_step: bool = False
+    # false: the loop waits until the checkpoint is on disk; saves one copy in CPU memory at most
+    asynchronous: bool = True
+    # newest checkpoints that are kept; 0: all. Each costs 3x the parameters with AdamW
+    keep_last: int = option(3, minimum=0)
     keep_every: int = option(0, minimum=0)  # steps: multiples of it are never deleted; 0: none
-    max_failures: int = option(3, minimum=1)  # saves in a row that may fail before the run ends with an error
-    # Steps between copies of the state in each node's shared memory, so that restarted workers lose these steps at most instead of
-    # `every`; 0: none. Costs 2x a node's share of the state in /dev/shm. auto: 10 where workers are restarted (TORCHELASTIC_MAX_RESTARTS
-    # above 0). With two replicas it covers lost nodes, with one lost workers
+    # saves in a row that may fail before the run ends with an error
+    max_failures: int = option(3, minimum=1)
+    # Steps between copies of the state in each node's shared memory, so that restarted workers lose
+    # these steps at most instead of `every`; 0: none. Costs 2x a node's share of the state in
+    # /dev/shm. auto: 10 where workers are restarted (TORCHELASTIC_MAX_RESTARTS above 0). With two
+    # replicas it covers lost nodes, with one lost workers
     memory_every: int | str = option("auto", minimum=0, auto=True)
-    folder: str | None = None  # default: checkpoints/ in the run dir; any path or fsspec address (s3://bucket/run)
-    resume: str = "auto"  # auto: the newest sound one of this run dir; never: start afresh; or the path of a checkpoint
-    load: str = option("all", choices=("all", "model_only"))  # model_only: weights alone, the optimizer starts fresh
-    strict: bool = True  # false: names and shapes that differ are passed over, and listed, instead of refused
+    # default: checkpoints/ in the run dir; any path or fsspec address (s3://bucket/run)
+    folder: str | None = None
+    # auto: the newest sound one of this run dir; never: start afresh; or the path of a checkpoint
+    resume: str = "auto"
+    # model_only: weights alone, the optimizer starts fresh
+    load: str = option("all", choices=("all", "model_only"))
+    # false: names and shapes that differ are passed over, and listed, instead of refused
+    strict: bool = True
 
 
 @dataclass
 class LaunchConfig:
-    """Starting workers when not under torchrun or srun: on this machine, or on every node where the same command is started."""
+    """Starting workers when not under torchrun or srun: on this machine, or on every node where the
+    same command is started."""
 
-    nproc_per_node: int | str = option("auto", minimum=1, auto=True)  # auto: one per GPU, 4 on a machine without
-    # Nodes of the job; a range such as 2:4 lets it go on with fewer and grow again, with the same global batch and loss curve
+    # auto: one per GPU, 4 on a machine without
+    nproc_per_node: int | str = option("auto", minimum=1, auto=True)
+    # Nodes of the job; a range such as 2:4 lets it go on with fewer and grow again, with the same
+    # global batch and loss curve
     nnodes: int | str = 1
-    rdzv_endpoint: str | None = None  # HOST:PORT where nodes meet: an address of one of them, or of a store outside of them
-    # Tells jobs apart that meet at the same endpoint at the same time; needed where the store runs outside of the nodes
+    # HOST:PORT where nodes meet: an address of one of them, or of a store outside of them
+    rdzv_endpoint: str | None = None
+    # Tells jobs apart that meet at the same endpoint at the same time; needed where the store runs
+    # outside of the nodes
     job_id: str | None = None
-    # What the nodes of one job know and nobody else: a file that its owner alone can read, made by `python -m parallel2d.launch secret`;
-    # null: the environment variable PARALLEL2D_SECRET
+    # What the nodes of one job know and nobody else: a file that its owner alone can read, made by
+    # `python -m parallel2d.launch secret`; null: the environment variable PARALLEL2D_SECRET
     secret_file: str | None = None
-    insecure: bool = False  # run on several nodes without a secret: whoever reaches the endpoint decides what the job runs
-    rendezvous_timeout: float = option(600.0, minimum=1)  # seconds to wait for the smallest number of nodes, and for the store
-    # Failures in a row without a step further than before that are followed by a restart; auto: 0 on one node, 5 on several
+    # run on several nodes without a secret: whoever reaches the endpoint decides what the job runs
+    insecure: bool = False
+    # seconds to wait for the smallest number of nodes, and for the store
+    rendezvous_timeout: float = option(600.0, minimum=1)
+    # Failures in a row without a step further than before that are followed by a restart; auto: 0
+    # on one node, 5 on several
     max_restarts: int | str = option("auto", minimum=0, auto=True)
     timeout: float = option(600.0, above=0)  # seconds a collective may wait for a late rank
-    # Seconds the same in the first step, which compiles, connects and reads from a cold file system; null: 1800, or `timeout` if larger
+    # Seconds the same in the first step, which compiles, connects and reads from a cold file
+    # system; null: 1800, or `timeout` if larger
     first_step_timeout: float | None = None
-    grace_s: int = option(60, minimum=1)  # seconds that workers have to save after SIGTERM or SIGUSR1 before they are ended
-    requeue_exit_code: int = option(75, minimum=1, maximum=255)  # of a run that such a signal ended after saving (EX_TEMPFAIL)
-    host_id: str | None = None  # overrides the found host identity (host name and network namespace)
+    # seconds that workers have to save after SIGTERM or SIGUSR1 before they are ended
+    grace_s: int = option(60, minimum=1)
+    # of a run that such a signal ended after saving (EX_TEMPFAIL)
+    requeue_exit_code: int = option(75, minimum=1, maximum=255)
+    # overrides the found host identity (host name and network namespace)
+    host_id: str | None = None
 
     @property
     def longest_wait(self) -> float:
         """Seconds that ranks may wait for each other until the first step is done."""
-        return max(1800.0, self.timeout) if self.first_step_timeout is None else self.first_step_timeout
+        return (
+            max(1800.0, self.timeout)
+            if self.first_step_timeout is None
+            else self.first_step_timeout
+        )
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """``nnodes`` as (smallest, largest): ``4`` is (4, 4), ``2:4`` is (2, 4). Raises `ConfigError`."""
+        """``nnodes`` as (smallest, largest): ``4`` is (4, 4), ``2:4`` is (2, 4). Raises
+        `ConfigError`."""
         low, colon, high = str(self.nnodes).partition(":")
         if low.isdecimal() and (high.isdecimal() if colon else True):
             smallest, largest = int(low), int(high if colon else low)
             if 1 <= smallest <= largest:
                 return smallest, largest
-        raise ConfigError(f"launch.nnodes={self.nnodes} must be a number of nodes, at least 1, or a range such as 2:4")
+        raise ConfigError(
+            f"launch.nnodes={self.nnodes} must be a number of nodes, at least 1, or a range such "
+            "as 2:4"
+        )
 
     @property
     def elastic(self) -> bool:
@@ -180,7 +235,9 @@ class TrainConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     bucketing: BucketingConfig = field(default_factory=BucketingConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(
+        default_factory=ActivationCheckpointingConfig
+    )
     compile: CompileConfig = field(default_factory=CompileConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     cpu_offload: bool = False  # as ParallelConfig.cpu_offload
@@ -210,7 +267,8 @@ class TrainConfig:
         )
 
     def validate(self) -> None:
-        """Raises `ConfigError` with one line per problem: field constraints first, then those between fields."""
+        """Raises `ConfigError` with one line per problem: field constraints first, then those
+        between fields."""
         from parallel2d.validation import job_problems, problems
 
         found = [*problems(self), *job_problems(self)]

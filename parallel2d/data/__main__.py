@@ -1,7 +1,7 @@
 """The command line of this room: ``python -m parallel2d.data prepare | inspect | verify``.
 
-Arguments flow in; a prepared folder, or what is known about one, flows out. Errors are one message and exit
-code 2.
+Arguments flow in; a prepared folder, or what is known about one, flows out. Errors are one message
+and exit code 2.
 """
 
 from __future__ import annotations
@@ -39,22 +39,46 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m parallel2d.data", description="Token shards for data=tokens.")
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel2d.data", description="Token shards for data=tokens."
+    )
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect | verify")
     default = DataConfig()
-    command = commands.add_parser("prepare", help="turn text, rows or a data set into a folder of token shards")
+    command = commands.add_parser(
+        "prepare", help="turn text, rows or a data set into a folder of token shards"
+    )
     command.set_defaults(run=_prepare)
-    command.add_argument("path", nargs="?", help="file, folder, glob or data set; not given with --from stdlib")
-    command.add_argument("--output", required=True, type=Path, help="folder to write; started again, it is resumed")
-    command.add_argument("--from", dest="name", default="text", choices=["text", "hf", "stdlib"], help="default: text")
-    command.add_argument("--tokenizer", default=default.tokenizer, help="bytes, or the path of a tokenizer.json")
+    command.add_argument(
+        "path", nargs="?", help="file, folder, glob or data set; not given with --from stdlib"
+    )
+    command.add_argument(
+        "--output", required=True, type=Path, help="folder to write; started again, it is resumed"
+    )
+    command.add_argument(
+        "--from",
+        dest="name",
+        default="text",
+        choices=["text", "hf", "stdlib"],
+        help="default: text",
+    )
+    command.add_argument(
+        "--tokenizer", default=default.tokenizer, help="bytes, or the path of a tokenizer.json"
+    )
     command.add_argument("--end-token", help="ends a document; default: the tokenizer's usual one")
-    command.add_argument("--text-field", default=default.text_field, help="of a row; default: %(default)s")
-    command.add_argument("--document-kib", type=int, default=default.document_kib, help="longer text files are cut")
+    command.add_argument(
+        "--text-field", default=default.text_field, help="of a row; default: %(default)s"
+    )
+    command.add_argument(
+        "--document-kib", type=int, default=default.document_kib, help="longer text files are cut"
+    )
     command.add_argument("--subset", help="configuration of a data set")
-    command.add_argument("--split", default=default.split, help="part of a data set; default: %(default)s")
+    command.add_argument(
+        "--split", default=default.split, help="part of a data set; default: %(default)s"
+    )
     command.add_argument("--validation-fraction", type=float, default=default.validation_fraction)
-    command.add_argument("--max-bad-rows", type=int, default=default.max_bad_rows, help="default: %(default)s")
+    command.add_argument(
+        "--max-bad-rows", type=int, default=default.max_bad_rows, help="default: %(default)s"
+    )
     command.add_argument("--workers", default="auto", help="processes; default: one per core")
     for name, function, text in (
         ("inspect", _inspect, "print what a prepared folder holds"),
@@ -116,9 +140,13 @@ def _prepare(options: argparse.Namespace) -> None:
 
 def _summary(manifest: dict[str, Any], folder: Path) -> str:
     splits = ", ".join(
-        f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents" for name, split in manifest["splits"].items()
+        f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents"
+        for name, split in manifest["splits"].items()
     )
-    skipped = f"{manifest['bad_rows']:,} bad rows and {manifest['empty_documents']:,} empty documents left out"
+    skipped = (
+        f"{manifest['bad_rows']:,} bad rows and {manifest['empty_documents']:,} empty "
+        "documents left out"
+    )
     return f"{folder}: {splits}; {manifest['bytes'] / 1e6:,.1f} MB of text, {skipped}"
 
 

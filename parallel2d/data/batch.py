@@ -1,7 +1,7 @@
 """What a forward pass reads: token ids or images, targets, and a hash that identifies them.
 
-Arrays of a sample stream flow in, tensors flow out. The hash of a batch is the sum of its samples' hashes, so
-the sum over data ranks names a global batch whatever the layout.
+Arrays of a sample stream flow in, tensors flow out. The hash of a batch is the sum of its samples'
+hashes, so the sum over data ranks names a global batch whatever the layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from parallel2d.data.order import mix
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio, odd: spreads consecutive numbers
+# 2**64 divided by the golden ratio, odd: spreads consecutive numbers
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
@@ -38,14 +39,19 @@ class SampleShape:
     def example(
         self, samples: int, device: torch.device | str, floating: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros in the shapes of a batch's inputs and targets; ``floating``: what inputs that are no whole numbers are cast to."""
+        """Zeros in the shapes of a batch's inputs and targets; ``floating``: what inputs that are
+        no whole numbers are cast to."""
         dtype = floating if self.dtype.is_floating_point else self.dtype
         targets = torch.zeros(samples, *self.targets, dtype=torch.int64, device=device)
         return torch.zeros(samples, *self.inputs, dtype=dtype, device=device), targets
 
     def describe(self, samples: int) -> str:
         """``samples`` of these, for people."""
-        return f"{samples} x {self.targets_per_sample} {self.noun}" if self.targets else f"{samples} {self.noun}"
+        return (
+            f"{samples} x {self.targets_per_sample} {self.noun}"
+            if self.targets
+            else f"{samples} {self.noun}"
+        )
 
 
 def token_sequences(seq_len: int) -> SampleShape:
@@ -62,35 +68,40 @@ def labelled_images(channels: int, size: int) -> SampleShape:
 class Batch:
     """Samples of one forward pass: n sequences of T tokens, or n images.
 
-    ``hash`` is below 2**53 for up to two million samples, so sums over ranks survive an fp64 all-reduce
-    exactly.
+    ``hash`` is below 2**53 for up to two million samples, so sums over ranks survive an fp64
+    all-reduce exactly.
     """
 
     inputs: torch.Tensor  # int64 [n, T], or float32 [n, C, H, W]
     targets: torch.Tensor  # int64 [n, T], or [n]; -100 is not a target
-    document_ids: torch.Tensor | None  # int64 [n, T], counted from 0 in each sequence; None: attention crosses documents
+    # int64 [n, T], counted from 0 in each sequence; None: attention crosses documents
+    document_ids: torch.Tensor | None
     hash: int  # sum of the 32-bit hashes of the samples that have a position
     valid_tokens: int  # targets that are not -100
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; ``non_blocking`` overlaps the copy if the memory is pinned."""
+        """The same batch on a device; ``non_blocking`` overlaps the copy if the memory is
+        pinned."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which copies to a GPU run in the background."""
+        """The same batch in page-locked memory, from which copies to a GPU run in the
+        background."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         ids = None if self.document_ids is None else change(self.document_ids)
-        return replace(self, inputs=change(self.inputs), targets=change(self.targets), document_ids=ids)
+        return replace(
+            self, inputs=change(self.inputs), targets=change(self.targets), document_ids=ids
+        )
 
 
 class SampleHash:
-    """A 32-bit hash of each sample's inputs, its targets and its position: universal hashing by a random
-    vector modulo 2**64 (Dietzfelbinger 1996), then mixed with the position.
+    """A 32-bit hash of each sample's inputs, its targets and its position: universal hashing by a
+    random vector modulo 2**64 (Dietzfelbinger 1996), then mixed with the position.
 
-    Every value is one word: an int64 as it is, a float32 by its 32 bits, so that no change of a value can vanish in the product
-    with an even factor.
+    Every value is one word: an int64 as it is, a float32 by its 32 bits, so that no change of a
+    value can vanish in the product with an even factor.
     """
 
     def __init__(self, shape: SampleShape) -> None:
@@ -98,8 +109,11 @@ class SampleHash:
         words = mix(np.arange(1, inputs + targets + 1, dtype=np.uint64) * _GOLDEN)
         self._input_factors, self._target_factors = words[:inputs], words[inputs:]
 
-    def __call__(self, inputs: NDArray[Any], targets: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """uint64 [n], each below 2**32, of inputs and targets of n samples and int64 [n] positions."""
+    def __call__(
+        self, inputs: NDArray[Any], targets: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.uint64]:
+        """uint64 [n], each below 2**32, of inputs and targets of n samples and int64 [n]
+        positions."""
         words = _products(inputs, self._input_factors) + _products(targets, self._target_factors)
         return mix(words + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN) >> np.uint64(32)
 
@@ -110,5 +124,6 @@ def _products(values: NDArray[Any], factors: NDArray[np.uint64]) -> NDArray[np.u
     if rows.dtype == np.int64:
         return rows.view(np.uint64) @ factors
     assert rows.dtype == np.float32, rows.dtype
-    bits = rows.view(np.uint32)  # widened one sample at a time: twice its memory, not twice the batch's
+    # widened one sample at a time: twice its memory, not twice the batch's
+    bits = rows.view(np.uint32)
     return np.array([row.astype(np.uint64) @ factors for row in bits], dtype=np.uint64)

@@ -1,8 +1,9 @@
 """The cache of prepared folders: one per content, prepared once, by one process, under a lock.
 
-Source files and options flow in, an open `TokenStore` flows out. Any number of processes may ask at once: the
-first takes the lock (flock, which the kernel releases when its holder dies in whatever way) and prepares; the
-others wait and find the published folder. What a killed holder had finished is kept by the next.
+Source files and options flow in, an open `TokenStore` flows out. Any number of processes may ask at
+once: the first takes the lock (flock, which the kernel releases when its holder dies in whatever
+way) and prepares; the others wait and find the published folder. What a killed holder had finished
+is kept by the next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from parallel2d.data.prepare import PrepareOptions
 from parallel2d.data.sources import SourceFile
 from parallel2d.data.tokenizer import load_tokenizer
 
-_READ_WHOLE = 256 << 20  # larger input is known by names, sizes and modification times instead of by content
+# larger input is known by names, sizes and modification times instead of by content
+_READ_WHOLE = 256 << 20
 
 
 def cache_root(cache_dir: str | None) -> Path:
@@ -62,9 +64,11 @@ def options_key(options: PrepareOptions, source: str) -> str:
     return hashlib.sha256(json.dumps([source, values], sort_keys=True).encode()).hexdigest()[:32]
 
 
-def open_cached(root: Path, name: str, key: str, make: Callable[[Path, int], store.TokenStore]) -> store.TokenStore:
-    """The prepared folder ``root/name-key``, made by ``make(folder, lock)`` under a lock if it is not there
-    or not whole.
+def open_cached(
+    root: Path, name: str, key: str, make: Callable[[Path, int], store.TokenStore]
+) -> store.TokenStore:
+    """The prepared folder ``root/name-key``, made by ``make(folder, lock)`` under a lock if it is
+    not there or not whole.
 
     Raises `ConfigError` if the cache cannot be written.
     """
@@ -79,7 +83,8 @@ def open_cached(root: Path, name: str, key: str, make: Callable[[Path, int], sto
             return make(folder, lock)
     except OSError as error:
         raise ConfigError(
-            f"the data cache {root} is not writable ({error.strerror or error}: {error.filename or folder}); "
+            f"the data cache {root} is not writable ({error.strerror or error}: "
+            f"{error.filename or folder}); "
             "set data.cache_dir to a folder that can"
         ) from error
 

@@ -1,6 +1,7 @@
 """Reading .gz and .zst files as streams, with an error for a stream that ends early.
 
-A path flows in, a binary file object flows out. Memory is bounded by one block whatever the file's size.
+A path flows in, a binary file object flows out. Memory is bounded by one block whatever the file's
+size.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ _BLOCK = 16 << 10
 
 
 def open_compressed(path: str) -> IO[bytes]:
-    """Opens a file whose name ends with one of `EXTENSIONS`. Reading raises one of `DAMAGE` if damaged."""
+    """Opens a file whose name ends with one of `EXTENSIONS`. Reading raises one of `DAMAGE` if
+    damaged."""
     if path.lower().endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     return cast(IO[bytes], io.BufferedReader(_ZstdFile(path), buffer_size=1 << 20))
 
 
 class _ZstdFile(io.RawIOBase):
-    """All frames of a .zst file. The library's own reader takes a file that was cut off for a whole one."""
+    """All frames of a .zst file. The library's own reader takes a file that was cut off for a whole
+    one."""
 
     def __init__(self, path: str) -> None:
         try:

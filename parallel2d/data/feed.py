@@ -1,8 +1,9 @@
 """Batches prepared ahead of the training step.
 
-A stream and a plan flow in, one `StepBatch` per optimizer step flows out. A background thread reads (numpy
-releases the interpreter lock for the copies) and, for a GPU, pins; the calling thread starts the copies to
-the device. The queue holds a fixed number of steps, so memory is bounded and a slow trainer stops the reader.
+A stream and a plan flow in, one `StepBatch` per optimizer step flows out. A background thread reads
+(numpy releases the interpreter lock for the copies) and, for a GPU, pins; the calling thread starts
+the copies to the device. The queue holds a fixed number of steps, so memory is bounded and a slow
+trainer stops the reader.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from parallel2d.data.stream import SampleStream
 
 
 class EndOfData(Exception):  # noqa: N818  (an end, as StopIteration is: no error)
-    """The last global batch was already given: ``data.epochs`` is finite, or the stream is a validation
-    split.
+    """The last global batch was already given: ``data.epochs`` is finite, or the stream is a
+    validation split.
     """
 
 
@@ -45,7 +46,8 @@ class BatchFeed:
         plan: this rank's share.
         device: where the micro-batches are put.
         start: position, in samples, of the first global batch.
-        ahead: steps that may wait in memory; each costs micro-batch x accumulation x T x 16 bytes, of images C x H x W x 4.
+        ahead: steps that may wait in memory; each costs micro-batch x accumulation x T x 16 bytes,
+            of images C x H x W x 4.
 
     Raises `ConfigError` if there is not one global batch to give.
     """
@@ -60,8 +62,10 @@ class BatchFeed:
     ) -> None:
         if stream.ends_before(0, plan.global_batch_size):
             raise ConfigError(
-                f"train.global_batch_size={plan.global_batch_size} is more than an epoch has: {len(stream)} "
-                "samples; data.end=drop leaves out what does not fill a global batch, pad or wrap would not"
+                f"train.global_batch_size={plan.global_batch_size} is more than an epoch has: "
+                f"{len(stream)} "
+                "samples; data.end=drop leaves out what does not fill a global batch, pad or wrap "
+                "would not"
             )
         self._stream, self._plan, self._device = stream, plan, torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
@@ -69,14 +73,16 @@ class BatchFeed:
         self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=max(1, ahead))
         self._stopped = threading.Event()
         self._ended: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(start,), name="parallel2d-data", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(start,), name="parallel2d-data", daemon=True
+        )
         self._thread.start()
 
     def next(self) -> StepBatch:
         """This rank's part of the next global batch, on the device.
 
-        Raises `EndOfData` after the last one, and whatever the background thread met; the same error again if
-        called again.
+        Raises `EndOfData` after the last one, and whatever the background thread met; the same
+        error again if called again.
         """
         if self._stopped.is_set():
             raise RuntimeError("the feed is closed")
@@ -108,7 +114,8 @@ class BatchFeed:
 
     def _work(self, position: int) -> None:
         try:
-            if self._device.type == "cuda":  # of this thread; pinning would start a context on the first GPU otherwise
+            # of this thread; pinning would start a context on the first GPU otherwise
+            if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             while not self._stopped.is_set():
                 if self._stream.ends_before(position, self._plan.global_batch_size):

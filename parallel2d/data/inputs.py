@@ -1,7 +1,7 @@
 """What a configuration says about raw input: which units are prepared, and how.
 
-A `DataConfig` flows in; units, their identity and `PrepareOptions` flow out. Shared by `open_data` and the
-command line.
+A `DataConfig` flows in; units, their identity and `PrepareOptions` flow out. Shared by `open_data`
+and the command line.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ import os
 from parallel2d.config import DataConfig
 from parallel2d.data.cache import files_identity
 from parallel2d.data.prepare import PrepareOptions
-from parallel2d.data.sources import WHOLE_FILE, ReadOptions, Unit, find_files, plan_units, standard_library
+from parallel2d.data.sources import (
+    WHOLE_FILE,
+    ReadOptions,
+    Unit,
+    find_files,
+    plan_units,
+    standard_library,
+)
 
-_CORPUS_BAD_ROWS = 100  # files of the standard library that may be left out: some Python version may have such
+# files of the standard library that may be left out: some Python version may have such
+_CORPUS_BAD_ROWS = 100
 
 
 def prepare_units(config: DataConfig) -> tuple[list[Unit], str, str]:
-    """Units of the raw input that ``config`` names, a digest of its content, and its name in messages."""
+    """Units of the raw input that ``config`` names, a digest of its content, and its name in
+    messages."""
     if config.name == "hf":
         from parallel2d.data.tables import data_set_units
 

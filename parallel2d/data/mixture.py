@@ -1,6 +1,8 @@
-"""Which component of a mixture stands at a position: a function of the position alone, so no state is saved.
+"""Which component of a mixture stands at a position: a function of the position alone, so no state
+is saved.
 
-Weights flow in, (component, position within it) flows out. One component alone is the mixture of weight 1.
+Weights flow in, (component, position within it) flows out. One component alone is the mixture of
+weight 1.
 """
 
 from __future__ import annotations
@@ -20,24 +22,28 @@ Array = NDArray[np.int64]
 class Schedule:
     """A periodic sequence of components that follows the weights as closely as any sequence can.
 
-    Weights are taken as exact decimals and brought to the smallest whole numbers in the same proportion,
-    whose sum is the period. Within each period component c stands exactly weight[c] times, and after n
-    positions its count is less than 1 away from n · share[c], so less than 2 away in any window ("chairman
-    assignment", Tijdeman 1980: at each position, of the components whose count may grow, the one whose
-    deadline is nearest).
+    Weights are taken as exact decimals and brought to the smallest whole numbers in the same
+    proportion, whose sum is the period. Within each period component c stands exactly weight[c]
+    times, and after n positions its count is less than 1 away from n · share[c], so less than 2
+    away in any window ("chairman assignment", Tijdeman 1980: at each position, of the components
+    whose count may grow, the one whose deadline is nearest).
 
-    Raises `ConfigError` for weights that are not positive numbers, or whose period is above `MAXIMUM_PERIOD`.
+    Raises `ConfigError` for weights that are not positive numbers, or whose period is above
+    `MAXIMUM_PERIOD`.
     """
 
     def __init__(self, weights: list[float]) -> None:
         self.weights = _whole_numbers(weights)
         self.components, self.period = len(weights), sum(self.weights)
         self._table = np.zeros(self.period, dtype=np.int64)
-        self._rank = np.zeros(self.period, dtype=np.int64)  # how often the component stood before, in this period
+        # how often the component stood before, in this period
+        self._rank = np.zeros(self.period, dtype=np.int64)
         counts = [0] * self.components
         for position in range(self.period):
             ready = [
-                number for number, weight in enumerate(self.weights) if weight * (position + 1) > counts[number] * self.period
+                number
+                for number, weight in enumerate(self.weights)
+                if weight * (position + 1) > counts[number] * self.period
             ]
             chosen = min(
                 ready,
@@ -81,7 +87,8 @@ def _whole_numbers(weights: list[float]) -> list[int]:
     numbers = [number // gcd(*numbers) for number in numbers]
     if sum(numbers) > MAXIMUM_PERIOD:
         raise ConfigError(
-            f"the weights {weights} of data.mixture repeat only after {sum(numbers)} samples, at most "
+            f"the weights {weights} of data.mixture repeat only after {sum(numbers)} samples, at "
+            "most "
             f"{MAXIMUM_PERIOD} are allowed; round them to fewer digits"
         )
     return numbers

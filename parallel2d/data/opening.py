@@ -1,7 +1,7 @@
 """From a configuration to open data: the door of this room.
 
-A `DataConfig` flows in, `OpenData` with its sample streams flows out. Raw text goes through the cache; a
-prepared folder and a folder of images are opened where they lie.
+A `DataConfig` flows in, `OpenData` with its sample streams flows out. Raw text goes through the
+cache; a prepared folder and a folder of images are opened where they lie.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from parallel2d.data.stream import Samples, SampleStream
 from parallel2d.validation import data_problems, problems
 
 _VALIDATION_SEED = 0  # validation samples stand in the same order in every run
-_MOST_THREADS = 16  # that decode images where data.workers does not say: several ranks share a machine
+# that decode images where data.workers does not say: several ranks share a machine
+_MOST_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,13 @@ class OpenData:
     """What a run reads."""
 
     train: SampleStream
-    validation: SampleStream | None  # finite, in an order that no seed changes; None: nothing is held out
+    # finite, in an order that no seed changes; None: nothing is held out
+    validation: SampleStream | None
     vocab_size: int  # targets are below it: token ids, or class ids of images
     fingerprint: (
-        str  # hex; equal on two machines exactly if every position reads the same sample on both (images: see `open_data`)
+        # hex; equal on two machines exactly if every position reads the same sample on both
+        # (images: see `open_data`)
+        str
     )
     description: str  # one line
     classes: tuple[str, ...] = ()  # of images, by class id
@@ -52,25 +56,33 @@ class _Part:
     weight: float
 
 
-def open_data(config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0) -> OpenData:
+def open_data(
+    config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0
+) -> OpenData:
     """Opens the data that ``config`` names, prepared into the cache if it must be.
 
-    Safe to call in any number of processes at once. ``seq_len`` is in tokens, and no images have it; the targets of the first
-    ``context`` positions of every sequence are ignored. Raises `ConfigError` that names
-    what is wrong: a missing path, empty or undecodable input, too few tokens for one sample, a cache that
-    cannot be written.
+    Safe to call in any number of processes at once. ``seq_len`` is in tokens, and no images have
+    it; the targets of the first ``context`` positions of every sequence are ignored. Raises
+    `ConfigError` that names what is wrong: a missing path, empty or undecodable input, too few
+    tokens for one sample, a cache that cannot be written.
 
-    The fingerprint of images covers their paths below ``data.path``, the sizes of their files, image size, channels, split and seed.
-    It does not see a file changed without changing its size, nor a Pillow that decodes otherwise: ``data/batch_hash`` does.
+    The fingerprint of images covers their paths below ``data.path``, the sizes of their files,
+    image size, channels, split and seed. It does not see a file changed without changing its size,
+    nor a Pillow that decodes otherwise: ``data/batch_hash`` does.
     """
     if found := [*problems(config, "data."), *data_problems(config)]:
         raise ConfigError("\n".join(found))
     if config.name == "images":
         return _open_images(config, seed)
     if seq_len is None:
-        raise ConfigError(f"open_data needs seq_len, the tokens of a sequence, with data={config.name}")
+        raise ConfigError(
+            f"open_data needs seq_len, the tokens of a sequence, with data={config.name}"
+        )
     if config.mixture:
-        parts = [_Part(entry["path"], _prepared(entry["path"]), entry["weight"]) for entry in config.mixture]
+        parts = [
+            _Part(entry["path"], _prepared(entry["path"]), entry["weight"])
+            for entry in config.mixture
+        ]
     else:
         name = config.name if config.path is None else f"{config.name} {config.path}"
         parts = [_Part(name, _open_store(config), 1)]
@@ -79,7 +91,8 @@ def open_data(config: DataConfig, *, seed: int, seq_len: int | None = None, cont
         other = part.store.manifest["tokenizer"]
         if other["fingerprint"] != tokenizer["fingerprint"]:
             raise ConfigError(
-                f"data.mixture has two tokenizers: {parts[0].name} was prepared with {tokenizer['name']} and "
+                f"data.mixture has two tokenizers: {parts[0].name} was prepared with "
+                f"{tokenizer['name']} and "
                 f"{part.name} with {other['name']} (another one, or another end token)"
             )
 
@@ -87,7 +100,13 @@ def open_data(config: DataConfig, *, seed: int, seq_len: int | None = None, cont
     assert train is not None
     validation = _stream(config, parts, "validation", seq_len, _VALIDATION_SEED, context)
     identity = [[part.store.content, part.weight] for part in parts]
-    options = [seq_len, seed, config.packing, config.intra_document_masking, *([context] if context else [])]
+    options = [
+        seq_len,
+        seed,
+        config.packing,
+        config.intra_document_masking,
+        *([context] if context else []),
+    ]
     return OpenData(
         train,
         validation,
@@ -99,15 +118,25 @@ def open_data(config: DataConfig, *, seed: int, seq_len: int | None = None, cont
 
 def _open_images(config: DataConfig, seed: int) -> OpenData:
     if config.image_size is None:
-        raise ConfigError("data.image_size is required with data=images and a model that does not name its own")
+        raise ConfigError(
+            "data.image_size is required with data=images and a model that does not name its own"
+        )
     size, channels = config.image_size, config.channels or 3
     folder = find_images(str(config.path))
     training, held_out = folder.split(config.validation_fraction)
-    threads = min(_MOST_THREADS, worker_count("auto")) if config.workers == "auto" else worker_count(config.workers)
+    threads = (
+        min(_MOST_THREADS, worker_count("auto"))
+        if config.workers == "auto"
+        else worker_count(config.workers)
+    )
 
-    def stream(indices: NDArray[np.int64], name: str, seed: int, epochs: int, end: str) -> SampleStream:
+    def stream(
+        indices: NDArray[np.int64], name: str, seed: int, epochs: int, end: str
+    ) -> SampleStream:
         samples = ImageSamples(folder, indices, channels, size)
-        return SampleStream([samples], Schedule([1]), seed=seed, name=name, epochs=epochs, end=end, threads=threads)
+        return SampleStream(
+            [samples], Schedule([1]), seed=seed, name=name, epochs=epochs, end=end, threads=threads
+        )
 
     identity = ["images", folder.content, size, channels, config.validation_fraction, seed]
     return OpenData(
@@ -120,7 +149,9 @@ def _open_images(config: DataConfig, seed: int) -> OpenData:
     )
 
 
-def _stream(config: DataConfig, parts: list[_Part], split: str, seq_len: int, seed: int, context: int) -> SampleStream | None:
+def _stream(
+    config: DataConfig, parts: list[_Part], split: str, seq_len: int, seed: int, context: int
+) -> SampleStream | None:
     components, weights = [], []
     for part in parts:
         samples = _samples(config, part, part.store.splits[split], seq_len)
@@ -154,7 +185,10 @@ def _samples(config: DataConfig, part: _Part, split: TokenSplit, seq_len: int) -
 def _check_length(config: DataConfig, part: _Part, samples: Samples, seq_len: int) -> None:
     tokens = part.store.splits["train"].tokens
     if not len(samples) or (config.packing == "packed" and tokens < seq_len + 1):
-        raise ConfigError(f"{part.name} holds {tokens} training tokens, fewer than one sample needs: train.seq_len={seq_len} + 1")
+        raise ConfigError(
+            f"{part.name} holds {tokens} training tokens, fewer than one sample needs: "
+            f"train.seq_len={seq_len} + 1"
+        )
 
 
 def _describe(config: DataConfig, parts: list[_Part], train: SampleStream, seq_len: int) -> str:
@@ -162,8 +196,15 @@ def _describe(config: DataConfig, parts: list[_Part], train: SampleStream, seq_l
     splits = [split for part in parts for split in part.store.splits.values()]
     documents = sum(split.documents for split in splits)
     bad = sum(part.store.manifest["bad_rows"] for part in parts)
-    name = " + ".join(f"{part.weight} {part.name}" for part in parts) if config.mixture else parts[0].name
-    text = f"{name} {size:,.1f} MB, {documents:,} documents, {len(train):,} samples of {seq_len} tokens"
+    name = (
+        " + ".join(f"{part.weight} {part.name}" for part in parts)
+        if config.mixture
+        else parts[0].name
+    )
+    text = (
+        f"{name} {size:,.1f} MB, {documents:,} documents, {len(train):,} samples of {seq_len} "
+        "tokens"
+    )
     if config.packing == "padded":
         cut = sum(split.documents_longer_than(seq_len + 1) for split in splits)
         text += f", {cut:,} documents cut to that length" if cut else ""
@@ -184,4 +225,6 @@ def _open_store(config: DataConfig) -> TokenStore:
         workers = worker_count(config.workers)
         return prepare(units, options, folder, source=source, workers=workers, lock=lock)
 
-    return open_cached(cache_root(config.cache_dir), config.name, options_key(options, identity), make)
+    return open_cached(
+        cache_root(config.cache_dir), config.name, options_key(options, identity), make
+    )

@@ -1,15 +1,15 @@
 """The order of samples: a keyed bijection, so that no shuffled index array is ever stored.
 
-A position (how many samples the run has read before) flows in, the index of a sample flows out. Position p
-lies in epoch p // size and the index is a pseudo-random permutation of p % size under a key made of seed,
-stream name and epoch. Memory is O(1), any position is reached directly, and nothing depends on ranks: that is
-what lets a run resume on any layout.
+A position (how many samples the run has read before) flows in, the index of a sample flows out.
+Position p lies in epoch p // size and the index is a pseudo-random permutation of p % size under a
+key made of seed, stream name and epoch. Memory is O(1), any position is reached directly, and
+nothing depends on ranks: that is what lets a run resume on any layout.
 
-[Note: cycle walking] A Feistel network permutes 2**bits values. For a size that is no power of two the
-network is applied again while its output is not below the size. The walk stays on one cycle of the
-permutation and must come back to a value below the size, so the restriction is a bijection too (Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). With 2**bits below twice the size, fewer than two
-applications are expected.
+[Note: cycle walking] A Feistel network permutes 2**bits values. For a size that is no power of two
+the network is applied again while its output is not below the size. The walk stays on one cycle of
+the permutation and must come back to a value below the size, so the restriction is a bijection too
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). With 2**bits below twice the
+size, fewer than two applications are expected.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Permutation = Callable[[_Words, _Words], _Words]
 
 
 def mix(words: _Words) -> _Words:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that spreads every
-    input bit.
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that
+    spreads every input bit.
     """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -68,7 +68,9 @@ class Order:
 
     def _walk(self, values: Integers, epoch: int, permute: _Permutation) -> Integers:
         """[Note: cycle walking] for each value; the values that are still outside walk on alone."""
-        digest = hashlib.blake2b(f"{self._identity}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        digest = hashlib.blake2b(
+            f"{self._identity}/{epoch}".encode(), digest_size=8 * _ROUNDS
+        ).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         words = permute(values.astype(np.uint64), keys)
         outside = np.flatnonzero(words >= self.size)
@@ -80,7 +82,8 @@ class Order:
 
     def _permute(self, words: _Words, keys: _Words) -> _Words:
         low, high = words & self._low_mask, words >> self._low_bits
-        for turn in range(0, _ROUNDS, 2):  # each half is changed by a function of the other: undone in reverse order
+        # each half is changed by a function of the other: undone in reverse order
+        for turn in range(0, _ROUNDS, 2):
             high = high ^ (_round(low, keys[turn]) & self._high_mask)
             low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)
         return (high << self._low_bits) | low
@@ -94,8 +97,8 @@ class Order:
 
 
 def _round(half: _Words, key: np.uint64) -> _Words:
-    """The round function: the middle of a keyed square (von Neumann; as a generator: Widynski, "Squares",
-    2020).
+    """The round function: the middle of a keyed square (von Neumann; as a generator: Widynski,
+    "Squares", 2020).
     """
     keyed = half + key
     return (keyed * keyed) >> np.uint64(32)

@@ -1,7 +1,8 @@
 """Which samples of a global batch a rank reads, and in how many micro-batches.
 
-Batch sizes and the rank's coordinate flow in, lists of positions flow out. Only the data ranks count (the
-replicate and shard axes): tensor ranks of one data rank hold the same plan and so read the same sequences.
+Batch sizes and the rank's coordinate flow in, lists of positions flow out. Only the data ranks
+count (the replicate and shard axes): tensor ranks of one data rank hold the same plan and so read
+the same sequences.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ class BatchPlan:
 
     Args:
         global_batch_size: sequences per optimizer step, over all data ranks.
-        micro_batch_size: sequences per forward on a rank; ``"auto"`` takes the largest divisor of the rank's
-            share up to 8.
-        data_rank, data_ranks: this rank's coordinate on, and the size of, the flattened replicate and shard
-            axes.
-        allow_padding: accept sizes that do not divide (an elastic restart on another number of ranks): every
-            rank runs the same number of micro-batches and the sequences that are missing have position None,
-            which means weight zero.
+        micro_batch_size: sequences per forward on a rank; ``"auto"`` takes the largest divisor of
+            the rank's share up to 8.
+        data_rank, data_ranks: this rank's coordinate on, and the size of, the flattened replicate
+            and shard axes.
+        allow_padding: accept sizes that do not divide (an elastic restart on another number of
+            ranks): every rank runs the same number of micro-batches and the sequences that are
+            missing have position None, which means weight zero.
 
     Raises `ConfigError` that lists the sizes that divide.
     """
@@ -40,8 +41,11 @@ class BatchPlan:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         share = -(-global_batch_size // data_ranks)
         if micro_batch_size == "auto":
-            slots = share * 9 // 8 if allow_padding else share  # padding may cost an eighth, so that micro-batches stay large
-            micro = max(size for size in range(1, _AUTO_LIMIT + 1) if -(-share // size) * size <= slots)
+            # padding may cost an eighth, so that micro-batches stay large
+            slots = share * 9 // 8 if allow_padding else share
+            micro = max(
+                size for size in range(1, _AUTO_LIMIT + 1) if -(-share // size) * size <= slots
+            )
         else:
             micro = int(micro_batch_size)
         if global_batch_size % (micro * data_ranks) and not allow_padding:
@@ -52,17 +56,20 @@ class BatchPlan:
         self._data_rank, self._data_ranks = data_rank, data_ranks
 
     def positions(self, first: int) -> list[list[Position]]:
-        """Positions of this rank's micro-batches in the global batch that starts at position ``first``.
+        """Positions of this rank's micro-batches in the global batch that starts at position
+        ``first``.
 
-        One list of ``micro_batch_size`` positions per micro-batch. Micro-batch m of all ranks together is one
-        contiguous range, so the union over ranks is ``first .. first + global_batch_size - 1`` for every
-        layout.
+        One list of ``micro_batch_size`` positions per micro-batch. Micro-batch m of all ranks
+        together is one contiguous range, so the union over ranks is
+        ``first .. first + global_batch_size - 1`` for every layout.
         """
         batches: list[list[Position]] = []
         for step in range(self.accumulation):
             begin = (step * self._data_ranks + self._data_rank) * self.micro_batch_size
             slots = range(begin, begin + self.micro_batch_size)
-            batches.append([first + slot if slot < self.global_batch_size else None for slot in slots])
+            batches.append(
+                [first + slot if slot < self.global_batch_size else None for slot in slots]
+            )
         return batches
 
 

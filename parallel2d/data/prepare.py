@@ -1,9 +1,10 @@
-"""Documents to token shards: tokenized in units, resumable, the same bytes whatever the number of workers.
+"""Documents to token shards: tokenized in units, resumable, the same bytes whatever the number of
+workers.
 
-Units of sources flow in; a finished folder (see `store`) flows out, or a `ConfigError` that says what is
-wrong with the input. A unit is the atom of work: its shards are moved into place and then a record
-``unit-00007.json`` is written, so a kill loses at most the units in progress. The manifest comes last and is
-what makes a folder readable.
+Units of sources flow in; a finished folder (see `store`) flows out, or a `ConfigError` that says
+what is wrong with the input. A unit is the atom of work: its shards are moved into place and then a
+record ``unit-00007.json`` is written, so a kill loses at most the units in progress. The manifest
+comes last and is what makes a folder readable.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from numpy.typing import NDArray
 
 from parallel2d.config import ConfigError
 from parallel2d.data import store
-from parallel2d.data.sources import HASH_RANGE, BadRow, Document, ReadOptions, SourceFile, Unit, read_unit
+from parallel2d.data.sources import (
+    HASH_RANGE,
+    BadRow,
+    Document,
+    ReadOptions,
+    SourceFile,
+    Unit,
+    read_unit,
+)
 from parallel2d.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.data.workers import run_in_workers
 
@@ -64,25 +73,36 @@ def prepare(
         lock: descriptor of the folder's lock, which workers inherit (see `lock.folder_lock`).
         progress: called with (units done, units, record) after each unit.
 
-    Raises `ConfigError` for input that is empty, or has more bad rows than allowed; nothing is published
-    then.
+    Raises `ConfigError` for input that is empty, or has more bad rows than allowed; nothing is
+    published then.
     """
     tokenizer = load_tokenizer(options.tokenizer, options.end_token)
     folder.mkdir(parents=True, exist_ok=True)
     threshold = int(options.validation_fraction * HASH_RANGE)
-    jobs = [Job(number, unit, options, threshold, tokenizer.fingerprint) for number, unit in enumerate(units)]
+    jobs = [
+        Job(number, unit, options, threshold, tokenizer.fingerprint)
+        for number, unit in enumerate(units)
+    ]
     signature = hashlib.sha256("".join(job.signature for job in jobs).encode()).hexdigest()
     if (folder / store.MANIFEST).exists():
         return _kept(folder, signature)
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     records = _run(jobs, folder, source, workers, lock, progress, tokenizer)
-    documents = {name: sum(record[name]["documents"] for record in records) for name in store.SPLITS}
+    documents = {
+        name: sum(record[name]["documents"] for record in records) for name in store.SPLITS
+    }
     if threshold and not documents["validation"] and documents["train"] >= 2:
-        # The fraction selected none of few documents: hold out the one with the lowest hash, which depends on
-        # the content only.
+        # The fraction selected none of few documents: hold out the one with the lowest hash, which
+        # depends on the content only.
         number = min(range(len(records)), key=lambda index: records[index]["lowest_hash"])
-        job = Job(number, units[number], options, records[number]["lowest_hash"] + 1, tokenizer.fingerprint)
+        job = Job(
+            number,
+            units[number],
+            options,
+            records[number]["lowest_hash"] + 1,
+            tokenizer.fingerprint,
+        )
         records[number] = _run([job], folder, source, 1, lock, None, tokenizer)[0]
     _publish(records, options, tokenizer, folder, source, signature)
     _clean(folder)
@@ -93,7 +113,8 @@ def _kept(folder: Path, signature: str) -> store.TokenStore:
     finished = store.TokenStore(folder)
     if finished.manifest["signature"] != signature:
         raise ConfigError(
-            f"{folder} already holds data prepared from other input or with other options; remove it or choose another folder"
+            f"{folder} already holds data prepared from other input or with other options; remove "
+            "it or choose another folder"
         )
     _clean(folder)
     return finished
@@ -127,7 +148,11 @@ class Job:
         """Equal exactly if a finished record of an earlier run can be kept."""
         stats = [os.stat(file.path) for file in self.unit.files if os.path.exists(file.path)]
         content = replace(self, options=replace(self.options, max_bad_rows=0))
-        state = [asdict(content), store.VERSION, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
+        state = [
+            asdict(content),
+            store.VERSION,
+            [(stat.st_size, stat.st_mtime_ns) for stat in stats],
+        ]
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -186,7 +211,9 @@ def _record_path(folder: Path, number: int) -> Path:
 def run_unit(job: Job, folder: Path, tokenizer: Tokenizer) -> Record:
     """Tokenizes one unit into a shard per split and returns (and writes) its record."""
     dtype = store.token_dtype(tokenizer.vocab_size)
-    writers = {name: store.ShardWriter(folder, f"{name}-{job.number:05d}", dtype) for name in store.SPLITS}
+    writers = {
+        name: store.ShardWriter(folder, f"{name}-{job.number:05d}", dtype) for name in store.SPLITS
+    }
     record: Record = {"signature": job.signature, "lowest_hash": HASH_RANGE, "bytes": 0, "empty": 0}
     bad_rows: list[BadRow] = []
     bad_count = 0
@@ -219,7 +246,12 @@ def run_unit(job: Job, folder: Path, tokenizer: Tokenizer) -> Record:
     return record
 
 
-def _write(batch: list[Document], writers: dict[str, store.ShardWriter], tokenizer: Tokenizer, threshold: int) -> int:
+def _write(
+    batch: list[Document],
+    writers: dict[str, store.ShardWriter],
+    tokenizer: Tokenizer,
+    threshold: int,
+) -> int:
     """Appends a batch to the shards of its splits; returns the bytes of text."""
     pieces = [document.segments or [(document.text, True)] for document in batch]
     encoded = iter(tokenizer.encode([text for segments in pieces for text, _ in segments]))
@@ -242,7 +274,8 @@ def _write(batch: list[Document], writers: dict[str, store.ShardWriter], tokeniz
 
 
 class BadRows:
-    """Counts bad rows over units; raises `ConfigError` with file and line of the first above the limit."""
+    """Counts bad rows over units; raises `ConfigError` with file and line of the first above the
+    limit."""
 
     def __init__(self, source: str, limit: int) -> None:
         self._source, self._limit = source, limit
@@ -254,10 +287,13 @@ class BadRows:
         self.count += record["bad_rows"]["count"]
         self.first = [*self.first, *record["bad_rows"]["first"]][:_REPORTED_ROWS]
         if self.count > self._limit:
-            places = "; ".join(f"{row['file']}:{row['line']}: {row['reason']}" for row in self.first[:3])
+            places = "; ".join(
+                f"{row['file']}:{row['line']}: {row['reason']}" for row in self.first[:3]
+            )
             more = f" (and {self.count - 3} more)" if self.count > 3 else ""
             raise ConfigError(
-                f"{self._source} has {self.count} bad rows, data.max_bad_rows={self._limit} are allowed: {places}{more}"
+                f"{self._source} has {self.count} bad rows, data.max_bad_rows={self._limit} are "
+                f"allowed: {places}{more}"
             )
 
 
@@ -276,7 +312,9 @@ def _publish(
         splits[name] = {**totals, "shards": shards}
     if not splits["train"]["documents"]:
         only_held_out = splits["validation"]["documents"]
-        raise ConfigError(f"{source} has no {'training document' if only_held_out else 'document with text'}")
+        raise ConfigError(
+            f"{source} has no {'training document' if only_held_out else 'document with text'}"
+        )
     if options.validation_fraction and not splits["validation"]["documents"]:
         raise ConfigError(
             f"{source} is one document, which cannot be split; data.validation_fraction="
@@ -306,7 +344,8 @@ def _publish(
 
 
 def _clean(folder: Path) -> None:
-    """Removes what a published folder does not need: records, and shards of an attempt on other input."""
+    """Removes what a published folder does not need: records, and shards of an attempt on other
+    input."""
     needed = {name for name, _ in store.shard_files(store.read_manifest(folder))}
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):

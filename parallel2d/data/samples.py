@@ -1,7 +1,8 @@
 """How documents become samples of a fixed length.
 
-A split of tokens flows in, rows of inputs, targets and document ids flow out. `PackedSamples` cuts the
-sequence of all documents into rows without a gap; `PaddedSamples` gives each document its own row.
+A split of tokens flows in, rows of inputs, targets and document ids flow out. `PackedSamples` cuts
+the sequence of all documents into rows without a gap; `PaddedSamples` gives each document its own
+row.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ Row = NDArray[np.int64]
 
 
 class PackedSamples:
-    """Sample i reads tokens i·T .. (i+1)·T of the split: each token but the first is a target exactly once.
+    """Sample i reads tokens i·T .. (i+1)·T of the split: each token but the first is a target
+    exactly once.
 
-    The last sample is filled up with the end id, without targets. With ``intra_document_masking`` the first
-    token of a document is no target either: it would be predicted from another document.
+    The last sample is filled up with the end id, without targets. With ``intra_document_masking``
+    the first token of a document is no target either: it would be predicted from another document.
     """
 
-    def __init__(self, split: TokenSplit, seq_len: int, end_id: int, intra_document_masking: bool = False) -> None:
+    def __init__(
+        self, split: TokenSplit, seq_len: int, end_id: int, intra_document_masking: bool = False
+    ) -> None:
         self._split, self.seq_len, self._end_id = split, seq_len, end_id
         self.shape = token_sequences(seq_len)
         self._respect_documents = intra_document_masking
@@ -43,7 +47,8 @@ class PackedSamples:
         if self._split.masked:
             targets[:count][~self._split.may_be_target(start + 1, count)] = IGNORED
         if self._respect_documents:
-            ends = self._split.document_ends(start, count) - start  # in 1 .. count: where the next document starts
+            # in 1 .. count: where the next document starts
+            ends = self._split.document_ends(start, count) - start
             targets[ends - 1] = IGNORED
             if document_ids is not None:
                 starts = np.zeros(self.seq_len, np.int64)
@@ -52,7 +57,8 @@ class PackedSamples:
 
 
 class PaddedSamples:
-    """Sample i is document i, cut to T + 1 tokens; the rest of the row is the end id, without targets."""
+    """Sample i is document i, cut to T + 1 tokens; the rest of the row is the end id, without
+    targets."""
 
     def __init__(self, split: TokenSplit, seq_len: int, end_id: int) -> None:
         self._split, self.seq_len, self._end_id = split, seq_len, end_id

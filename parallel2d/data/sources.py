@@ -1,7 +1,7 @@
 """Where documents come from: files found, cut into units of work, and read one document at a time.
 
-Paths flow in; `Unit` (what one worker does at a time, the same whatever the number of workers), `Document`
-and `BadRow` flow out. Memory is bounded by one document: large files are read in pieces.
+Paths flow in; `Unit` (what one worker does at a time, the same whatever the number of workers),
+`Document` and `BadRow` flow out. Memory is bounded by one document: large files are read in pieces.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Document:
-    """One text. ``segments`` (text, may be a target) is given if the source says what the loss may see."""
+    """One text. ``segments`` (text, may be a target) is given if the source says what the loss may
+    see."""
 
     text: str
     hash: int  # 64 bits of the content's blake2b: decides the split
@@ -88,17 +89,24 @@ def content_hash(data: bytes) -> int:
 
 
 def standard_library() -> list[SourceFile]:
-    """The Python standard library's own source files, without tests and without what an installation adds."""
+    """The Python standard library's own source files, without tests and without what an
+    installation adds."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, children, names in os.walk(root):
         children[:] = sorted(child for child in children if child not in _NOT_IN_CORPUS)
         for name in names:
             path = os.path.join(folder, name)
-            if name.endswith(".py") and not name.startswith(_MACHINE_MADE) and not os.path.islink(path):
+            if (
+                name.endswith(".py")
+                and not name.startswith(_MACHINE_MADE)
+                and not os.path.islink(path)
+            ):
                 files.append(SourceFile(Path(path).relative_to(root).as_posix(), path))
     if not files:
-        raise ConfigError(f"data=stdlib: there is no Python source under {root}; use data=text data.path=...")
+        raise ConfigError(
+            f"data=stdlib: there is no Python source under {root}; use data=text data.path=..."
+        )
     return sorted(files, key=lambda file: file.name)
 
 
@@ -111,19 +119,27 @@ def find_files(path: str) -> list[SourceFile]:
         found = [
             SourceFile(file.relative_to(start).as_posix(), str(file))
             for file in start.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(start).parts)
+            if file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(start).parts)
         ]
         if not found:
             raise ConfigError(f"data.path={path} is a folder without files")
         return sorted(found, key=lambda file: file.name)
-    found = [SourceFile(Path(name).as_posix(), name) for name in glob.glob(str(start), recursive=True) if os.path.isfile(name)]
+    found = [
+        SourceFile(Path(name).as_posix(), name)
+        for name in glob.glob(str(start), recursive=True)
+        if os.path.isfile(name)
+    ]
     if not found:
-        raise ConfigError(f"data.path={path} is no file, no folder, and as a glob it matches no file")
+        raise ConfigError(
+            f"data.path={path} is no file, no folder, and as a glob it matches no file"
+        )
     return sorted(found, key=lambda file: file.name)
 
 
 def plan_units(files: list[SourceFile]) -> list[Unit]:
-    """Cuts the input into units of about `UNIT_BYTES`, in order. Depends on names and sizes only."""
+    """Cuts the input into units of about `UNIT_BYTES`, in order. Depends on names and sizes
+    only."""
     units: list[Unit] = []
     group: list[SourceFile] = []
     group_kind, group_bytes = "", 0
@@ -143,7 +159,10 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
         elif compressed:
             units.append(Unit(kind, [file]))
         else:
-            units.extend(Unit(kind, [file], begin, min(begin + UNIT_BYTES, size)) for begin in range(0, size, UNIT_BYTES))
+            units.extend(
+                Unit(kind, [file], begin, min(begin + UNIT_BYTES, size))
+                for begin in range(0, size, UNIT_BYTES)
+            )
     return [*units, Unit(group_kind, group)] if group else units
 
 
@@ -162,7 +181,9 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[Document | BadRow]:
                 for item, line in reader(file, unit, options):  # noqa: B007  the last line is reported below
                     yield _with_place(item, source, unit) if isinstance(item, BadRow) else item
         except DAMAGE as error:
-            yield _with_place(BadRow("", line + 1, f"the compressed file is damaged: {error}"), source, unit)
+            yield _with_place(
+                BadRow("", line + 1, f"the compressed file is damaged: {error}"), source, unit
+            )
         except OSError as error:
             yield BadRow(source.name, line + 1, f"cannot be read: {error.strerror or error}")
 
@@ -185,7 +206,8 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _with_place(row: BadRow, source: SourceFile, unit: Unit) -> BadRow:
-    """Lines are counted from the start of the unit; those before it are counted only now that one is bad."""
+    """Lines are counted from the start of the unit; those before it are counted only now that one
+    is bad."""
     before = 0
     if unit.start:
         with open(source.path, "rb") as file:
@@ -194,13 +216,14 @@ def _with_place(row: BadRow, source: SourceFile, unit: Unit) -> BadRow:
             while left > 0 and (block := file.read(min(left, 1 << 20))):
                 before += block.count(b"\n")
                 left -= len(block)
-            before += not block.endswith(b"\n")  # the line that the unit starts in belongs to the unit before
+            # the line that the unit starts in belongs to the unit before
+            before += not block.endswith(b"\n")
     return BadRow(source.name, before + row.line, row.reason)
 
 
 def _enter(file: IO[bytes], start: int) -> int:
-    """Moves to the first line that starts at or after ``start`` and returns its offset: a line belongs to the
-    unit that holds its first byte.
+    """Moves to the first line that starts at or after ``start`` and returns its offset: a line
+    belongs to the unit that holds its first byte.
     """
     if start == 0:
         return 0
@@ -210,9 +233,11 @@ def _enter(file: IO[bytes], start: int) -> int:
     return file.tell()
 
 
-def _read_text(file: IO[bytes], unit: Unit, options: ReadOptions) -> Iterator[tuple[Document | BadRow, int]]:
-    """(document, lines read before its end). Pieces end at line ends, or inside a line that is longer than a
-    piece.
+def _read_text(
+    file: IO[bytes], unit: Unit, options: ReadOptions
+) -> Iterator[tuple[Document | BadRow, int]]:
+    """(document, lines read before its end). Pieces end at line ends, or inside a line that is
+    longer than a piece.
     """
     position, line, carried, inside_line = _enter(file, unit.start), 0, b"", False
     while position < unit.stop or inside_line:
@@ -231,7 +256,11 @@ def _read_text(file: IO[bytes], unit: Unit, options: ReadOptions) -> Iterator[tu
         try:
             text = piece.decode("utf-8")
             if "\0" in text:
-                item = BadRow("", line + 1 + piece[: piece.index(b"\0")].count(b"\n"), "binary: it has zero bytes")
+                item = BadRow(
+                    "",
+                    line + 1 + piece[: piece.index(b"\0")].count(b"\n"),
+                    "binary: it has zero bytes",
+                )
             else:
                 item = Document(text, content_hash(piece))
         except UnicodeDecodeError as error:
@@ -262,7 +291,9 @@ def _whole_characters(piece: bytes) -> int:
     return len(piece)
 
 
-def _read_rows(file: IO[bytes], unit: Unit, options: ReadOptions) -> Iterator[tuple[Document | BadRow, int]]:
+def _read_rows(
+    file: IO[bytes], unit: Unit, options: ReadOptions
+) -> Iterator[tuple[Document | BadRow, int]]:
     """(document, lines read) of a file with one JSON object per line."""
     position, line = _enter(file, unit.start), 0
     while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
@@ -288,8 +319,8 @@ def _parse_row(row: bytes, line: int, options: ReadOptions) -> Document | BadRow
 def row_document(row: Any, line: int, options: ReadOptions) -> Document | BadRow:
     """The document of one row.
 
-    ``segments``: a list of {"text": str, "loss": bool}; or ``prompt`` and ``completion``, of which only the
-    completion is a target; or the text field.
+    ``segments``: a list of {"text": str, "loss": bool}; or ``prompt`` and ``completion``, of which
+    only the completion is a target; or the text field.
     """
     if not isinstance(row, dict):
         return BadRow("", line, f"a row must be an object, got {type(row).__name__}")
@@ -298,7 +329,9 @@ def row_document(row: Any, line: int, options: ReadOptions) -> Document | BadRow
         try:
             segments = [(part["text"], bool(part["loss"])) for part in row["segments"]]
         except (TypeError, KeyError):
-            return BadRow("", line, 'segments must be a list of {"text": ..., "loss": true or false}')
+            return BadRow(
+                "", line, 'segments must be a list of {"text": ..., "loss": true or false}'
+            )
     elif row.get(options.text_field) is None and {"prompt", "completion"} <= set(row):
         segments = [(row["prompt"], False), (row["completion"], True)]
     elif options.text_field not in row:

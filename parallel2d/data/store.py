@@ -1,15 +1,16 @@
 """Token shards on disk: the format, its writer and its reader.
 
-Documents as arrays of token ids flow in, slices of the token sequence flow out. A prepared folder holds
+Documents as arrays of token ids flow in, slices of the token sequence flow out. A prepared folder
+holds
 
     manifest.json            written last: a folder without it is unfinished
-    train-00000.tokens       token ids, little-endian, of the smallest unsigned type that holds the vocabulary
-    train-00000.ends         uint64 little-endian per document: where it ends, in tokens from the start of the
-    shard train-00000.mask         uint8 per token, 1 = may be a target; only if some source said which tokens
-    are validation-00000.*       the same for the documents that were held out
+    train-00000.tokens token ids, little-endian, of the smallest unsigned type that holds the
+    vocabulary train-00000.ends uint64 little-endian per document: where it ends, in tokens from the
+    start of the shard train-00000.mask uint8 per token, 1 = may be a target; only if some source
+    said which tokens are validation-00000.* the same for the documents that were held out
 
-Shards are plain arrays: nothing in them can run, and they are memory-mapped, so processes of one machine
-share one copy. Each document is followed by the end-of-document id.
+Shards are plain arrays: nothing in them can run, and they are memory-mapped, so processes of one
+machine share one copy. Each document is followed by the end-of-document id.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FORMAT = "parallel2d tokens"
 VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
-_OPEN_FILES = 64  # shards of a split that stay mapped: bounds file descriptors on corpora with thousands of shards
+# shards of a split that stay mapped: bounds file descriptors on corpora with thousands of shards
+_OPEN_FILES = 64
 _TOKEN_TYPES = ("|u1", "<u2", "<u4")
 _LARGEST_MANIFEST = 256 * 2**20
 _SHARD_NAME, _SHA256 = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}"), re.compile(r"[0-9a-f]{64}")
@@ -81,8 +83,8 @@ class ShardWriter:
         return self._folder / f"{self.name}.{kind}{self._suffix}"
 
     def add(self, documents: list[NDArray[Any]], masks: list[NDArray[np.uint8] | None]) -> None:
-        """Appends documents (1-D arrays of ids, end-of-document id included) and, where given, their target
-        masks.
+        """Appends documents (1-D arrays of ids, end-of-document id included) and, where given,
+        their target masks.
         """
         if not documents:
             return
@@ -109,8 +111,8 @@ class ShardWriter:
         self._bytes[kind] += len(data)
 
     def finish(self) -> dict[str, Any]:
-        """Makes the shard durable and returns its entry of the manifest. A shard without documents leaves no
-        file.
+        """Makes the shard durable and returns its entry of the manifest. A shard without documents
+        leaves no file.
         """
         files = {}
         for kind, file in self._files.items():
@@ -123,7 +125,12 @@ class ShardWriter:
                 files[name] = {"bytes": self._bytes[kind], "sha256": self._hashes[kind].hexdigest()}
             else:
                 self._temporary(kind).unlink()
-        return {"name": self.name, "tokens": self.tokens, "documents": self.documents, "files": files}
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "files": files,
+        }
 
     def abandon(self) -> None:
         """Removes what was written."""
@@ -142,12 +149,18 @@ class _Shard:
 
 
 class TokenSplit:
-    """One split of a prepared folder: one sequence of ``tokens`` ids, made of ``documents`` documents."""
+    """One split of a prepared folder: one sequence of ``tokens`` ids, made of ``documents``
+    documents."""
 
     def __init__(self, folder: Path, dtype: str, entries: list[dict[str, Any]]) -> None:
         self._folder, self._types = folder, {**_TYPES, "tokens": dtype}
         self._shards = [
-            _Shard(entry["name"], entry["tokens"], entry["documents"], f"{entry['name']}.mask" in entry["files"])
+            _Shard(
+                entry["name"],
+                entry["tokens"],
+                entry["documents"],
+                f"{entry['name']}.mask" in entry["files"],
+            )
             for entry in entries
             if entry["documents"]
         ]
@@ -160,28 +173,37 @@ class TokenSplit:
         self._sound: set[int] = set()  # shards whose ends were looked at
 
     def _check_ends(self, shard: int, ends: NDArray[Any]) -> None:
-        if ends[0] == 0 or ends[-1] != self._shards[shard].tokens or not np.all(ends[1:] > ends[:-1]):
+        if (
+            ends[0] == 0
+            or ends[-1] != self._shards[shard].tokens
+            or not np.all(ends[1:] > ends[:-1])
+        ):
             path = self._folder / f"{self._shards[shard].name}.ends"
-            raise ConfigError(f"{path} is damaged: its documents do not end one after the other; prepare the data again")
+            raise ConfigError(
+                f"{path} is damaged: its documents do not end one after the other; prepare the "
+                "data again"
+            )
         self._sound.add(shard)
 
     def slices(self, start: int, count: int) -> list[NDArray[Any]]:
-        """Token ids ``start .. start + count`` as views of the shards they lie in (one, unless a shard ends
-        there).
+        """Token ids ``start .. start + count`` as views of the shards they lie in (one, unless a
+        shard ends there).
         """
         return [self._array(shard, "tokens")[a:b] for shard, a, b in self._ranges(start, count)]
 
     def may_be_target(self, start: int, count: int) -> NDArray[np.bool_]:
         """Bool [count]: which of the tokens may be targets according to the source's loss mask."""
         parts = [
-            self._array(shard, "mask")[a:b] if self._shards[shard].masked else np.ones(b - a, np.uint8)
+            self._array(shard, "mask")[a:b]
+            if self._shards[shard].masked
+            else np.ones(b - a, np.uint8)
             for shard, a, b in self._ranges(start, count)
         ]
         return np.concatenate(parts).astype(np.bool_)
 
     def document_ends(self, start: int, count: int) -> NDArray[np.int64]:
-        """Ends of the documents, in tokens from the start of the split, that lie in ``start + 1 .. start +
-        count``.
+        """Ends of the documents, in tokens from the start of the split, that lie in
+        ``start + 1 .. start + count``.
         """
         parts = []
         for shard, a, b in self._ranges(start, count):
@@ -191,8 +213,8 @@ class TokenSplit:
         return np.concatenate(parts)
 
     def document_span(self, document: int) -> tuple[int, int]:
-        """Start and end of a document, in tokens from the start of the split, its end-of-document id
-        included.
+        """Start and end of a document, in tokens from the start of the split, its end-of-document
+        id included.
         """
         shard = int(np.searchsorted(self._document_starts, document, side="right")) - 1
         ends, local = self._array(shard, "ends"), document - int(self._document_starts[shard])
@@ -202,7 +224,9 @@ class TokenSplit:
     def documents_longer_than(self, tokens: int) -> int:
         """How many documents have more than ``tokens`` ids, the end-of-document id included."""
         return sum(
-            int(np.count_nonzero(np.diff(self._array(shard, "ends"), prepend=np.uint64(0)) > tokens))
+            int(
+                np.count_nonzero(np.diff(self._array(shard, "ends"), prepend=np.uint64(0)) > tokens)
+            )
             for shard in range(len(self._shards))
         )
 
@@ -234,15 +258,18 @@ class TokenSplit:
 
 
 class TokenStore:
-    """A prepared folder. Raises `ConfigError` if it is unfinished, of another format, or a file has another
-    size.
+    """A prepared folder. Raises `ConfigError` if it is unfinished, of another format, or a file has
+    another size.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
         dtype = self.manifest["dtype"]
-        self.splits = {name: TokenSplit(folder, dtype, self.manifest["splits"][name]["shards"]) for name in SPLITS}
+        self.splits = {
+            name: TokenSplit(folder, dtype, self.manifest["splits"][name]["shards"])
+            for name in SPLITS
+        }
 
     @property
     def content(self) -> str:
@@ -257,31 +284,50 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = files.read_json(str(path), _LARGEST_MANIFEST)
     except FileNotFoundError:
         state = "is unfinished" if any(folder.glob("unit-*.json")) else "is not a prepared folder"
-        raise ConfigError(f"{folder} {state}: it has no {MANIFEST}; python -m parallel2d.data prepare writes it") from None
+        raise ConfigError(
+            f"{folder} {state}: it has no {MANIFEST}; python -m parallel2d.data prepare writes it"
+        ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else files.printable(error)
         raise ConfigError(f"{path} cannot be read: {reason}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        raise ConfigError(f"{path} is not of the format {FORMAT!r} version {VERSION}; prepare the data again")
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format") != FORMAT
+        or manifest.get("version") != VERSION
+    ):
+        raise ConfigError(
+            f"{path} is not of the format {FORMAT!r} version {VERSION}; prepare the data again"
+        )
     try:
         _check_manifest(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged ({files.printable(error)}); prepare the data again") from None
+        raise ConfigError(
+            f"{path} is damaged ({files.printable(error)}); prepare the data again"
+        ) from None
     for name, expected in shard_files(manifest):
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise ConfigError(f"{folder / name} {found}, the manifest says {expected['bytes']}; prepare the data again")
+            raise ConfigError(
+                f"{folder / name} {found}, the manifest says {expected['bytes']}; prepare the "
+                "data again"
+            )
     return manifest
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what `prepare` cannot have written."""
+    """Raises ValueError, KeyError, TypeError or AttributeError for what `prepare` cannot have
+    written."""
     item = np.dtype(_one_of(manifest["dtype"], _TOKEN_TYPES)).itemsize
     tokenizer = manifest["tokenizer"]
     vocabulary = _count(tokenizer["vocab_size"], 1 << 32)
     _count(tokenizer["end_id"], vocabulary - 1)
-    for text in (tokenizer["name"], tokenizer["fingerprint"], manifest["signature"], manifest["content"]):
+    for text in (
+        tokenizer["name"],
+        tokenizer["fingerprint"],
+        manifest["signature"],
+        manifest["content"],
+    ):
         if not isinstance(text, str) or not text.isprintable() or len(text) > 1000:
             raise ValueError(f"{text!r:.60} is no text")
     for key in ("bytes", "empty_documents", "bad_rows"):
@@ -333,14 +379,16 @@ def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def verify(folder: Path) -> int:
-    """Reads every file against its sha256 and returns the number of bytes; raises `ConfigError` naming a bad
-    file.
+    """Reads every file against its sha256 and returns the number of bytes; raises `ConfigError`
+    naming a bad file.
     """
     total = 0
     for name, entry in shard_files(read_manifest(folder)):
         with open(folder / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != entry["sha256"]:
-            raise ConfigError(f"{folder / name} is damaged: sha256 {found}, the manifest says {entry['sha256']}")
+            raise ConfigError(
+                f"{folder / name} is damaged: sha256 {found}, the manifest says {entry['sha256']}"
+            )
         total += entry["bytes"]
     return total

@@ -1,8 +1,8 @@
 """Samples by position: the one thing a trainer reads.
 
-Token splits or images, and orders, flow in, `Batch` flows out. A stream is an endless (or finite) sequence of
-samples that is addressed by position; what stands at a position depends on the data, the size of a sample and
-the seed, and on nothing else.
+Token splits or images, and orders, flow in, `Batch` flows out. A stream is an endless (or finite)
+sequence of samples that is addressed by position; what stands at a position depends on the data,
+the size of a sample and the seed, and on nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from parallel2d.data.order import Order
 from parallel2d.data.plan import Position
 
 Array = NDArray[np.int64]
-_BLOCK = 1024  # positions whose order is computed at once: one permutation of many costs little more than of one
+# positions whose order is computed at once: one permutation of many costs little more than of one
+_BLOCK = 1024
 
 
 class Samples(Protocol):
@@ -33,8 +34,11 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, inputs: NDArray[Any], targets: Array, document_ids: Array | None) -> None:
-        """Fills ``inputs`` and ``targets``, of the shapes of `shape`, with the sample at ``index``. Any thread may call it."""
+    def read(
+        self, index: int, inputs: NDArray[Any], targets: Array, document_ids: Array | None
+    ) -> None:
+        """Fills ``inputs`` and ``targets``, of the shapes of `shape`, with the sample at ``index``.
+        Any thread may call it."""
         ...
 
 
@@ -42,8 +46,9 @@ class Samples(Protocol):
 class End:
     """Where a finite stream ends.
 
-    ``positions`` samples are read. What happens to the last global batch if they do not fill it: ``drop``
-    leaves it out, ``pad`` gives the missing samples weight zero, ``wrap`` fills it from the next epoch.
+    ``positions`` samples are read. What happens to the last global batch if they do not fill it:
+    ``drop`` leaves it out, ``pad`` gives the missing samples weight zero, ``wrap`` fills it from
+    the next epoch.
     """
 
     positions: int
@@ -58,9 +63,11 @@ class SampleStream:
         schedule: which component stands at a position.
         seed, name: choose the order; streams of other names are independent of this one.
         intra_document_masking: batches carry document ids.
-        context: positions at the start of every sequence whose targets are not asked for; they count as ignored ones do.
+        context: positions at the start of every sequence whose targets are not asked for; they
+            count as ignored ones do.
         epochs: 0 reads epoch after epoch without end; ``end``: see `End`.
-        threads: samples of a batch that are read at once. More than one pays where reading is decoding, not a copy.
+        threads: samples of a batch that are read at once. More than one pays where reading is
+            decoding, not a copy.
     """
 
     def __init__(
@@ -80,17 +87,24 @@ class SampleStream:
         assert len({component.shape for component in components}) == 1
         assert len(components) == schedule.components
         self._components, self._schedule = components, schedule
-        self._orders = [Order(len(component), seed, f"{name}/{number}") for number, component in enumerate(components)]
+        self._orders = [
+            Order(len(component), seed, f"{name}/{number}")
+            for number, component in enumerate(components)
+        ]
         self.shape = components[0].shape
         self._hash = SampleHash(self.shape)
-        self._pool = ThreadPoolExecutor(threads, "parallel2d-read") if threads > 1 else None  # starts no thread before it is used
+        # starts no thread before it is used
+        self._pool = ThreadPoolExecutor(threads, "parallel2d-read") if threads > 1 else None
         self._with_ids, self._context = intra_document_masking, context
-        self._length = schedule.positions_before_repeat([len(component) for component in components])
+        self._length = schedule.positions_before_repeat(
+            [len(component) for component in components]
+        )
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
 
     def __len__(self) -> int:
-        """Samples in one epoch. Of a mixture: positions until the first of its components is exhausted."""
+        """Samples in one epoch. Of a mixture: positions until the first of its components is
+        exhausted."""
         return self._length
 
     def ends_before(self, position: int, global_batch_size: int) -> bool:
@@ -102,17 +116,23 @@ class SampleStream:
         return position >= self.end.positions
 
     def read(self, positions: Sequence[Position]) -> Batch:
-        """The samples at ``positions``; one that is None, or behind a padded or dropped end, has no valid
-        target.
+        """The samples at ``positions``; one that is None, or behind a padded or dropped end, has no
+        valid target.
 
-        Returns tensors [len(positions), ...] in host memory, of the shapes and dtypes of `shape`. Raises what a component raises for a
-        sample that cannot be read.
+        Returns tensors [len(positions), ...] in host memory, of the shapes and dtypes of `shape`.
+        Raises what a component raises for a sample that cannot be read.
         """
         limit = self.end.positions if self.end is not None and self.end.policy != "wrap" else None
-        rows = [row for row, at in enumerate(positions) if at is not None and (limit is None or at < limit)]
+        rows = [
+            row
+            for row, at in enumerate(positions)
+            if at is not None and (limit is None or at < limit)
+        ]
         where = np.array([positions[row] for row in rows], dtype=np.int64)
         shape, count = self.shape, len(positions)
-        inputs = np.empty((count, *shape.inputs), np.int64 if shape.dtype == torch.int64 else np.float32)
+        inputs = np.empty(
+            (count, *shape.inputs), np.int64 if shape.dtype == torch.int64 else np.float32
+        )
         targets = np.empty((count, *shape.targets), np.int64)
         ids = np.empty_like(targets) if self._with_ids else None
         if len(rows) < len(positions):
@@ -123,7 +143,9 @@ class SampleStream:
         if self._context:
             targets[:, : self._context] = IGNORED
         whole = len(rows) == len(positions)
-        hashes = self._hash(inputs if whole else inputs[rows], targets if whole else targets[rows], where)
+        hashes = self._hash(
+            inputs if whole else inputs[rows], targets if whole else targets[rows], where
+        )
         return Batch(
             torch.from_numpy(inputs),
             torch.from_numpy(targets),
@@ -132,7 +154,14 @@ class SampleStream:
             valid_tokens=int(np.count_nonzero(targets != IGNORED)),
         )
 
-    def _fill(self, rows: list[int], positions: Array, inputs: NDArray[Any], targets: Array, ids: Array | None) -> None:
+    def _fill(
+        self,
+        rows: list[int],
+        positions: Array,
+        inputs: NDArray[Any],
+        targets: Array,
+        ids: Array | None,
+    ) -> None:
         chosen, local = self._schedule.locate(positions)
         found = []
         for row, number, place in zip(rows, chosen.tolist(), local.tolist(), strict=True):
@@ -147,5 +176,6 @@ class SampleStream:
             pass  # the first error is raised here, in the order of the rows
 
     def _compute_block(self, number: int, block: int) -> Array:
-        """Indices, in component ``number``, of the samples at its positions block · _BLOCK and following."""
+        """Indices, in component ``number``, of the samples at its positions block · _BLOCK and
+        following."""
         return self._orders[number].index(np.arange(block * _BLOCK, (block + 1) * _BLOCK))

@@ -1,7 +1,7 @@
 """Documents that lie in tables: Parquet files and Hugging Face data sets.
 
-Files or a data set's name flow in; units, and the documents of a unit, flow out. Both libraries are extras
-and are loaded here only.
+Files or a data set's name flow in; units, and the documents of a unit, flow out. Both libraries are
+extras and are loaded here only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _BATCH_ROWS = 256  # rows in memory at a time
 
 
 def parquet_units(file: SourceFile, unit_bytes: int) -> list[Unit]:
-    """Consecutive row groups of a Parquet file of about ``unit_bytes``. Reads the file's footer only."""
+    """Consecutive row groups of a Parquet file of about ``unit_bytes``. Reads the file's footer
+    only."""
     table = _open_parquet(file)
     units, begin, held = [], 0, 0
     for group in range(table.num_row_groups):
@@ -35,7 +36,10 @@ def data_set_units(path: str, subset: str | None, split: str) -> tuple[list[Unit
     fingerprint = str(data_set._fingerprint)  # instead of a path: what tells another content apart
     source = SourceFile("\n".join([path, subset or "", split]), fingerprint)
     rows = len(data_set)
-    units = [Unit("hf", [source], begin, min(begin + _UNIT_ROWS, rows)) for begin in range(0, rows, _UNIT_ROWS)]
+    units = [
+        Unit("hf", [source], begin, min(begin + _UNIT_ROWS, rows))
+        for begin in range(0, rows, _UNIT_ROWS)
+    ]
     return units, fingerprint
 
 
@@ -73,11 +77,15 @@ def _parquet_rows(unit: Unit, options: ReadOptions) -> Iterator[tuple[int, Any]]
     columns = _columns(table.schema_arrow.names, options)
     if not columns:
         found = ", ".join(table.schema_arrow.names[:8])
-        raise ConfigError(f"{file.path} has no column data.text_field={options.text_field}; columns: {found}")
+        raise ConfigError(
+            f"{file.path} has no column data.text_field={options.text_field}; columns: {found}"
+        )
     number = sum(table.metadata.row_group(group).num_rows for group in range(unit.start))
     groups = list(range(unit.start, min(unit.stop, table.num_row_groups)))
     try:
-        for batch in table.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+        for batch in table.iter_batches(
+            _BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False
+        ):
             for row in batch.to_pylist():
                 number += 1
                 yield number, row
@@ -91,7 +99,9 @@ def _data_set_rows(unit: Unit, options: ReadOptions) -> Iterator[tuple[int, Any]
     columns = _columns(data_set.column_names, options)
     if not columns:
         found = ", ".join(data_set.column_names[:8])
-        raise ConfigError(f"data.path={path} has no column data.text_field={options.text_field}; columns: {found}")
+        raise ConfigError(
+            f"data.path={path} has no column data.text_field={options.text_field}; columns: {found}"
+        )
     data_set = data_set.select_columns(columns)
     for begin in range(unit.start, unit.stop, _BATCH_ROWS):
         batch = data_set[begin : min(begin + _BATCH_ROWS, unit.stop)]
@@ -103,13 +113,19 @@ def _load_data_set(path: str, subset: str | None, split: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"data=hf data.path={path} needs the datasets library: pip install 'parallel2d[hf-datasets]'") from None
+        raise ConfigError(
+            f"data=hf data.path={path} needs the datasets library: pip install "
+            "'parallel2d[hf-datasets]'"
+        ) from None
     try:
         if os.path.isdir(path) and os.path.exists(os.path.join(path, "state.json")):
             return datasets.load_from_disk(path)
         if os.path.isdir(path) and os.path.exists(os.path.join(path, "dataset_dict.json")):
             return datasets.load_from_disk(path)[split]
         return datasets.load_dataset(path, subset, split=split)
-    except Exception as error:  # the library raises many kinds: no such data set, no such split, no network
+    # the library raises many kinds: no such data set, no such split, no network
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"data=hf data.path={path} data.split={split} cannot be loaded: {reason}") from None
+        raise ConfigError(
+            f"data=hf data.path={path} data.split={split} cannot be loaded: {reason}"
+        ) from None

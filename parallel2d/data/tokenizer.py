@@ -1,8 +1,8 @@
 """Text to token ids.
 
-Strings flow in, arrays of ids flow out. ``bytes`` needs no file: the 256 byte values and one end-of-document
-id. Any other name is the path of a ``tokenizer.json``, read by the tokenizers library (extra ``data``); that
-format is data, not code.
+Strings flow in, arrays of ids flow out. ``bytes`` needs no file: the 256 byte values and one
+end-of-document id. Any other name is the path of a ``tokenizer.json``, read by the tokenizers
+library (extra ``data``); that format is data, not code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from parallel2d.config import ConfigError
 
-_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+_END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|im_end|>",
+)
 
 
 class Tokenizer(Protocol):
@@ -45,10 +53,11 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A ``tokenizer.json``. Special tokens are never added by its template; ``end_token`` ends a document.
+    """A ``tokenizer.json``. Special tokens are never added by its template; ``end_token`` ends a
+    document.
 
-    If ``end_token`` is not given, the first known name that the vocabulary has is used; if it has none, one
-    id is added after the vocabulary.
+    If ``end_token`` is not given, the first known name that the vocabulary has is used; if it has
+    none, one id is added after the vocabulary.
     """
 
     def __init__(self, path: str, end_token: str | None) -> None:
@@ -56,17 +65,23 @@ class LibraryTokenizer:
             import tokenizers
         except ImportError:
             raise ConfigError(
-                f"data.tokenizer={path} needs the tokenizers library: pip install 'parallel2d[data]'; "
+                f"data.tokenizer={path} needs the tokenizers library: pip install "
+                "'parallel2d[data]'; "
                 "data.tokenizer=bytes needs nothing"
             ) from None
         file = Path(path).expanduser()
         if not file.is_file():
-            raise ConfigError(f"data.tokenizer={path} must be 'bytes' or the path of a tokenizer.json; there is no file")
+            raise ConfigError(
+                f"data.tokenizer={path} must be 'bytes' or the path of a tokenizer.json; there is "
+                "no file"
+            )
         content = file.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"data.tokenizer={path} is not a readable tokenizer.json: {error}") from None
+            raise ConfigError(
+                f"data.tokenizer={path} is not a readable tokenizer.json: {error}"
+            ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -90,6 +105,9 @@ def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
     """The tokenizer that ``data.tokenizer`` names. Raises `ConfigError` if there is none."""
     if name == "bytes":
         if end_token is not None:
-            raise ConfigError(f"data.end_token={end_token} has no meaning with data.tokenizer=bytes, whose end id is 256")
+            raise ConfigError(
+                f"data.end_token={end_token} has no meaning with data.tokenizer=bytes, whose end "
+                "id is 256"
+            )
         return ByteTokenizer()
     return LibraryTokenizer(name, end_token)

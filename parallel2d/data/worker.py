@@ -1,4 +1,5 @@
-"""One process of several that prepare data: ``python -m parallel2d.data.worker``, started by `workers`.
+"""One process of several that prepare data: ``python -m parallel2d.data.worker``, started by
+`workers`.
 
 Lines of JSON flow in on standard input, one job each, and out on standard output, one answer each.
 """
@@ -25,7 +26,10 @@ def main() -> None:
         try:
             if tokenizer is None:
                 tokenizer = load_tokenizer(job.options.tokenizer, job.options.end_token)
-            answer = {"number": job.number, "record": run_unit(job, Path(values["folder"]), tokenizer)}
+            answer = {
+                "number": job.number,
+                "record": run_unit(job, Path(values["folder"]), tokenizer),
+            }
         except ConfigError as error:
             answer = {"number": job.number, "error": str(error)}
         sys.stdout.write(json.dumps(answer) + "\n")

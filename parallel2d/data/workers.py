@@ -1,8 +1,9 @@
 """Units prepared by several processes.
 
-Jobs flow in, records flow out as they are finished. A worker is ``python -m parallel2d.data.worker``; jobs
-and records are lines of JSON over its pipes. Nothing is pickled, a caller's main module is not imported
-again, and a worker whose parent is killed reads the end of its input after its unit and leaves.
+Jobs flow in, records flow out as they are finished. A worker is
+``python -m parallel2d.data.worker``; jobs and records are lines of JSON over its pipes. Nothing is
+pickled, a caller's main module is not imported again, and a worker whose parent is killed reads the
+end of its input after its unit and leaves.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from parallel2d.config import ConfigError
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
-def run_in_workers(jobs: list[dict[str, Any]], count: int, lock: int | None) -> Generator[tuple[int, dict[str, Any]]]:
-    """Yields (number, record) for each job (see `worker`) in the order of completion, from ``count``
-    processes that inherit the descriptor ``lock``.
+def run_in_workers(
+    jobs: list[dict[str, Any]], count: int, lock: int | None
+) -> Generator[tuple[int, dict[str, Any]]]:
+    """Yields (number, record) for each job (see `worker`) in the order of completion, from
+    ``count`` processes that inherit the descriptor ``lock``.
 
     Raises `ConfigError` that a worker met, and RuntimeError naming the unit if one died.
     """
@@ -54,7 +57,8 @@ def run_in_workers(jobs: list[dict[str, Any]], count: int, lock: int | None) -> 
                 job = busy.pop(worker.pid)
                 if not line:
                     raise RuntimeError(
-                        f"the process that prepared {_describe(job)} ended with code {worker.wait()}; what "
+                        f"the process that prepared {_describe(job)} ended with code "
+                        f"{worker.wait()}; what "
                         "is finished is kept, start again to go on"
                     )
                 answer = json.loads(line)
@@ -65,7 +69,9 @@ def run_in_workers(jobs: list[dict[str, Any]], count: int, lock: int | None) -> 
                 yield answer["number"], answer["record"]
 
 
-def _give(worker: subprocess.Popen[str], queue: list[dict[str, Any]], busy: dict[int, dict[str, Any]]) -> bool:
+def _give(
+    worker: subprocess.Popen[str], queue: list[dict[str, Any]], busy: dict[int, dict[str, Any]]
+) -> bool:
     """Hands the next job to a worker that has none; False if there is none."""
     if not queue:
         return False

@@ -1,5 +1,6 @@
-"""``python -m parallel2d.launch store``: a rendezvous store outside of the nodes, so that no node is the one that must not die.
-``python -m parallel2d.launch secret``: what the nodes of a job on several nodes must know."""
+"""``python -m parallel2d.launch store``: a rendezvous store outside of the nodes, so that no node
+is the one that must not die. ``python -m parallel2d.launch secret``: what the nodes of a job on
+several nodes must know."""
 
 from __future__ import annotations
 
@@ -15,16 +16,36 @@ from parallel2d.store.secret import find_secret, new_secret, write_secret
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 2 for an address that cannot be listened on, or for a secret that cannot be read or written."""
+    """Returns the exit code: 0; 2 for an address that cannot be listened on, or for a secret that
+    cannot be read or written."""
     parser = argparse.ArgumentParser(prog="python -m parallel2d.launch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    store = commands.add_parser("store", help="keep the rendezvous of jobs; holds no data of theirs, needs next to nothing")
-    store.add_argument("--host", required=True, help="name or address to listen on; no other interface is opened")
+    store = commands.add_parser(
+        "store", help="keep the rendezvous of jobs; holds no data of theirs, needs next to nothing"
+    )
+    store.add_argument(
+        "--host", required=True, help="name or address to listen on; no other interface is opened"
+    )
     store.add_argument("--port", type=int, default=29500, help="0: any free one (default: 29500)")
-    store.add_argument("--secret-file", metavar="FILE", help="that the jobs have too (default: from PARALLEL2D_SECRET)")
-    store.add_argument("--insecure", action="store_true", help="without a secret: whoever reaches it decides what the jobs run")
-    secret = commands.add_parser("secret", help="make a new secret, in a file that only you can read")
-    secret.add_argument("file", nargs="?", metavar="FILE", help="to write to, for launch.secret_file; printed without it")
+    store.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="that the jobs have too (default: from PARALLEL2D_SECRET)",
+    )
+    store.add_argument(
+        "--insecure",
+        action="store_true",
+        help="without a secret: whoever reaches it decides what the jobs run",
+    )
+    secret = commands.add_parser(
+        "secret", help="make a new secret, in a file that only you can read"
+    )
+    secret.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="to write to, for launch.secret_file; printed without it",
+    )
     options = parser.parse_args(arguments)
     try:
         return _serve(options) if options.command == "store" else _make_secret(options.file)

@@ -1,12 +1,16 @@
-"""One node's launcher: starts its ranks, watches them, and starts them again with what is left of the job.
+"""One node's launcher: starts its ranks, watches them, and starts them again with what is left of
+the job.
 
-A command and a `Meeting` flow in; the workers' end flows out, as a return or as one exception with one story. The work is torch's
-elastic agent; what is decided here is whether, when and how a worker group starts again.
+A command and a `Meeting` flow in; the workers' end flows out, as a return or as one exception with
+one story. The work is torch's elastic agent; what is decided here is whether, when and how a worker
+group starts again.
 
-[Note: three reasons to start again] A worker failed: the others of this node are ended at once, since they wait for it in vain; see
-[Note: a storm of restarts]. The nodes changed, because one wants to join: workers are asked to end, so they save and nothing is
-repeated. A worker ended because a rank somewhere was told to (a node is being taken away): it has saved too, and the rest go on.
-And one reason to end them unsaved: the others have gone on without this node, which was silent for too long.
+[Note: three reasons to start again] A worker failed: the others of this node are ended at once,
+since they wait for it in vain; see [Note: a storm of restarts]. The nodes changed, because one
+wants to join: workers are asked to end, so they save and nothing is repeated. A worker ended
+because a rank somewhere was told to (a node is being taken away): it has saved too, and the rest go
+on. And one reason to end them unsaved: the others have gone on without this node, which was silent
+for too long.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ from parallel2d.launch.place import AGENT, PREFIX
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
 
-_SECONDS_FOR_LAST_WORDS = 5  # that workers have between SIGTERM and SIGKILL once one of their group has failed
+# that workers have between SIGTERM and SIGKILL once one of their group has failed
+_SECONDS_FOR_LAST_WORDS = 5
 _STORY = "parallel2d/story"
 
 
@@ -53,9 +58,12 @@ class Team:
     settings: LaunchConfig
     restarts: Restarts
     folder: str  # lives as long as this launcher
-    logs: str | None = None  # where ranks beside the first write what they print; None: to the console
+    # where ranks beside the first write what they print; None: to the console
+    logs: str | None = None
     say: Callable[[str], None] = field(
-        default=lambda text: print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
+        default=lambda text: print(
+            f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True
+        )
     )
 
 
@@ -70,15 +78,19 @@ def last_step(folder: str) -> int:
 
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
-    """This launcher's folders, one for records and one in shared memory for copies of the state, announced to its workers along with
-    ``environment``. All are gone afterwards. Yields the first. Raises `ConfigError` where somebody else holds a name of theirs."""
+    """This launcher's folders, one for records and one in shared memory for copies of the state,
+    announced to its workers along with ``environment``. All are gone afterwards. Yields the first.
+    Raises `ConfigError` where somebody else holds a name of theirs."""
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
         places[VARIABLE] = SHARED_MEMORY
     with folder_errors_explained():
-        paths = {variable: folders.open_folder(os.getpid(), place) for variable, place in places.items()}
+        paths = {
+            variable: folders.open_folder(os.getpid(), place) for variable, place in places.items()
+        }
     before = dict(os.environ)
-    # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses of dead peers
+    # torch 2.13 reuses the agent's store across restarts, so that workers would read the addresses
+    # of dead peers
     os.environ.update(environment, **paths, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
         yield paths[AGENT]
@@ -92,10 +104,13 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 def run_team(team: Team, meeting: Meeting) -> None:
     """Runs this node's ranks until the job ends. See [Note: three reasons to start again].
 
-    Raises `ConfigError` or `WorkersFailed` with the story of the rank that failed first, `StoreLost`, and torch's SignalException when
-    this process was told to end and has ended its workers.
+    Raises `ConfigError` or `WorkersFailed` with the story of the rank that failed first,
+    `StoreLost`, and torch's SignalException when this process was told to end and has ended its
+    workers.
     """
-    os.environ.update(meeting.environment, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    os.environ.update(
+        meeting.environment, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    )
     handler = meeting.handler(team.settings)
     spec = WorkerSpec(
         role="worker",
@@ -109,7 +124,12 @@ def run_team(team: Team, meeting: Meeting) -> None:
     )
     redirects = dict.fromkeys(range(1, team.size), Std.ALL) if team.logs else Std.NONE
     agent = _Agent(
-        team, meeting, spec, DefaultLogsSpecs(log_dir=team.logs or os.path.join(team.folder, "logs"), redirects=redirects)
+        team,
+        meeting,
+        spec,
+        DefaultLogsSpecs(
+            log_dir=team.logs or os.path.join(team.folder, "logs"), redirects=redirects
+        ),
     )
     over = True
     try:
@@ -123,7 +143,8 @@ def run_team(team: Team, meeting: Meeting) -> None:
         over = False
         raise _explained(error, agent, meeting, team) from None
     finally:
-        handler._stop_heartbeats()  # else their thread may be the last to know them, and cannot wait for its own end
+        # else their thread may be the last to know them, and cannot wait for its own end
+        handler._stop_heartbeats()
         if over:
             with contextlib.suppress(Exception):  # the store may have gone with another node
                 meeting.end()
@@ -133,22 +154,29 @@ def run_team(team: Team, meeting: Meeting) -> None:
 class _Agent(LocalElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
-    def __init__(self, team: Team, meeting: Meeting, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=team.settings.grace_s)
+    def __init__(
+        self, team: Team, meeting: Meeting, spec: WorkerSpec, logs: DefaultLogsSpecs
+    ) -> None:
+        super().__init__(
+            spec, logs, exit_barrier_timeout=60, shutdown_timeout=team.settings.grace_s
+        )
         self._meeting, self._team, self._pause, self._evicted = meeting, team, 0.0, False
 
     def _start_workers(self, group: Any) -> Any:
         os.environ[PREFIX] = self._meeting.ranks_prefix(group)
         nursery = self._team.nursery
         if nursery is not None and nursery.alive:
-            context: Any = ForkedContext(nursery, self._team.words, self._environments(group), self._logs_specs)
+            context: Any = ForkedContext(
+                nursery, self._team.words, self._environments(group), self._logs_specs
+            )
             self._pcontext = context
             context.start()
             started = context.pids()
         else:
             started = super()._start_workers(group)
             context = self._pcontext
-        # Called without a timeout once a worker has failed. What is stopped or stuck then does not hear SIGTERM.
+        # Called without a timeout once a worker has failed. What is stopped or stuck then does not
+        # hear SIGTERM.
         context.close = functools.partial(_close_soon, context.close)
         return started
 
@@ -170,34 +198,45 @@ class _Agent(LocalElasticAgent):
             worker.local_rank: {
                 name: str(value)
                 for name, value in {
-                    **of_all, "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank, "WORLD_SIZE": worker.world_size,
+                    **of_all,
+                    "RANK": worker.global_rank,
+                    "LOCAL_RANK": worker.local_rank,
+                    "WORLD_SIZE": worker.world_size,
                 }.items()
             }
             for worker in group.workers
-        }  # fmt: skip
+        }
 
     def _monitor_workers(self, group: Any) -> Any:
         result = super()._monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._remaining_restarts = 1 if self._may_start_again(result.failures) else 0
         elif result.state == WorkerState.HEALTHY and self._is_evicted(group):
-            self._team.say("the other nodes took this one for lost and went on; ending its ranks and joining again")
+            self._team.say(
+                "the other nodes took this one for lost and went on; ending its ranks and joining "
+                "again"
+            )
             self._remaining_restarts, self._pause, self._evicted = 1, 0.0, True
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     @staticmethod
     def _is_evicted(group: Any) -> bool:
-        """Whether the rendezvous goes on without this node. torch's agent does not look; see also [Note: two halves of a job]."""
+        """Whether the rendezvous goes on without this node. torch's agent does not look; see also
+        [Note: two halves of a job]."""
         handler = group.spec.rdzv_handler
         state = handler._state_holder.state
         return bool(state.complete and handler._this_node not in state.participants)
 
     def _may_start_again(self, failures: dict[int, Any]) -> bool:
         team = self._team
-        if any(failure.exitcode == team.settings.requeue_exit_code for failure in failures.values()):
+        if any(
+            failure.exitcode == team.settings.requeue_exit_code for failure in failures.values()
+        ):
             self._pause = 0.0
-            team.say("a rank was told to end, and all have saved; going on with the nodes that are left")
+            team.say(
+                "a rank was told to end, and all have saved; going on with the nodes that are left"
+            )
             return team.restarts.limit > 0
         rank, failure, story = first_failure(failures)
         if story and story["config_error"]:
@@ -215,12 +254,18 @@ class _Agent(LocalElasticAgent):
     def _stop_workers(self, group: Any) -> None:
         asked_to_save = group.state == WorkerState.HEALTHY
         if asked_to_save:
-            self._team.say("the nodes of this job have changed; saving, and starting again with all that are there")
-        if self._evicted:  # what its ranks have done since is done again elsewhere: they must not save it
+            self._team.say(
+                "the nodes of this job have changed; saving, and starting again with all that are "
+                "there"
+            )
+        # what its ranks have done since is done again elsewhere: they must not save it
+        if self._evicted:
             self._evicted = False
             self._shutdown(signal.SIGKILL, _SECONDS_FOR_LAST_WORDS)
             return
-        self._shutdown(timeout=self._team.settings.grace_s if asked_to_save else _SECONDS_FOR_LAST_WORDS)
+        self._shutdown(
+            timeout=self._team.settings.grace_s if asked_to_save else _SECONDS_FOR_LAST_WORDS
+        )
 
     def _restart_workers(self, group: Any) -> None:
         failed = group.state != WorkerState.HEALTHY
@@ -237,7 +282,9 @@ class _Agent(LocalElasticAgent):
 
 
 def _close_soon(
-    close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: int = _SECONDS_FOR_LAST_WORDS
+    close: Callable[..., None],
+    death_sig: signal.Signals | None = None,
+    timeout: int = _SECONDS_FOR_LAST_WORDS,
 ) -> None:
     close(death_sig, timeout)
 
@@ -255,14 +302,24 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, Any, dict[str, Any] | 
 
 def lost_a_peer(story: dict[str, Any]) -> bool:
     """Whether a rank failed only because another was gone: its connection broke."""
-    words = ("Connection closed by peer", "Connection reset", "Broken pipe", "Connection refused", "connection was closed")
+    words = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Broken pipe",
+        "Connection refused",
+        "connection was closed",
+    )
     return any(word in story["text"] for word in words)
 
 
 def one_line(failure: Any, story: dict[str, Any] | None) -> str:
     """What happened to a rank, in one line."""
     if story:
-        return "lost the connection to another rank" if lost_a_peer(story) else story["text"].strip().splitlines()[-1]
+        return (
+            "lost the connection to another rank"
+            if lost_a_peer(story)
+            else story["text"].strip().splitlines()[-1]
+        )
     if failure.exitcode == -signal.SIGKILL:
         return "ended by SIGKILL, by somebody or by the kernel for want of memory"
     if failure.exitcode < 0:
@@ -278,19 +335,25 @@ def _told(meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
     alone = team.settings.node_range == (1, 1)
     first = alone or _is_first_to_tell(meeting, bystander)
     if not first:
-        return WorkersFailed(f"the ranks of {socket.gethostname()} ended, because one on another node did; it tells why")
+        return WorkersFailed(
+            f"the ranks of {socket.gethostname()} ended, because one on another node did; it "
+            "tells why"
+        )
     if config_error and story:
         return ConfigError(story["text"])
     cause = story["text"] if story else one_line(failure, story)
     tried = (
-        f"\n{team.restarts.limit} restarts brought no step further" if team.restarts.in_a_row > team.restarts.limit > 0 else ""
+        f"\n{team.restarts.limit} restarts brought no step further"
+        if team.restarts.in_a_row > team.restarts.limit > 0
+        else ""
     )
     others = f"\nlogs of the other ranks: {team.logs}" if team.logs else ""
     return WorkersFailed(f"rank {rank} failed first:\n{cause}{tried}{others}")
 
 
 def _is_first_to_tell(meeting: Meeting, bystander: bool) -> bool:
-    """Whether this node's story is the one to tell. One whose ranks only lost a peer gives the others a moment."""
+    """Whether this node's story is the one to tell. One whose ranks only lost a peer gives the
+    others a moment."""
     try:
         if bystander:
             time.sleep(1.5)
@@ -306,7 +369,9 @@ def _explained(error: Exception, agent: _Agent, meeting: Meeting, team: Team) ->
     if kind == "RendezvousTimeoutError":
         there = agent.joined()
         return WorkersFailed(
-            f"after {team.settings.rendezvous_timeout:.0f} s {len(there)} of launch.nnodes={team.settings.nnodes} nodes were at "
-            f"{meeting.endpoint} ({', '.join(there)}); python -m parallel2d.preflight tells which cannot reach it"
+            f"after {team.settings.rendezvous_timeout:.0f} s {len(there)} of "
+            f"launch.nnodes={team.settings.nnodes} nodes were at "
+            f"{meeting.endpoint} ({', '.join(there)}); python -m parallel2d.preflight tells which "
+            "cannot reach it"
         )
     return StoreLost(str(error).splitlines()[0])

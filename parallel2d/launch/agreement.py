@@ -1,12 +1,15 @@
-"""One job and one story for all ranks: what they agree on before they train, and who tells it when they fail.
+"""One job and one story for all ranks: what they agree on before they train, and who tells it when
+they fail.
 
 A `Place` and the rendezvous store flow in; out come the same `Job` on every rank, or one message.
 
-[Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which publishes configuration and
-directory through the rendezvous store. Workers that replace others go on with what the first incarnation agreed on: each node's first
-rank leaves a record of it that lives as long as the launcher which starts its workers, and rank 0 asks all nodes for theirs. One
-record is enough, so a node that is new to the job learns of it too. That a record was found is also how every rank knows alike that the
-workers were restarted: the restart counters of elastic agents differ between nodes.
+[Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
+publishes configuration and directory through the rendezvous store. Workers that replace others go
+on with what the first incarnation agreed on: each node's first rank leaves a record of it that
+lives as long as the launcher which starts its workers, and rank 0 asks all nodes for theirs. One
+record is enough, so a node that is new to the job learns of it too. That a record was found is also
+how every rank knows alike that the workers were restarted: the restart counters of elastic agents
+differ between nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _Position = TypeVar("_Position")
 
 
 def agree_on_job(place: Place, store: Any, arguments: Sequence[str]) -> compose.Job | None:
-    """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0 and published in ``store``.
+    """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
+    and published in ``store``.
 
     None when rank 0 had nothing to run (``--help``, ``--cfg``). See [Note: one run directory].
     """
@@ -38,7 +42,9 @@ def agree_on_job(place: Place, store: Any, arguments: Sequence[str]) -> compose.
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{place.node}", json.dumps(record))
     if place.rank == 0:
-        records = [json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(place.nodes)]
+        records = [
+            json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(place.nodes)
+        ]
         earlier = next((record for record in records if record), None)
         try:
             message = {**earlier, "restarted": True} if earlier else _composed(place, arguments)
@@ -67,14 +73,21 @@ def _composed(place: Place, arguments: Sequence[str]) -> dict[str, Any] | None:
     if place.launcher == "self":
         return {"config": os.environ[CONFIG], "run_dir": os.environ[RUN_DIR], "restarted": False}
     jobs: list[compose.Job] = []
-    compose.run(arguments, jobs.append, refuse_multirun="torchrun, srun and launch.nnodes start one job")
+    compose.run(
+        arguments, jobs.append, refuse_multirun="torchrun, srun and launch.nnodes start one job"
+    )
     if not jobs:
         return None
-    return {"config": compose.to_yaml(jobs[0].config), "run_dir": jobs[0].run_dir, "restarted": False}
+    return {
+        "config": compose.to_yaml(jobs[0].config),
+        "run_dir": jobs[0].run_dir,
+        "restarted": False,
+    }
 
 
 def launcher_folder() -> str:
-    """The folder that belongs to the process which starts this node's workers. It may not exist yet.
+    """The folder that belongs to the process which starts this node's workers. It may not exist
+    yet.
 
     Our own launchers announce theirs; that of another (torchrun) is named after it.
     """
@@ -93,12 +106,15 @@ def folder_errors_explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own") from None
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own"
+        ) from None
 
 
 def _is_started_again() -> bool:
-    """Whether the process that starts the workers does so again when they fail, with the same command: our launchers and torchrun. Of
-    another, such as a shell or a notebook, the next job may be a different one."""
+    """Whether the process that starts the workers does so again when they fail, with the same
+    command: our launchers and torchrun. Of another, such as a shell or a notebook, the next job may
+    be a different one."""
     return AGENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -129,7 +145,8 @@ def forget_run(place: Place) -> None:
 
 
 def telling_progress(place: Place, position: Callable[[], _Position]) -> Callable[[], _Position]:
-    """``position``, which knows the step a rank is at, with the effect that the launcher hears of each new step; see `Restarts`."""
+    """``position``, which knows the step a rank is at, with the effect that the launcher hears of
+    each new step; see `Restarts`."""
     if place.local_rank != 0 or AGENT not in os.environ:
         return position
     path, told = os.path.join(launcher_folder(), "step"), -1
@@ -151,16 +168,25 @@ def telling_progress(place: Place, position: Callable[[], _Position]) -> Callabl
 def failures_told_once(place: Place, store: Any) -> Iterator[None]:
     """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
 
-    Workers of our own launchers leave it for them; otherwise the rank that is first to claim the word in ``store`` prints it.
+    Workers of our own launchers leave it for them; otherwise the rank that is first to claim the
+    word in ``store`` prints it.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        now = time.time()  # to the microsecond: peers fail within the same second, because this one did
+        # to the microsecond: peers fail within the same second, because this one did
+        now = time.time()
         config_error = isinstance(error, ConfigError)
         interrupted = isinstance(error, KeyboardInterrupt)
-        text = str(error) if config_error else "interrupted" if interrupted else traceback.format_exc().rstrip()
-        if place.launcher in ("self", "nodes"):  # torchrun would print what it finds there beside what is printed here
+        text = (
+            str(error)
+            if config_error
+            else "interrupted"
+            if interrupted
+            else traceback.format_exc().rstrip()
+        )
+        # torchrun would print what it finds there beside what is printed here
+        if place.launcher in ("self", "nodes"):
             leave_story(text, now, config_error=config_error)
             if place.rank and place.launcher == "self":  # its stderr is its log
                 print(files.for_terminal(text), file=sys.stderr, flush=True)
@@ -178,16 +204,25 @@ def _first_to_claim(store: Any) -> bool:
         except Exception:  # the store went with rank 0, which has told its story
             return False
 
-    return answered_within(5.0, claim, True)  # rank 0 is stopped: better told by every rank than by none
+    # rank 0 is stopped: better told by every rank than by none
+    return answered_within(5.0, claim, True)
 
 
 def leave_story(text: str, when: float, *, config_error: bool) -> None:
     """Leaves a worker's last words where torch's elastic agent looks for them."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        info = {"py_callstack": text, "timestamp": str(int(when)), "time": when, "config_error": config_error}
+        info = {
+            "py_callstack": text,
+            "timestamp": str(int(when)),
+            "time": when,
+            "config_error": config_error,
+        }
         with open(path, "w") as file:
-            json.dump({"message": {"message": text.splitlines()[-1] if text else "", "extraInfo": info}}, file)
+            json.dump(
+                {"message": {"message": text.splitlines()[-1] if text else "", "extraInfo": info}},
+                file,
+            )
 
 
 def read_story(path: str) -> dict[str, Any] | None:

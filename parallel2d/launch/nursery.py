@@ -1,16 +1,19 @@
 """Ranks that need not import anything: forked from a process in which everything is loaded already.
 
-A launcher that has checked its job calls `Nursery` and gets, for each rank, a `Rank` to wait for; torch's agent holds them through a
-`ForkedContext`.
+A launcher that has checked its job calls `Nursery` and gets, for each rank, a `Rank` to wait for;
+torch's agent holds them through a `ForkedContext`.
 
-[Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process, which is most of what a restart
-costs after a failure. The launcher has imported all of it to check the job. So it leaves a copy of itself behind, the nursery, before
-it has threads or sockets; the nursery is forked again for every rank, at the start and at every restart, and shares its memory. A driver
-of an accelerator does not survive a fork, so there ranks are started as processes of their own; see `possible`.
+[Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
+which is most of what a restart costs after a failure. The launcher has imported all of it to check
+the job. So it leaves a copy of itself behind, the nursery, before it has threads or sockets; the
+nursery is forked again for every rank, at the start and at every restart, and shares its memory. A
+driver of an accelerator does not survive a fork, so there ranks are started as processes of their
+own; see `possible`.
 
-[Note: who ends whom] The nursery ends when its launcher does, because their socket closes, and the kernel ends every rank with the
-nursery. Signals reach a rank from the launcher alone: the nursery blocks those that a scheduler sends to every process of a job, and a rank
-is the leader of a session of its own.
+[Note: who ends whom] The nursery ends when its launcher does, because their socket closes, and the
+kernel ends every rank with the nursery. Signals reach a rank from the launcher alone: the nursery
+blocks those that a scheduler sends to every process of a job, and a rank is the leader of a session
+of its own.
 """
 
 from __future__ import annotations
@@ -39,8 +42,16 @@ from parallel2d.launch.place import end_with_parent, set_process_name
 
 Main = Callable[[Sequence[str]], int]  # of a rank: from its words to its exit code
 
-_NEEDED_BY_RANKS = ("torch._dynamo", "torch.utils.tensorboard")  # in their first step, and not by the launcher
-_BLOCKED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+# in their first step, and not by the launcher
+_NEEDED_BY_RANKS = ("torch._dynamo", "torch.utils.tensorboard")
+_BLOCKED = {
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+}
 _LOST = 255  # the exit code of a rank whose nursery has gone, as multiprocessing has it
 
 
@@ -79,8 +90,8 @@ class Rank:
 
 
 class Nursery:
-    """Forks this process; the copy forks a rank whenever `start` is called. ``main`` runs in a rank, with its words; what it returns is
-    the exit code."""
+    """Forks this process; the copy forks a rank whenever `start` is called. ``main`` runs in a
+    rank, with its words; what it returns is the exit code."""
 
     def __init__(self, main: Main) -> None:
         self._ours, theirs = multiprocessing.Pipe()
@@ -97,8 +108,15 @@ class Nursery:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> Rank:
-        """Starts a rank with these words and exactly this environment. ``stdout``, ``stderr``: files; None: as this process.
+    def start(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: str | None,
+        stderr: str | None,
+    ) -> Rank:
+        """Starts a rank with these words and exactly this environment. ``stdout``, ``stderr``:
+        files; None: as this process.
 
         Raises `WorkersFailed` when the nursery has gone.
         """
@@ -150,21 +168,27 @@ class Nursery:
 class ForkedContext(SubprocessContext):
     """torch's set of worker processes, on ranks from a nursery."""
 
-    def __init__(self, nursery: Nursery, words: Sequence[str], envs: dict[int, dict[str, str]], logs: Any) -> None:
+    def __init__(
+        self, nursery: Nursery, words: Sequence[str], envs: dict[int, dict[str, str]], logs: Any
+    ) -> None:
         super().__init__("worker", "parallel2d", dict.fromkeys(envs, ()), envs, logs)
         self._nursery, self._words = nursery, words
 
     def _start(self) -> None:
         self.subprocess_handlers: dict[int, Any] = {
             local_rank: self._nursery.start(
-                self._words, {**os.environ, **self.envs[local_rank]}, self.stdouts[local_rank], self.stderrs[local_rank]
+                self._words,
+                {**os.environ, **self.envs[local_rank]},
+                self.stdouts[local_rank],
+                self.stderrs[local_rank],
             )
             for local_rank in range(self.nprocs)
         }
 
 
 def _serve(own: multiprocessing.connection.Connection, main: Main) -> int:
-    """The nursery: forks a rank for each message and tells the launcher of every end, until the launcher is gone."""
+    """The nursery: forks a rank for each message and tells the launcher of every end, until the
+    launcher is gone."""
     end_with_parent()
     set_process_name("parallel2d ranks")
     for module in _NEEDED_BY_RANKS:
@@ -193,7 +217,8 @@ def _serve(own: multiprocessing.connection.Connection, main: Main) -> int:
                 _dress(environment, stdout, stderr)
                 return main(words)
             os.close(settle)
-            os.read(settled, 1)  # nothing, once the rank leads its session: whoever hears of it may signal it
+            # nothing, once the rank leads its session: whoever hears of it may signal it
+            os.read(settled, 1)
             os.close(settled)
             own.send((pid, None))
         if woken in ready:
@@ -211,12 +236,15 @@ def _ends() -> list[tuple[int, int]]:
 
 
 def _dress(environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> None:
-    """Gives a forked rank what a process of its own would have: signals, streams, environment, name, threads."""
+    """Gives a forked rank what a process of its own would have: signals, streams, environment,
+    name, threads."""
     import torch
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in _BLOCKED:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         if path:
@@ -224,16 +252,19 @@ def _dress(environment: Mapping[str, str], stdout: str | None, stderr: str | Non
             os.dup2(opened, descriptor)
             os.close(opened)
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.FileIO(descriptor, "w"), errors="backslashreplace", write_through=True) for descriptor in (1, 2)
+        io.TextIOWrapper(io.FileIO(descriptor, "w"), errors="backslashreplace", write_through=True)
+        for descriptor in (1, 2)
     )
     os.environ.clear()
     os.environ.update(environment)
     set_process_name(f"rank {environment['RANK']}")
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))  # libgomp read the launcher's long ago
+    # libgomp read the launcher's long ago
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
 def _leave(body: Callable[[], int]) -> None:
-    """Runs ``body`` in a forked process and ends it as an interpreter would, except for what the launcher wanted done at its own end."""
+    """Runs ``body`` in a forked process and ends it as an interpreter would, except for what the
+    launcher wanted done at its own end."""
     code = 1
     try:
         code = body()

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 
 from parallel2d.config import ConfigError, LaunchConfig
 
-CONFIG, RUN_DIR = "PARALLEL2D_CONFIG", "PARALLEL2D_RUN_DIR"  # set by the launcher of one node for the workers it starts
+# set by the launcher of one node for the workers it starts
+CONFIG, RUN_DIR = "PARALLEL2D_CONFIG", "PARALLEL2D_RUN_DIR"
 AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
-STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"  # set by our launcher: where workers meet, and under which names
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm step ids from here on are shells (batch, interactive, extern), not srun steps
+# set by our launcher: where workers meet, and under which names
+STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
+# Slurm step ids from here on are shells (batch, interactive, extern), not srun steps
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is. ``launcher``: ``self`` (ours, one node), ``nodes`` (ours, several), ``torchrun`` or ``srun``."""
+    """Which rank this process is. ``launcher``: ``self`` (ours, one node), ``nodes`` (ours,
+    several), ``torchrun`` or ``srun``."""
 
     rank: int
     world_size: int
@@ -32,14 +36,19 @@ class Place:
 def find_place(environment: os._Environ[str] | dict[str, str] | None = None) -> Place | None:
     """The `Place` that the environment gives this process, or None when it is not a rank.
 
-    torchrun: its variables. srun: those of a step with several tasks; the shell of ``salloc`` or ``srun --pty`` is not a rank.
-    For srun the variables that torch needs are derived and set. Raises `ConfigError` for an incomplete set.
+    torchrun: its variables. srun: those of a step with several tasks; the shell of ``salloc`` or
+        ``srun --pty`` is not a rank.
+    For srun the variables that torch needs are derived and set. Raises `ConfigError` for an
+    incomplete set.
     """
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
-            raise ConfigError(f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with torchrun, or unset them")
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with "
+                "torchrun, or unset them"
+            )
         launcher = "self" if CONFIG in env else "nodes" if AGENT in env else "torchrun"
     elif _is_srun_task(env):
         _set_from_slurm(env)
@@ -48,27 +57,48 @@ def find_place(environment: os._Environ[str] | dict[str, str] | None = None) -> 
         return None
     numbers = {}
     for name, default in (
-        ("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", "0"), ("GROUP_RANK", "0"), ("GROUP_WORLD_SIZE", "1"), ("MASTER_PORT", None),
-    ):  # fmt: skip
+        ("RANK", None),
+        ("WORLD_SIZE", None),
+        ("LOCAL_RANK", "0"),
+        ("GROUP_RANK", "0"),
+        ("GROUP_WORLD_SIZE", "1"),
+        ("MASTER_PORT", None),
+    ):
         text = env.get(name, default)
         if text is None or not text.isdigit():
             raise ConfigError(f"{name}={text} in the environment must be a whole number")
         numbers[name] = int(text)
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise ConfigError(f"RANK={numbers['RANK']} must be below WORLD_SIZE={numbers['WORLD_SIZE']}")
+        raise ConfigError(
+            f"RANK={numbers['RANK']} must be below WORLD_SIZE={numbers['WORLD_SIZE']}"
+        )
     return Place(
-        numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["GROUP_RANK"], numbers["GROUP_WORLD_SIZE"], launcher
-    )  # fmt: skip
+        numbers["RANK"],
+        numbers["WORLD_SIZE"],
+        numbers["LOCAL_RANK"],
+        numbers["GROUP_RANK"],
+        numbers["GROUP_WORLD_SIZE"],
+        launcher,
+    )
 
 
 def _is_srun_task(env: os._Environ[str] | dict[str, str]) -> bool:
     step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "1")
-    return "SLURM_PROCID" in env and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and int(tasks) > 1
+    return (
+        "SLURM_PROCID" in env
+        and step.isdigit()
+        and int(step) < _FIRST_SPECIAL_STEP
+        and int(tasks) > 1
+    )
 
 
 def _set_from_slurm(env: os._Environ[str] | dict[str, str]) -> None:
     tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_STEP_NUM_NODES", "1"))
-    local = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks // max(nodes, 1))).split("(")[0].split(",")[0]
+    local = (
+        env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks // max(nodes, 1)))
+        .split("(")[0]
+        .split(",")[0]
+    )
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
     env.setdefault(
         "MASTER_PORT",
@@ -88,7 +118,8 @@ def first_host(nodes: str) -> str:
 
 
 def workers_per_node(config: LaunchConfig) -> int:
-    """``launch.nproc_per_node`` as a number. Raises `ConfigError` for more workers than accelerators."""
+    """``launch.nproc_per_node`` as a number. Raises `ConfigError` for more workers than
+    accelerators."""
     import torch
 
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -97,13 +128,15 @@ def workers_per_node(config: LaunchConfig) -> int:
     wanted = int(config.nproc_per_node)
     if accelerators and wanted > accelerators:
         raise ConfigError(
-            f"launch.nproc_per_node={wanted}: this machine has {accelerators} accelerators, and two ranks cannot share one"
+            f"launch.nproc_per_node={wanted}: this machine has {accelerators} accelerators, and "
+            "two ranks cannot share one"
         )
     return wanted
 
 
 def end_with_parent() -> None:
-    """Has the kernel end this process when the one that started it dies, however it dies (Linux; elsewhere nothing)."""
+    """Has the kernel end this process when the one that started it dies, however it dies (Linux;
+    elsewhere nothing)."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
@@ -112,6 +145,7 @@ def end_with_parent() -> None:
 
 
 def set_process_name(name: str) -> None:
-    """What ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere nothing)."""
+    """What ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere
+    nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(15, name.encode()[:15], 0, 0, 0)  # PR_SET_NAME

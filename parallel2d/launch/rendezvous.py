@@ -1,13 +1,16 @@
 """Where the nodes of a job meet: the store, and the round of the rendezvous that is open.
 
-``launch.rdzv_endpoint`` flows in; a store and a rendezvous handler for torch's elastic agent flow out.
+``launch.rdzv_endpoint`` flows in; a store and a rendezvous handler for torch's elastic agent flow
+out.
 
-[Note: where the store lives] The store may run on one of the nodes, which then must not die: whichever node owns the endpoint's address
-opens it when nothing listens there yet. Or it runs outside of them (``python -m parallel2d.launch store``) and no node matters.
-A store outside outlives a job, and torch's rendezvous is closed for ever once a job has ended; so each job's name carries a
-number, which the next job of that name finds closed and counts up.
+[Note: where the store lives] The store may run on one of the nodes, which then must not die:
+whichever node owns the endpoint's address opens it when nothing listens there yet. Or it runs
+outside of them (``python -m parallel2d.launch store``) and no node matters. A store outside
+outlives a job, and torch's rendezvous is closed for ever once a job has ended; so each job's name
+carries a number, which the next job of that name finds closed and counts up.
 
-The ranks use the same store, under names of their round: of what nodes and ranks tell each other, only collectives go elsewhere.
+The ranks use the same store, under names of their round: of what nodes and ranks tell each other,
+only collectives go elsewhere.
 """
 
 from __future__ import annotations
@@ -71,8 +74,9 @@ class Meeting:
         return create_handler(self.store, JsonBackend(self.store, self.name), parameters)
 
     def wait_for_all(self, config: LaunchConfig) -> None:
-        """At the start of a job, until all its launchers are here or a while has passed; otherwise returns at once. Without it the first
-        would start with the smallest number of nodes and have to start again for each that comes."""
+        """At the start of a job, until all its launchers are here or a while has passed; otherwise
+        returns at once. Without it the first would start with the smallest number of nodes and have
+        to start again for each that comes."""
         largest, key = config.node_range[1], f"parallel2d/arrived/{self.name}"
         deadline = time.monotonic() + _FIRST_CALL_S
         arrived = self.store.add(key, 1)
@@ -81,10 +85,13 @@ class Meeting:
             arrived = self.store.add(key, 0)
 
     def ranks_prefix(self, group: Any) -> str:
-        """What the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's worker group of the round. The first
-        node deletes the keys of the round before."""
+        """What the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's
+        worker group of the round. The first node deletes the keys of the round before."""
         if group.group_rank == 0:
-            latest, prefix = f"parallel2d/ranks/{self.name}", f"parallel2d/ranks/{self.name}/{uuid.uuid4().hex}/"
+            latest, prefix = (
+                f"parallel2d/ranks/{self.name}",
+                f"parallel2d/ranks/{self.name}/{uuid.uuid4().hex}/",
+            )
             if self.store.check([latest]):
                 self.store.delete_all(self.store.get(latest).decode())
             self.store.set(latest, prefix)
@@ -108,14 +115,18 @@ def meet_alone(folder: str) -> Meeting:
     secret = new_secret()
     server = StoreServer.within(folder, secret)
     store = StoreClient(server.address, secret, timeout_s=_READ_TIMEOUT_S)
-    return Meeting(store, secret, server.address, server, Interface("lo", "127.0.0.1"), "parallel2d")
+    return Meeting(
+        store, secret, server.address, server, Interface("lo", "127.0.0.1"), "parallel2d"
+    )
 
 
 def meet(config: LaunchConfig) -> Meeting:
-    """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See [Note: where the store lives].
+    """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See
+    [Note: where the store lives].
 
-    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an address that cannot work, without a
-    secret, and for a store outside of the nodes without ``launch.job_id``.
+    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an
+    address that cannot work, without a secret, and for a store outside of the nodes without
+    ``launch.job_id``.
     """
     endpoint = str(config.rdzv_endpoint)
     secret = find_secret(config.secret_file, config.insecure)
@@ -128,24 +139,31 @@ def meet(config: LaunchConfig) -> Meeting:
     addresses = [address for _, address, _ in resolve(host)]
     if mine and all(is_loopback(address) for address in addresses) and config.node_range[1] > 1:
         raise ConfigError(
-            f"launch.rdzv_endpoint={endpoint}: {host} is {addresses[0]} on this machine, which no other node reaches; give the "
+            f"launch.rdzv_endpoint={endpoint}: {host} is {addresses[0]} on this machine, which no "
+            "other node reaches; give the "
             "address or name that other nodes use"
         )
     server = None
     if mine:
-        with contextlib.suppress(PortTaken):  # by the store of somebody else, or by that of an earlier launcher on this node
+        # by the store of somebody else, or by that of an earlier launcher on this node
+        with contextlib.suppress(PortTaken):
             server = StoreServer.at(host, port, secret, say_who_came)
     try:
         address = server.address if server else endpoint
-        store = StoreClient(address, secret, timeout_s=_READ_TIMEOUT_S, connect_timeout_s=config.rendezvous_timeout)
+        store = StoreClient(
+            address, secret, timeout_s=_READ_TIMEOUT_S, connect_timeout_s=config.rendezvous_timeout
+        )
     except ConfigError as error:
         raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
     job = config.job_id
     if job is None and store.check([OUTSIDE]):
         raise ConfigError(
-            f"the store at {endpoint} serves more than one job: give yours a name with launch.job_id, the same on all its nodes"
+            f"the store at {endpoint} serves more than one job: give yours a name with "
+            "launch.job_id, the same on all its nodes"
         )
-    return Meeting(store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d"))
+    return Meeting(
+        store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d")
+    )
 
 
 def _closed_key(name: str) -> str:

@@ -1,7 +1,8 @@
 """The state of torch's rendezvous as JSON: torch pickles it, and a pickle runs code.
 
-torch's handler hands its backend a pickle and takes one back. `JsonBackend` puts JSON into the store instead: it reads the pickle that
-this process has made, and makes one from JSON that it has checked.
+torch's handler hands its backend a pickle and takes one back. `JsonBackend` puts JSON into the
+store instead: it reads the pickle that this process has made, and makes one from JSON that it has
+checked.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from typing import Any
 
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    _NodeDesc,
+    _RendezvousState,
+)
 
 
 class JsonBackend(RendezvousBackend):
-    """Keeps the state of the rendezvous ``name`` under one key of ``store``. Its tokens are the stored text."""
+    """Keeps the state of the rendezvous ``name`` under one key of ``store``. Its tokens are the
+    stored text."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._key = store, f"parallel2d/rendezvous/{name}"
@@ -32,7 +38,8 @@ class JsonBackend(RendezvousBackend):
         return (_pickled(text), text) if text else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, bytes, bool] | None:
-        """Replaces the state that ``token`` stands for. Returns what there is now, and whether it is this."""
+        """Replaces the state that ``token`` stands for. Returns what there is now, and whether it
+        is this."""
         new = to_json(pickle.loads(state))  # made by this process
         text = self._replace(token if isinstance(token, bytes) else "", new)
         return (_pickled(text), text, text == new.encode()) if text else None
@@ -55,13 +62,16 @@ def to_json(state: _RendezvousState) -> str:
             "participants": [[*_node(node), rank] for node, rank in state.participants.items()],
             "wait_list": [_node(node) for node in state.wait_list],
             "redundancy_list": [_node(node) for node in state.redundancy_list],
-            "last_heartbeats": [[*_node(node), beat.isoformat()] for node, beat in state.last_heartbeats.items()],
+            "last_heartbeats": [
+                [*_node(node), beat.isoformat()] for node, beat in state.last_heartbeats.items()
+            ],
         }
     )
 
 
 def from_json(text: bytes) -> _RendezvousState:
-    """The state from text. Raises RendezvousStateError for anything that `to_json` does not make."""
+    """The state from text. Raises RendezvousStateError for anything that `to_json` does not
+    make."""
     try:
         told = json.loads(text)
         state = _RendezvousState()
@@ -70,11 +80,17 @@ def from_json(text: bytes) -> _RendezvousState:
             _of(bool, told["complete"]),
             _of(bool, told["closed"]),
         )
-        state.deadline = datetime.fromisoformat(told["deadline"]) if told["deadline"] is not None else None
-        state.participants = {_to_node(node): _of(int, rank) for *node, rank in told["participants"]}
+        state.deadline = (
+            datetime.fromisoformat(told["deadline"]) if told["deadline"] is not None else None
+        )
+        state.participants = {
+            _to_node(node): _of(int, rank) for *node, rank in told["participants"]
+        }
         state.wait_list = {_to_node(node) for node in told["wait_list"]}
         state.redundancy_list = {_to_node(node) for node in told["redundancy_list"]}
-        state.last_heartbeats = {_to_node(node): datetime.fromisoformat(beat) for *node, beat in told["last_heartbeats"]}
+        state.last_heartbeats = {
+            _to_node(node): datetime.fromisoformat(beat) for *node, beat in told["last_heartbeats"]
+        }
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RendezvousStateError(f"the state of the rendezvous is damaged: {error}") from None
     return state

@@ -1,7 +1,8 @@
 """How ranks come to be: on this machine alone, or as one node of several.
 
-A composed job (one node) or the words it will be composed from (several) flow in; the call returns when the job has ended. Whether
-it saved on the way out, failed, or never could have worked is told by the exception.
+A composed job (one node) or the words it will be composed from (several) flow in; the call returns
+when the job has ended. Whether it saved on the way out, failed, or never could have worked is told
+by the exception.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ if TYPE_CHECKING:
 
 
 def start_workers(job: compose.Job, nproc: int, main: Main) -> None:
-    """Runs ``job`` on ``nproc`` fresh workers of this machine, which talk over loopback alone, and waits for them. Each runs ``main``.
+    """Runs ``job`` on ``nproc`` fresh workers of this machine, which talk over loopback alone, and
+    waits for them. Each runs ``main``.
 
-    Raises `ConfigError` or `WorkersFailed` with the first failing rank's story, `Preempted` when told to end and saved, and
-    KeyboardInterrupt after Ctrl-C; all workers are gone then.
+    Raises `ConfigError` or `WorkersFailed` with the first failing rank's story, `Preempted` when
+    told to end and saved, and KeyboardInterrupt after Ctrl-C; all workers are gone then.
     """
     from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
 
     settings = job.config.launch
     logs = os.path.join(job.run_dir, "logs")
     inherited = {CONFIG: compose.to_yaml(job.config), RUN_DIR: job.run_dir}
-    with _nursery(main) as nursery, launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
+    with (
+        _nursery(main) as nursery,
+        launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder,
+    ):
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
         team = Team((), nursery, nproc, settings, restarts, folder, logs)
         with contextlib.closing(meet_alone(folder)) as meeting:
@@ -48,17 +53,20 @@ def start_workers(job: compose.Job, nproc: int, main: Main) -> None:
 
 
 def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> None:
-    """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its end.
+    """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its
+    end.
 
-    ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank 0. When the rendezvous store goes
-    away, the ranks end and it is waited for, ``launch.rendezvous_timeout`` seconds, then the job goes on from its newest checkpoint.
-    Raises as `start_workers` does.
+    ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
+    0. When the rendezvous store goes away, the ranks end and it is waited for,
+    ``launch.rendezvous_timeout`` seconds, then the job goes on from its newest checkpoint. Raises
+    as `start_workers` does.
     """
     from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
 
     settings: LaunchConfig = config.launch
     with contextlib.ExitStack() as stack:
-        nursery = stack.enter_context(_nursery(main))  # before this process has the threads of a store
+        # before this process has the threads of a store
+        nursery = stack.enter_context(_nursery(main))
         meeting = meet(settings)
         stack.callback(lambda: meeting.close())
         folder = stack.enter_context(launcher_environment(_defaults(nproc, meeting.interface.name)))
@@ -66,7 +74,8 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
         team = Team(tuple(words), nursery, nproc, settings, restarts, folder)
         where = "opened here" if meeting.server else "found"
         team.say(
-            f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), over {meeting.interface.name}"
+            f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), "
+            f"over {meeting.interface.name}"
         )
         if settings.elastic:
             meeting.wait_for_all(settings)
@@ -78,15 +87,20 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
                     return run_team(team, meeting)
                 except StoreLost as lost:
                     if meeting.server or (pause := restarts.after_failure()) is None:
-                        raise WorkersFailed(f"the rendezvous store at {meeting.endpoint} does not answer: {lost}") from None
+                        raise WorkersFailed(
+                            f"the rendezvous store at {meeting.endpoint} does not answer: {lost}"
+                        ) from None
                     team.say(
-                        f"the rendezvous store at {meeting.endpoint} does not answer ({lost}); the ranks have ended, waiting for it"
+                        f"the rendezvous store at {meeting.endpoint} does not answer ({lost}); "
+                        "the ranks have ended, waiting for it"
                     )
                     meeting.close()
                     time.sleep(pause + 1.0)
                     meeting = meet(settings)
 
-        _told_to_end(run, settings, lambda: _checkpoints(config.checkpoint.folder, recorded_run_dir(folder)))
+        _told_to_end(
+            run, settings, lambda: _checkpoints(config.checkpoint.folder, recorded_run_dir(folder))
+        )
 
 
 @contextlib.contextmanager
@@ -105,17 +119,21 @@ def _nursery(main: Main) -> Iterator[Nursery | None]:
 
 
 def restart_limit(settings: LaunchConfig) -> int:
-    """``launch.max_restarts`` as a number: ``auto`` is 0 on one node, where a person is near, and 5 on several."""
+    """``launch.max_restarts`` as a number: ``auto`` is 0 on one node, where a person is near, and 5
+    on several."""
     if settings.max_restarts == "auto":
         return 0 if settings.node_range == (1, 1) else 5
     return int(settings.max_restarts)
 
 
-def _told_to_end(run: Callable[[], None], settings: LaunchConfig, newest: Callable[[], str | None]) -> None:
+def _told_to_end(
+    run: Callable[[], None], settings: LaunchConfig, newest: Callable[[], str | None]
+) -> None:
     """Runs it, and says what came of it when this process was told to end in the meantime."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    for name in list(logging.root.manager.loggerDict):  # each has a level of its own, so the parent's would not do
+    # each has a level of its own, so the parent's would not do
+    for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     before = newest()
@@ -142,8 +160,13 @@ def _checkpoints(folder: str | None, run_dir: str | None) -> str | None:
 
 
 def _defaults(nproc: int, interface: str) -> dict[str, str]:
-    """Variables that workers get unless they are set: threads, the interface that gloo and NCCL use, and no C++ stack of every connection
-    that breaks, since a sentence tells of it."""
+    """Variables that workers get unless they are set: threads, the interface that gloo and NCCL
+    use, and no C++ stack of every connection that breaks, since a sentence tells of it."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
-    wanted = {"OMP_NUM_THREADS": threads, GLOO: interface, NCCL: interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    wanted = {
+        "OMP_NUM_THREADS": threads,
+        GLOO: interface,
+        NCCL: interface,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     return {name: value for name, value in wanted.items() if not os.environ.get(name)}

@@ -9,13 +9,15 @@ import torch
 
 from parallel2d.metrics.profile import named
 
-PHASES = ("forward_backward", "data", "agree", "update")  # of the loop, in its order; their names in a trace
+# of the loop, in its order; their names in a trace
+PHASES = ("forward_backward", "data", "agree", "update")
 
 
 class PhaseClock:
     """Marks the ends of consecutive phases of a step; their lengths are read once, after the step.
 
-    On CPU the wall clock; on GPU events in the stream, so that measuring never waits for the device.
+    On CPU the wall clock; on GPU events in the stream, so that measuring never waits for the
+    device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +32,8 @@ class PhaseClock:
         self._enter(0)
 
     def mark(self, phase: str) -> None:
-        """Ends ``phase``, which began at the mark before. A phase may end several times in a step: its parts add up."""
+        """Ends ``phase``, which began at the mark before. A phase may end several times in a step:
+        its parts add up."""
         self._marks.append((phase, self._now()))
         self._enter(len(self._marks) - 1)
 

@@ -1,13 +1,16 @@
 """Bytes, calls and seconds per mesh axis, from the collectives that really ran.
 
-A mesh flows in; torch's collective functions are wrapped while the meter is installed, and each call on the process group of a
-mesh axis is added to that axis. Out come numbers per step. Not installed, nothing is wrapped and nothing costs anything.
+A mesh flows in; torch's collective functions are wrapped while the meter is installed, and each
+call on the process group of a mesh axis is added to that axis. Out come numbers per step. Not
+installed, nothing is wrapped and nothing costs anything.
 
-[Note: what is counted] A collective belongs to an axis when it was given that axis's process group by name. The loop's own small
-agreements name no group and belong to no axis, also where an axis spans the world and shares its process group. Bytes are those a
-rank sends: the payload times the wire factor of `sent_bytes`. Seconds on CPU are those in which the calling thread was held up,
-issuing and waiting; all of them are exposed. On GPU they are the time between two events around the collective in the stream that
-issued it, hidden behind compute or not, and the exposed ones are apart from them: [Note: exposed seconds] in `metrics/streams.py`.
+[Note: what is counted] A collective belongs to an axis when it was given that axis's process group
+by name. The loop's own small agreements name no group and belong to no axis, also where an axis
+spans the world and shares its process group. Bytes are those a rank sends: the payload times the
+wire factor of `sent_bytes`. Seconds on CPU are those in which the calling thread was held up,
+issuing and waiting; all of them are exposed. On GPU they are the time between two events around the
+collective in the stream that issued it, hidden behind compute or not, and the exposed ones are
+apart from them: [Note: exposed seconds] in `metrics/streams.py`.
 """
 
 from __future__ import annotations
@@ -35,13 +38,16 @@ KEYS = tuple(f"comm/{axis}/{quantity}" for axis in AXES for quantity in QUANTITI
 def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str) -> float:
     """Bytes that one rank sends, mean over the ranks of a group of ``size``.
 
-    ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of ``reduce_scatter`` and
-    ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and
-    an all-reduce twice that. Gloo (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
+    ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of
+    ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal
+    algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and an all-reduce twice that. Gloo
+    (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
     another collective.
     """
     reduce_scatter = 2 if device_type == "cpu" else 1
-    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}[collective]
+    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}[
+        collective
+    ]
     return passes * (size - 1) / size * whole_bytes
 
 
@@ -79,8 +85,8 @@ def remove_installed() -> None:
 class CommunicationMeter:
     """Counts what this rank sends over each axis of ``mesh``; see [Note: what is counted].
 
-    ``dry``: collectives are counted and not run; only for tensors without storage. One meter can be installed at a
-    time in a process.
+    ``dry``: collectives are counted and not run; only for tensors without storage. One meter can be
+    installed at a time in a process.
     """
 
     def __init__(self, mesh: DeviceMesh, *, dry: bool = False) -> None:
@@ -88,7 +94,10 @@ class CommunicationMeter:
         self._streams: StreamWaits | None = None
         if mesh.device_type == "cuda" and not dry:
             self._streams = cuda_stream_waits(torch.device("cuda", torch.cuda.current_device()))
-        self._axes = {axis: _Tally(axis, mesh.size(index)) for index, axis in enumerate(mesh.mesh_dim_names or ())}
+        self._axes = {
+            axis: _Tally(axis, mesh.size(index))
+            for index, axis in enumerate(mesh.mesh_dim_names or ())
+        }
         self._by_group: dict[str, _Tally | None] = {
             mesh.get_group(index).group_name: self._axes[axis]
             for index, axis in enumerate(mesh.mesh_dim_names or ())
@@ -99,7 +108,8 @@ class CommunicationMeter:
             for index, axis in enumerate(mesh.mesh_dim_names or ())
             if mesh.size(index) > 1
         }
-        self._awaited: dict[int, _Tally] = {}  # functional collectives in flight, by the address of their output
+        # functional collectives in flight, by the address of their output
+        self._awaited: dict[int, _Tally] = {}
         # Other asynchronous ones, by the id of their handle: handle, axis, device type
         self._works: dict[int, tuple[Any, _Tally, str]] = {}
         self._last: tuple[str, str] | None = None  # collective and axis
@@ -139,7 +149,8 @@ class CommunicationMeter:
             self._streams.start()
 
     def read(self) -> list[float]:
-        """What ran since `start`, in the order of `KEYS`; zeros for an axis that the mesh lacks. On GPU the step must be done."""
+        """What ran since `start`, in the order of `KEYS`; zeros for an axis that the mesh lacks. On
+        GPU the step must be done."""
         values: list[float] = []
         for axis in AXES:
             tally = self._axes.get(axis)
@@ -149,15 +160,23 @@ class CommunicationMeter:
             seconds = exposed = tally.seconds
             if self._streams:
                 seconds += sum(seconds_between(*pair) for pair in tally.events)
-                exposed += sum(seconds_between(*pair) for waited, *pair in self._streams.waits if waited == axis)
+                exposed += sum(
+                    seconds_between(*pair)
+                    for waited, *pair in self._streams.waits
+                    if waited == axis
+                )
             values += [tally.bytes, float(tally.calls), seconds, exposed]
         return values
 
     def position(self) -> tuple[int, str]:
-        """Collectives begun in this step, and the last of them with its axis, for people. Callable from any thread."""
+        """Collectives begun in this step, and the last of them with its axis, for people. Callable
+        from any thread."""
         begun = sum(tally.calls for tally in self._axes.values())
         if begun and self._last:
-            return begun, f"{self._last[0]} over the {self._last[1]} axis, or the agreement after it,"
+            return (
+                begun,
+                f"{self._last[0]} over the {self._last[1]} axis, or the agreement after it,",
+            )
         return begun, "the first collective"
 
     def _wrap(self, module: Any, name: str, count: Callable[..., Any]) -> None:
@@ -174,7 +193,14 @@ class CommunicationMeter:
         self._originals.append((module, name, original))
         setattr(module, name, wrapper)
 
-    def _plain(self, collective: str, whole: tuple[int, tuple[str, ...]], original: Any, args: Any, kwargs: Any) -> Any:
+    def _plain(
+        self,
+        collective: str,
+        whole: tuple[int, tuple[str, ...]],
+        original: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         index, names = whole
         group = kwargs.get("group")
         if group is None:
@@ -182,10 +208,16 @@ class CommunicationMeter:
         tally = self._tally_of(group.group_name) if group is not None else None
         if tally is None:
             return original(*args, **kwargs)
-        tensor = args[index] if len(args) > index else next(kwargs[name] for name in names if name in kwargs)
+        tensor = (
+            args[index]
+            if len(args) > index
+            else next(kwargs[name] for name in names if name in kwargs)
+        )
         return self._timed(tally, collective, tensor, tensor.nbytes, original, args, kwargs)
 
-    def _functional(self, collective: str, place: int, original: Any, args: Any, kwargs: Any) -> Any:
+    def _functional(
+        self, collective: str, place: int, original: Any, args: Any, kwargs: Any
+    ) -> Any:
         tensor = args[0] if args else kwargs["self"]
         tally = self._tally_of(_group_name(args[place] if len(args) > place else kwargs["group"]))
         if tally is None or (functional._are_we_tracing() and not self._dry):
@@ -198,7 +230,11 @@ class CommunicationMeter:
 
     def _wait(self, original: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs["tensor"]
-        if not self._awaited or not isinstance(tensor, Tensor) or tensor.device.type not in ("cpu", "cuda"):
+        if (
+            not self._awaited
+            or not isinstance(tensor, Tensor)
+            or tensor.device.type not in ("cpu", "cuda")
+        ):
             return original(*args, **kwargs)
         tally = self._awaited.pop(tensor.data_ptr(), None)
         return self._waiting(tally, tensor.device.type, lambda: original(*args, **kwargs))
@@ -208,7 +244,8 @@ class CommunicationMeter:
         return self._waiting(tally, device_type, lambda: original(*args, **kwargs))
 
     def _waiting(self, tally: _Tally | None, device_type: str, call: Callable[[], Any]) -> Any:
-        """Runs ``call``, which waits for a collective of ``tally``; on GPU that holds the current stream up, not the thread."""
+        """Runs ``call``, which waits for a collective of ``tally``; on GPU that holds the current
+        stream up, not the thread."""
         if tally is None:
             return call()
         if self._streams and device_type == "cuda":
@@ -221,15 +258,27 @@ class CommunicationMeter:
 
     def _tally_of(self, group_name: str) -> _Tally | None:
         if group_name not in self._by_group:
-            # DTensor remembers meshes that are equal to one it saw before, whose groups are others over the same ranks
+            # DTensor remembers meshes that are equal to one it saw before, whose groups are others
+            # over the same ranks
             try:
-                ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(GroupName(group_name))))
+                ranks = tuple(
+                    dist.get_process_group_ranks(_resolve_process_group(GroupName(group_name)))
+                )
             except (RuntimeError, ValueError, KeyError):
                 ranks = ()
             self._by_group[group_name] = self._by_ranks.get(ranks)
         return self._by_group[group_name]
 
-    def _timed(self, tally: _Tally, collective: str, tensor: Tensor, whole: int, original: Any, args: Any, kwargs: Any) -> Any:
+    def _timed(
+        self,
+        tally: _Tally,
+        collective: str,
+        tensor: Tensor,
+        whole: int,
+        original: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         device_type = self._device_type if self._dry else tensor.device.type
         if device_type not in ("cpu", "cuda"):
             return original(*args, **kwargs)
@@ -253,7 +302,8 @@ class CommunicationMeter:
         return result
 
 
-# Function of torch.distributed, collective, place and names of the argument that holds the whole payload
+# Function of torch.distributed, collective, place and names of the argument that holds the whole
+# payload
 _PLAIN: tuple[tuple[str, str, tuple[int, tuple[str, ...]]], ...] = (
     ("all_reduce", "all_reduce", (0, ("tensor",))),
     ("all_gather_single", "all_gather", (0, ("output", "output_tensor"))),
@@ -272,7 +322,8 @@ _FUNCTIONAL = (
 
 
 def _group_name(group: Any) -> str:
-    """Of what functional collectives take for a group: a process group, its name, a mesh, or a mesh and an axis number."""
+    """Of what functional collectives take for a group: a process group, its name, a mesh, or a mesh
+    and an axis number."""
     if isinstance(group, dist.ProcessGroup):
         return group.group_name
     if isinstance(group, str):

@@ -1,4 +1,5 @@
-"""What a person sees: a header, then a live display on a terminal or plain lines elsewhere, in 80 columns. Rank 0 only."""
+"""What a person sees: a header, then a live display on a terminal or plain lines elsewhere, in 80
+columns. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ WIDTH = 80
 
 
 class ConsoleDisplay:
-    """``mode``: ``rich`` (a bar and the newest row, live; off a terminal the same as plain), ``plain`` (a row every few seconds),
-    ``silent``. ``unit``: what is counted, in short."""
+    """``mode``: ``rich`` (a bar and the newest row, live; off a terminal the same as plain),
+    ``plain`` (a row every few seconds), ``silent``. ``unit``: what is counted, in short."""
 
     def __init__(self, mode: str, steps: int, unit: str = "tok") -> None:
         self._steps, self._unit = steps, unit
@@ -33,11 +34,16 @@ class ConsoleDisplay:
         if step:
             self.say(f"resumed after step {step}")
         if self._rich:
-            self._live = Live(self._view(step, [], None), console=Console(stderr=True), auto_refresh=False)
+            self._live = Live(
+                self._view(step, [], None), console=Console(stderr=True), auto_refresh=False
+            )
             self._live.start(refresh=True)
 
-    def step(self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None) -> None:
-        """Shows one logged row. ``eta_s``: seconds that the rest will take; ``checkpoint_age_s``: since the last save."""
+    def step(
+        self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None
+    ) -> None:
+        """Shows one logged row. ``eta_s``: seconds that the rest will take; ``checkpoint_age_s``:
+        since the last save."""
         if self._silent:
             return
         parts = describe(row, checkpoint_age_s, self._unit)
@@ -47,9 +53,13 @@ class ConsoleDisplay:
             if row["step"] == self._steps or now - self._last_line > 0.1:
                 self._last_line = now
                 self._live.update(self._view(row["step"], parts, eta), refresh=True)
-        elif row["step"] in (1, self._steps) or now - self._last_line > 5 or "validation/loss" in row:
+        elif (
+            row["step"] in (1, self._steps) or now - self._last_line > 5 or "validation/loss" in row
+        ):
             self._last_line = now
-            for line in wrap([f"step {row['step']}/{self._steps}", *parts, *([eta] if eta else [])]):
+            for line in wrap(
+                [f"step {row['step']}/{self._steps}", *parts, *([eta] if eta else [])]
+            ):
                 self.say(line)
 
     def _view(self, step: int, parts: list[str], eta: str | None) -> Group:
@@ -58,7 +68,9 @@ class ConsoleDisplay:
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        bar.add_row(f"step {step}/{self._steps}", ProgressBar(total=self._steps, completed=step), eta or "")
+        bar.add_row(
+            f"step {step}/{self._steps}", ProgressBar(total=self._steps, completed=step), eta or ""
+        )
         return Group(bar, *(Text(line, no_wrap=True) for line in wrap(parts)))
 
     def say(self, text: str) -> None:

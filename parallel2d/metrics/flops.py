@@ -1,4 +1,5 @@
-"""FLOPs of one training step, counted from the operators that the model really runs, on the meta device."""
+"""FLOPs of one training step, counted from the operators that the model really runs, on the meta
+device."""
 
 from __future__ import annotations
 
@@ -16,22 +17,36 @@ from parallel2d.parallelize.twin import on_fake_tensors
 
 log = logging.getLogger(__name__)
 
-# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; by a part of the name that torch reports.
-_PEAK_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "V100": 125e12}
+# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; by a part of the name that
+# torch reports.
+_PEAK_BF16 = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "V100": 125e12,
+}
 
 
 def count_flops(
-    model: nn.Module, example: Callable[[str], tuple[Tensor, Tensor]], loss: Callable[[Any, Tensor], Tensor]
+    model: nn.Module,
+    example: Callable[[str], tuple[Tensor, Tensor]],
+    loss: Callable[[Any, Tensor], Tensor],
 ) -> int | None:
-    """FLOPs of forward and backward over ``example(device)``, inputs and targets of one sample; None for a model that tensors without
-    storage cannot run.
+    """FLOPs of forward and backward over ``example(device)``, inputs and targets of one sample;
+    None for a model that tensors without storage cannot run.
 
-    ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not counted (model FLOPs).
+    ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not
+    counted (model FLOPs).
     """
     for fake in (False, True):
         try:
             twin = copy.deepcopy(model).to("meta")
-            with on_fake_tensors(twin, "meta") if fake else nullcontext(), FlopCounterMode(display=False) as counter:
+            with (
+                on_fake_tensors(twin, "meta") if fake else nullcontext(),
+                FlopCounterMode(display=False) as counter,
+            ):
                 inputs, targets = example("meta")
                 loss(twin(inputs), targets).backward()
             return int(counter.get_total_flops())
@@ -42,7 +57,8 @@ def count_flops(
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak FLOP/s of ``device`` for matrix products in ``dtype``, or None when it is not in the table."""
+    """Peak FLOP/s of ``device`` for matrix products in ``dtype``, or None when it is not in the
+    table."""
     if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)

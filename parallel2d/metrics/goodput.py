@@ -1,8 +1,9 @@
 """Goodput: which part of the wall time trained the model, and what took the rest, by name.
 
-Seconds of steps, checkpoints and validations flow in; totals since the run first began flow out, restarts included: a restarted run
-goes on from the totals of its last row, and what lies between that row and its first new step is lost to the restart. Steps that
-it does again were useful for nothing: their time moves from useful to ``repeated``.
+Seconds of steps, checkpoints and validations flow in; totals since the run first began flow out,
+restarts included: a restarted run goes on from the totals of its last row, and what lies between
+that row and its first new step is lost to the restart. Steps that it does again were useful for
+nothing: their time moves from useful to ``repeated``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ LOSSES = ("first_step", "data", "checkpoint", "validation", "restart", "repeated
 
 
 class Goodput:
-    """Rank 0's ledger. ``useful`` = step time without the wait for data; everything is in seconds."""
+    """Rank 0's ledger. ``useful`` = step time without the wait for data; everything is in
+    seconds."""
 
     def __init__(self) -> None:
         self._lost = dict.fromkeys(LOSSES, 0.0)
@@ -22,11 +24,14 @@ class Goodput:
         self._wall_before = 0.0
         self._begun = time.time()
 
-    def resume(self, step: int, last_row: dict[str, Any] | None, kept_row: dict[str, Any] | None) -> None:
+    def resume(
+        self, step: int, last_row: dict[str, Any] | None, kept_row: dict[str, Any] | None
+    ) -> None:
         """Goes on after ``step`` from what earlier incarnations wrote.
 
-        ``last_row``: the last one, also one whose steps are done again now; ``kept_row``: the last one up to ``step``. Where rows are
-        some steps apart, ``step`` may lie between these two, and the time between them is divided evenly.
+        ``last_row``: the last one, also one whose steps are done again now; ``kept_row``: the last
+        one up to ``step``. Where rows are some steps apart, ``step`` may lie between these two, and
+        the time between them is divided evenly.
         """
         if not last_row or "goodput/wall_s" not in last_row:
             return
@@ -34,7 +39,9 @@ class Goodput:
             self._lost[name] = _seconds(last_row, f"goodput/lost_{name}_s")
         self._useful = _seconds(last_row, "goodput/useful_s")
         if last_row["step"] > step:
-            kept_step, kept_useful = (kept_row["step"], _seconds(kept_row, "goodput/useful_s")) if kept_row else (0, 0.0)
+            kept_step, kept_useful = (
+                (kept_row["step"], _seconds(kept_row, "goodput/useful_s")) if kept_row else (0, 0.0)
+            )
             share = (last_row["step"] - step) / (last_row["step"] - kept_step)
             again = share * max(0.0, self._useful - kept_useful)
             self._useful -= again
@@ -45,7 +52,8 @@ class Goodput:
         self._begun = time.time()
 
     def add(self, seconds: dict[str, float], *, first: bool) -> None:
-        """One step. The whole first step of a process (compilation, first touch of memory) counts as lost."""
+        """One step. The whole first step of a process (compilation, first touch of memory) counts
+        as lost."""
         if first:
             self._lost["first_step"] += seconds["step_s"]
         else:
@@ -56,7 +64,8 @@ class Goodput:
         self._lost["validation"] += seconds.get("validation_s", 0.0)
 
     def row(self) -> dict[str, float]:
-        """Totals: ``goodput/fraction`` = useful over wall time, and the seconds lost to each cause."""
+        """Totals: ``goodput/fraction`` = useful over wall time, and the seconds lost to each
+        cause."""
         now = time.time()
         wall = self._wall_before + now - self._begun
         return {

@@ -36,7 +36,8 @@ class RunFacts:
     flops_per_sequence: int | None  # of one sample: an image too
     device: torch.device
     run_dir: str
-    predicted: dict[str, float] = field(default_factory=dict)  # bytes a rank sends per step, by ``comm/AXIS/bytes``
+    # bytes a rank sends per step, by ``comm/AXIS/bytes``
+    predicted: dict[str, float] = field(default_factory=dict)
     classes: tuple[str, ...] = ()  # of images, by class id
 
     def lines(self) -> list[str]:
@@ -44,14 +45,18 @@ class RunFacts:
         shape = self.shape
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return [
-            f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch {torch.__version__}",
-            f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor {shape.tensor}; strategy {self.strategy}",
+            f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch "
+            f"{torch.__version__}",
+            f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor "
+            f"{shape.tensor}; strategy {self.strategy}",
             draw_mesh(self.ranks, self.topology),
             *(f"            {note}" for note in self.notes),
-            f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} on this rank",
+            f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} "
+            "on this rank",
             f"            precision {self.precision}, bucketing {self.bucketing}",
             f"data        {self.data}",
-            f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} data ranks x "
+            f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} "
+            "data ranks x "
             f"{self.accumulation} micro-batches x {self.micro_batch_size}",
             f"run dir     {self.run_dir}",
         ]
@@ -60,11 +65,19 @@ class RunFacts:
         """Settings by which runs are compared."""
         shape = self.shape
         return {
-            "strategy": self.strategy, "bucketing": self.bucketing, "precision": self.precision, "model": self.model,
-            "replicate": shape.replicate, "shard": shape.shard, "tensor": shape.tensor, "parameters": self.parameters,
-            "global_batch_size": self.global_batch_size, "accumulation": self.accumulation, "seq_len": self.sample.targets_per_sample,
+            "strategy": self.strategy,
+            "bucketing": self.bucketing,
+            "precision": self.precision,
+            "model": self.model,
+            "replicate": shape.replicate,
+            "shard": shape.shard,
+            "tensor": shape.tensor,
+            "parameters": self.parameters,
+            "global_batch_size": self.global_batch_size,
+            "accumulation": self.accumulation,
+            "seq_len": self.sample.targets_per_sample,
             "lr": lr,
-        }  # fmt: skip
+        }
 
     def slow_axes(self) -> tuple[str, ...]:
         """Axes that have a group with ranks on several hosts."""
@@ -77,7 +90,9 @@ class RunFacts:
 
     def write_layout(self) -> None:
         """Writes ``layout.json`` into the run directory."""
-        files.replace(os.path.join(self.run_dir, "layout.json"), json.dumps(self.layout(), indent=1))
+        files.replace(
+            os.path.join(self.run_dir, "layout.json"), json.dumps(self.layout(), indent=1)
+        )
 
     def layout(self) -> dict[str, Any]:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""

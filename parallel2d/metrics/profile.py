@@ -1,7 +1,9 @@
-"""Traces of chosen steps on chosen ranks, for chrome://tracing and Perfetto, our phases and axes named in them.
+"""Traces of chosen steps on chosen ranks, for chrome://tracing and Perfetto, our phases and axes
+named in them.
 
-Steps flow by; between the first and the last wanted one torch's profiler runs, then ``traces/rank-N-steps-A-B.json`` flows out. On
-GPU a memory snapshot for pytorch.org/memory_viz lies beside it. While nothing is traced, `named` costs one comparison.
+Steps flow by; between the first and the last wanted one torch's profiler runs, then
+``traces/rank-N-steps-A-B.json`` flows out. On GPU a memory snapshot for pytorch.org/memory_viz lies
+beside it. While nothing is traced, `named` costs one comparison.
 """
 
 from __future__ import annotations
@@ -22,11 +24,21 @@ def named(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 class StepProfiler:
-    """``steps``: first and last step that is traced, or empty; ``ranks``: that are traced, empty for all."""
+    """``steps``: first and last step that is traced, or empty; ``ranks``: that are traced, empty
+    for all."""
 
-    def __init__(self, run_dir: str, rank: int, device: torch.device, steps: Sequence[int], ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        rank: int,
+        device: torch.device,
+        steps: Sequence[int],
+        ranks: Sequence[int],
+    ) -> None:
         self._wanted = (steps[0], steps[-1]) if steps and (not ranks or rank in ranks) else None
-        self._path = os.path.join(run_dir, "traces", f"rank-{rank}-steps-{steps[0]}-{steps[-1]}" if steps else "none")
+        self._path = os.path.join(
+            run_dir, "traces", f"rank-{rank}-steps-{steps[0]}-{steps[-1]}" if steps else "none"
+        )
         self._gpu = device.type == "cuda"
         self._profiler: Any = None
 

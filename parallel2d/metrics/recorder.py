@@ -1,4 +1,5 @@
-"""From steps to rows: averages over the steps between two logged ones, throughput, memory; handed to files and console."""
+"""From steps to rows: averages over the steps between two logged ones, throughput, memory; handed
+to files and console."""
 
 from __future__ import annotations
 
@@ -24,28 +25,42 @@ from parallel2d.progress import Outcome, Progress
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
-# What a rank tells the others after a step, in this order; followed by `KEYS` when communication is measured
+# What a rank tells the others after a step, in this order; followed by `KEYS` when communication is
+# measured
 _RANK = ("busy_s", "peak_rss", "rss", "peak", "allocated", "reserved", "retries")
 
 
 def measure_rank(device: torch.device, *, busy_s: float) -> list[float]:
-    """The values of ``_RANK``: seconds the rank was busy, peak and present resident memory, and of the device peak, allocated and
-    reserved memory (all GiB) and how often the allocator had to give everything back and try again. Zeros without a GPU."""
+    """The values of ``_RANK``: seconds the rank was busy, peak and present resident memory, and of
+    the device peak, allocated and reserved memory (all GiB) and how often the allocator had to give
+    everything back and try again. Zeros without a GPU."""
     memory = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, resident_gib()]
     if device.type != "cuda":
         return [busy_s, *memory, 0.0, 0.0, 0.0, 0.0]
     held = torch.cuda.memory_stats(device)
-    names = ("allocated_bytes.all.peak", "allocated_bytes.all.current", "reserved_bytes.all.current")
-    return [busy_s, *memory, *(held.get(name, 0) / _GIB for name in names), float(held.get("num_alloc_retries", 0))]
+    names = (
+        "allocated_bytes.all.peak",
+        "allocated_bytes.all.current",
+        "reserved_bytes.all.current",
+    )
+    return [
+        busy_s,
+        *memory,
+        *(held.get(name, 0) / _GIB for name in names),
+        float(held.get("num_alloc_retries", 0)),
+    ]
 
 
 class Recorder:
     """Called by every rank after every step; only rank 0 has a ``writer`` and a ``display``.
 
     Args:
-        ranks: of the world; ``tokens_per_step``: input tokens, or images, of a global batch, tensor ranks counted once.
-        flops_per_step: of the model over a global batch, or None when unknown; ``peak_flops``: of one device, or None.
-        hosts: by rank; ``meter``: installed while the recorder is open; ``predicted``: bytes per axis to compare with.
+        ranks: of the world; ``tokens_per_step``: input tokens, or images, of a global batch, tensor
+            ranks counted once.
+        flops_per_step: of the model over a global batch, or None when unknown; ``peak_flops``: of
+            one device, or None.
+        hosts: by rank; ``meter``: installed while the recorder is open; ``predicted``: bytes per
+            axis to compare with.
         slow_axes: axes whose groups cross hosts; ``profiler``: traces the steps it was told to.
     """
 
@@ -75,8 +90,16 @@ class Recorder:
         )
         self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
         self.writer, self.display = writer, display
-        self.device, self.meter, self.slow_axes = device or torch.device("cpu"), meter, tuple(slow_axes)
-        self._goodput, self._stragglers, self._deviation = Goodput(), Stragglers(hosts), Deviation(predicted or {})
+        self.device, self.meter, self.slow_axes = (
+            device or torch.device("cpu"),
+            meter,
+            tuple(slow_axes),
+        )
+        self._goodput, self._stragglers, self._deviation = (
+            Goodput(),
+            Stragglers(hosts),
+            Deviation(predicted or {}),
+        )
         self.profiler, self._step = profiler, 0
         self._saved_at: float | None = None
         self._sums: dict[str, float] = {}
@@ -86,7 +109,8 @@ class Recorder:
         self._steady_s, self._steady_steps = 0.0, 0
 
     def begin(self, step: int) -> None:
-        """Opens what is written to, after ``step`` finished steps (0, or those of a restored run)."""
+        """Opens what is written to, after ``step`` finished steps (0, or those of a restored
+        run)."""
         if self.meter:
             self.meter.install()
         if self.writer:
@@ -105,14 +129,18 @@ class Recorder:
     def position(self) -> Position:
         """How far this rank is; safe to call from another thread."""
         if self.meter is None:
-            return Position(self._step, 0, "a collective (which one is known with metrics.communication=true)")
+            return Position(
+                self._step, 0, "a collective (which one is known with metrics.communication=true)"
+            )
         return Position(self._step, *self.meter.position())
 
     def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> list[float]:
-        """What this rank tells the others about the step that ends now; rides on the next step's agreement.
+        """What this rank tells the others about the step that ends now; rides on the next step's
+        agreement.
 
-        Busy are the seconds of the step without those spent in collectives and in the agreement. Where these are not known (on GPU,
-        where they run beside the rest, or unmeasured) it is ``busy_cpu_s``, the CPU seconds used.
+        Busy are the seconds of the step without those spent in collectives and in the agreement.
+        Where these are not known (on GPU, where they run beside the rest, or unmeasured) it is
+        ``busy_cpu_s``, the CPU seconds used.
         """
         if self.profiler and "step_s" in seconds:
             self.profiler.end_step(self._step)
@@ -121,7 +149,9 @@ class Recorder:
         moved = self.meter.read()
         busy = busy_cpu_s
         if self.device.type == "cpu" and "step_s" in seconds:
-            held_up_s = sum(value for key, value in zip(KEYS, moved, strict=True) if key.endswith("/seconds"))
+            held_up_s = sum(
+                value for key, value in zip(KEYS, moved, strict=True) if key.endswith("/seconds")
+            )
             busy = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
         return [*measure_rank(self.device, busy_s=busy), *moved]
 
@@ -135,7 +165,8 @@ class Recorder:
         *,
         last: bool,
     ) -> None:
-        """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and with a validation."""
+        """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
+        with a validation."""
         row: dict[str, Any] = {
             "step": progress.step,
             "loss": outcome.loss,
@@ -158,7 +189,9 @@ class Recorder:
             row["time/first_step_s"] = seconds["step_s"]
             self._emit(row)
             if self.display:
-                self.display.say(f"first step {seconds['step_s']:.2f} s (not counted in the averages)")
+                self.display.say(
+                    f"first step {seconds['step_s']:.2f} s (not counted in the averages)"
+                )
             return
         self._warn(self._stragglers.check([rank[0] for rank in outcome.ranks]))
         for name, value in [*seconds.items(), *self._moved(outcome.ranks)]:
@@ -173,7 +206,9 @@ class Recorder:
         row |= {f"time/{name}": value for name, value in means.items()}
         row |= moved
         if moved:
-            row["comm/between_hosts/bytes"] = sum(moved[f"comm/{axis}/bytes"] for axis in self.slow_axes)
+            row["comm/between_hosts/bytes"] = sum(
+                moved[f"comm/{axis}/bytes"] for axis in self.slow_axes
+            )
             self._warn(self._deviation.check(moved))
         tokens_per_s = self.tokens_per_step / means["step_s"]
         row["throughput/tokens_per_s"] = tokens_per_s
@@ -203,14 +238,21 @@ class Recorder:
 
     @staticmethod
     def _moved(ranks: list[list[float]]) -> list[tuple[str, float]]:
-        """`KEYS`, mean over the ranks, of the step before; nothing when communication is not measured."""
+        """`KEYS`, mean over the ranks, of the step before; nothing when communication is not
+        measured."""
         columns = list(zip(*(rank[len(_RANK) :] for rank in ranks), strict=True))
-        return [(key, sum(column) / len(column)) for key, column in zip(KEYS, columns, strict=False)]
+        return [
+            (key, sum(column) / len(column)) for key, column in zip(KEYS, columns, strict=False)
+        ]
 
     def _over_ranks(self, ranks: list[list[float]]) -> dict[str, float]:
-        """Memory (its maximum over the ranks) and the slowest rank, from what every rank measured; see `measure_rank`."""
+        """Memory (its maximum over the ranks) and the slowest rank, from what every rank measured;
+        see `measure_rank`."""
         columns = dict(zip(_RANK, zip(*ranks, strict=True), strict=False))
-        row = {"memory/peak_rss_gib": max(columns["peak_rss"]), "memory/rss_gib": max(columns["rss"])}
+        row = {
+            "memory/peak_rss_gib": max(columns["peak_rss"]),
+            "memory/rss_gib": max(columns["rss"]),
+        }
         if max(columns["peak"]):
             allocated, reserved = max(columns["allocated"]), max(columns["reserved"])
             row["memory/peak_gib"] = max(columns["peak"])

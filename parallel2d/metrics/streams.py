@@ -1,11 +1,13 @@
 """How long a GPU's compute stream stands still for collectives that run in other streams.
 
-Streams' own methods are wrapped while it is installed: which axis a stream last served and which event marks that flow in, pairs of
-events around the waits of the compute stream flow out. A wait costs two event records and never holds the host up.
+Streams' own methods are wrapped while it is installed: which axis a stream last served and which
+event marks that flow in, pairs of events around the waits of the compute stream flow out. A wait
+costs two event records and never holds the host up.
 
-[Note: exposed seconds] Between an event before and one after a wait, both in the compute stream, lies exactly the time for which
-that stream had nothing else to do: what communication costs beside what compute hides. A wait is put down to the axis of the last
-collective in the stream that is waited for; where a reduce-scatter and an all-reduce follow each other there, that is the latter.
+[Note: exposed seconds] Between an event before and one after a wait, both in the compute stream,
+lies exactly the time for which that stream had nothing else to do: what communication costs beside
+what compute hides. A wait is put down to the axis of the last collective in the stream that is
+waited for; where a reduce-scatter and an all-reduce follow each other there, that is the latter.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import torch
 
 
 class StreamWaits:
-    """``stream_class``: whose ``wait_event`` and ``record_event`` are wrapped (``wait_stream`` is made of both); ``current()``: the
-    stream in which operators run now; ``timed_event()``: a new event that knows its time."""
+    """``stream_class``: whose ``wait_event`` and ``record_event`` are wrapped (``wait_stream`` is
+    made of both); ``current()``: the stream in which operators run now; ``timed_event()``: a new
+    event that knows its time."""
 
-    def __init__(self, stream_class: Any, current: Callable[[], Any], timed_event: Callable[[], Any]) -> None:
+    def __init__(
+        self, stream_class: Any, current: Callable[[], Any], timed_event: Callable[[], Any]
+    ) -> None:
         self._class, self._current, self._timed_event = stream_class, current, timed_event
         self._originals: tuple[Any, Any] | None = None
         self._compute: int | None = None
@@ -30,7 +35,10 @@ class StreamWaits:
 
     def install(self) -> None:
         """Wraps the two methods until `remove`."""
-        wait_event, record_event = self._originals = self._class.wait_event, self._class.record_event
+        wait_event, record_event = self._originals = (
+            self._class.wait_event,
+            self._class.record_event,
+        )
         tracker = self
 
         @functools.wraps(wait_event)
@@ -57,8 +65,9 @@ class StreamWaits:
         self.waits.clear()
 
     def around(self, axis: str, call: Callable[[], Any]) -> tuple[Any, tuple[Any, Any]]:
-        """Runs ``call``, which puts a collective of ``axis``, or the wait for one, into the current stream. Returns its result and
-        the events before and after it; in the compute stream all of that time is exposed."""
+        """Runs ``call``, which puts a collective of ``axis``, or the wait for one, into the current
+        stream. Returns its result and the events before and after it; in the compute stream all of
+        that time is exposed."""
         stream = self._current()
         before, after = self._timed_event(), self._timed_event()
         before.record(stream)

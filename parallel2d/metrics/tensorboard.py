@@ -1,7 +1,8 @@
-"""TensorBoard's files: scalars, a dashboard that opens by itself, texts, the hyperparameter table, spread over ranks.
+"""TensorBoard's files: scalars, a dashboard that opens by itself, texts, the hyperparameter table,
+spread over ranks.
 
-Rows flow in. Events are built by hand, one per row with all of its scalars: ``add_scalar`` builds and queues one per value, which
-costs more than everything else that is measured.
+Rows flow in. Events are built by hand, one per row with all of its scalars: ``add_scalar`` builds
+and queues one per value, which costs more than everything else that is measured.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of 
 
 LAYOUT = {
     "Throughput": {
-        "tokens per second": ["Multiline", ["throughput/tokens_per_s$", "throughput/tokens_per_s_per_rank"]],
+        "tokens per second": [
+            "Multiline",
+            ["throughput/tokens_per_s$", "throughput/tokens_per_s_per_rank"],
+        ],
         "model TFLOP/s per rank": ["Multiline", ["throughput/model_tflops_per_rank"]],
         "goodput": ["Multiline", ["goodput/fraction"]],
     },
     "Communication by axis": {
         "bytes sent per rank and step": ["Multiline", ["comm/(replicate|shard|tensor)/bytes"]],
         "seconds per step": ["Multiline", ["comm/(replicate|shard|tensor)/seconds"]],
-        "seconds per step that nothing hides": ["Multiline", ["comm/(replicate|shard|tensor)/exposed_seconds"]],
+        "seconds per step that nothing hides": [
+            "Multiline",
+            ["comm/(replicate|shard|tensor)/exposed_seconds"],
+        ],
         "calls per step": ["Multiline", ["comm/(replicate|shard|tensor)/calls"]],
     },
     "Memory": {"GiB, largest rank": ["Multiline", ["memory/.*_gib"]]},
@@ -35,25 +42,35 @@ LAYOUT = {
         "slowest rank over the mean": ["Multiline", ["rank/skew"]],
     },
 }
-COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")  # the columns that the table of runs shows first
+# the columns that the table of runs shows first
+COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
 
 
 class Board:
     """``folder``: of the event files; goes on after ``from_step``."""
 
-    def __init__(self, folder: str, from_step: int, texts: dict[str, str], hparams: dict[str, str | float | bool]) -> None:
+    def __init__(
+        self,
+        folder: str,
+        from_step: int,
+        texts: dict[str, str],
+        hparams: dict[str, str | float | bool],
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as hparams_summary
 
         self._rows = 0
-        self._writer: Any = SummaryWriter(folder, purge_step=from_step + 1 if from_step else None, flush_secs=5)
+        self._writer: Any = SummaryWriter(
+            folder, purge_step=from_step + 1 if from_step else None, flush_secs=5
+        )
         self._files: Any = self._writer.file_writer
         for name, text in texts.items():
             self._writer.add_text(name, text)
         self._writer.add_custom_scalars(LAYOUT)
         if hparams:
             metrics = {"loss": None, "throughput/tokens_per_s": None, "goodput/fraction": None}
-            for summary in hparams_summary(hparams, metrics):  # into the run's own folder, where its scalars are
+            # into the run's own folder, where its scalars are
+            for summary in hparams_summary(hparams, metrics):
                 _mark_compared(summary)
                 self._files.add_summary(summary)  # type: ignore[attr-defined]
 
@@ -81,7 +98,8 @@ class Board:
 
 
 def _mark_compared(summary: Any) -> None:
-    """TensorBoard shows the first few columns of its table: those that are said to differ, then the alphabet."""
+    """TensorBoard shows the first few columns of its table: those that are said to differ, then the
+    alphabet."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     for value in summary.value:

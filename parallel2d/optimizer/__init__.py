@@ -1,8 +1,10 @@
-"""The optimizer: which parameters it trains with which settings, how sharded matrices are updated, the learning rate.
+"""The optimizer: which parameters it trains with which settings, how sharded matrices are updated,
+the learning rate.
 
-The trainable parameters of a parallelized model and an `OptimizerConfig` flow in, a ``torch.optim.Optimizer`` flows out whose
-update is that of a single process on any layout. AdamW, Adam and SGD work on each element for itself and so are torch's own;
-Adafactor and Muon look at whole matrices and are in rooms of their own (`adafactor.py`, `muon.py`).
+The trainable parameters of a parallelized model and an `OptimizerConfig` flow in, a
+``torch.optim.Optimizer`` flows out whose update is that of a single process on any layout. AdamW,
+Adam and SGD work on each element for itself and so are torch's own; Adafactor and Muon look at
+whole matrices and are in rooms of their own (`adafactor.py`, `muon.py`).
 """
 
 from __future__ import annotations
@@ -34,25 +36,38 @@ __all__ = [
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or plain on one process.
+    """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or
+    plain on one process.
 
-    Raises `ConfigError` without trainable parameters, for a pattern of ``config.groups`` that matches nothing, and where Muon
-    cannot tell hidden matrices from others.
+    Raises `ConfigError` without trainable parameters, for a pattern of ``config.groups`` that
+    matches nothing, and where Muon cannot tell hidden matrices from others.
     """
     groups: list[dict[str, Any]] = plan_groups(model, config)
     for group in groups:
         log.info("%s", describe_group(group))
     beta1, beta2 = config.betas
-    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[config.implementation]
-    adam: dict[str, Any] = {"lr": config.lr, "betas": (beta1, beta2), "eps": config.eps, "amsgrad": config.amsgrad, **how}
+    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[
+        config.implementation
+    ]
+    adam: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (beta1, beta2),
+        "eps": config.eps,
+        "amsgrad": config.amsgrad,
+        **how,
+    }
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **adam)
     if config.name == "adam":
         return torch.optim.Adam(groups, **adam)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how)
+        return torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how
+        )
     if config.name == "adafactor":
-        return Adafactor(groups, lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip_threshold)
+        return Adafactor(
+            groups, lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip_threshold
+        )
     return Muon(
         groups,
         lr=config.lr,
@@ -67,9 +82,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 
 def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Bytes that a rank sends per update over each mesh axis, ``{"shard": bytes, "tensor": bytes}``; empty when updates are local.
+    """Bytes that a rank sends per update over each mesh axis,
+    ``{"shard": bytes, "tensor": bytes}``; empty when updates are local.
 
-    What `parallel2d.metrics.communication` measures while ``optimizer.step()`` runs; counted from shapes, nothing is sent.
+    What `parallel2d.metrics.communication` measures while ``optimizer.step()`` runs; counted from
+    shapes, nothing is sent.
     """
     count = getattr(optimizer, "update_bytes", None)
     return count() if count is not None else {}

@@ -1,12 +1,16 @@
-"""Adafactor (Shazeer and Stern 2018) on parameters that may be sharded. Gradients flow in, updated parameters flow out.
+"""Adafactor (Shazeer and Stern 2018) on parameters that may be sharded. Gradients flow in, updated
+parameters flow out.
 
-The variant is ``torch.optim.Adafactor``'s, its state has the same names and whole shapes, and on plain tensors the update is the same.
+The variant is ``torch.optim.Adafactor``'s, its state has the same names and whole shapes, and on
+plain tensors the update is the same.
 
-[Note: statistics of sharded matrices] Four numbers or vectors look at a whole matrix: the root mean square of the parameter, the row
-and the column means of the squared gradient, the mean of the row means, and the root mean square of the update. Each is a sum, so each
-rank sums its own part and the sums are added over those mesh axes that split the summed dim. The row statistic of a matrix that an axis
-splits by rows is itself split by that axis. All parameters share one all-reduce per axis and round, and there are three rounds
-per update, because the second needs the first's result and the third the second's.
+[Note: statistics of sharded matrices] Four numbers or vectors look at a whole matrix: the root mean
+square of the parameter, the row and the column means of the squared gradient, the mean of the row
+means, and the root mean square of the update. Each is a sum, so each rank sums its own part and the
+sums are added over those mesh axes that split the summed dim. The row statistic of a matrix that an
+axis splits by rows is itself split by that axis. All parameters share one all-reduce per axis and
+round, and there are three rounds per update, because the second needs the first's result and the
+third the second's.
 """
 
 from __future__ import annotations
@@ -43,14 +47,21 @@ class _Work:
 
 
 class Adafactor(torch.optim.Adafactor):
-    """``torch.optim.Adafactor`` that is exact on `DTensor`s; see [Note: statistics of sharded matrices].
+    """``torch.optim.Adafactor`` that is exact on `DTensor`s; see [Note: statistics of sharded
+    matrices].
 
-    State exists from the start, so that a checkpoint can be loaded before the first step: ``step``, and ``row_var`` and ``col_var``
-    (of matrices, sharded like them) or ``variance``. ``foreach`` and ``maximize`` are not offered. ``step()`` is collective.
+    State exists from the start, so that a checkpoint can be loaded before the first step: ``step``,
+    and ``row_var`` and ``col_var`` (of matrices, sharded like them) or ``variance``. ``foreach``
+    and ``maximize`` are not offered. ``step()`` is collective.
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-2, beta2_decay: float = -0.8, d: float = 1.0, weight_decay: float = 0.0
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        d: float = 1.0,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, lr=lr, beta2_decay=beta2_decay, d=d, weight_decay=weight_decay)
         for group in self.param_groups:
@@ -84,11 +95,18 @@ class Adafactor(torch.optim.Adafactor):
                 sums.add(parameter, scalar, range(dims))
                 if dims > 1:
                     row, column = (
-                        torch.empty(_local(self.state[parameter][key]).shape, device="meta", dtype=dtype) for key in _FACTORS
+                        torch.empty(
+                            _local(self.state[parameter][key]).shape, device="meta", dtype=dtype
+                        )
+                        for key in _FACTORS
                     )
                     sums.add(parameter, row, [dims - 1])
                     sums.add(parameter, column, [dims - 2])
-                    sums.add(parameter, torch.empty((*row.shape[:-2], 1, 1), dtype=dtype, device="meta"), [dims - 2])
+                    sums.add(
+                        parameter,
+                        torch.empty((*row.shape[:-2], 1, 1), dtype=dtype, device="meta"),
+                        [dims - 2],
+                    )
                 sums.add(parameter, scalar, range(dims))
         return sums.sent()
 
@@ -96,7 +114,13 @@ class Adafactor(torch.optim.Adafactor):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    yield _Work(_local(parameter), _local(parameter.grad), parameter, self.state[parameter], group)
+                    yield _Work(
+                        _local(parameter),
+                        _local(parameter.grad),
+                        parameter,
+                        self.state[parameter],
+                        group,
+                    )
 
     def _first_round(self, works: list[_Work]) -> None:
         """The parameter's root mean square; decay; row and column statistics."""
@@ -118,12 +142,17 @@ class Adafactor(torch.optim.Adafactor):
             work.step = work.state["step"].item()
             size, shape = work.whole.numel(), work.whole.shape
             rms = math.sqrt(sums.value(square).item() / max(size, 1))
-            work.alpha = max(group["eps"][1], rms) * min(float(group["lr"]), 1 / math.sqrt(work.step))
+            work.alpha = max(group["eps"][1], rms) * min(
+                float(group["lr"]), 1 / math.sqrt(work.step)
+            )
             if group["weight_decay"] != 0:
                 work.parameter.mul_(1 - group["lr"] * group["weight_decay"])
             new = work.step ** group["beta2_decay"]  # the new value's weight, 1 in the first step
             if row is not None and column is not None:
-                for key, handle, length in (("row_var", row, shape[-1]), ("col_var", column, shape[-2])):
+                for key, handle, length in (
+                    ("row_var", row, shape[-1]),
+                    ("col_var", column, shape[-2]),
+                ):
                     variance = _local(work.state[key])
                     variance.lerp_((sums.value(handle) / length).to(variance.dtype), new)
             else:
@@ -136,15 +165,21 @@ class Adafactor(torch.optim.Adafactor):
         for work in works:
             if work.whole.ndim > 1:
                 row = _local(work.state["row_var"])
-                handles.append((work, sums.add(work.whole, row.sum(-2, keepdim=True), [work.whole.ndim - 2])))
+                handles.append(
+                    (work, sums.add(work.whole, row.sum(-2, keepdim=True), [work.whole.ndim - 2]))
+                )
         sums.reduce()
         for work, handle in handles:
             work.row_means = sums.value(handle) / work.whole.shape[-2]
 
     def _third_round(self, works: list[_Work]) -> None:
-        """The update's root mean square, then the update; computed twice so that one parameter's is held at a time."""
+        """The update's root mean square, then the update; computed twice so that one parameter's is
+        held at a time."""
         sums = AxisSums()
-        handles = [sums.add(work.whole, _sum_of_squares(_update(work)), range(work.whole.ndim)) for work in works]
+        handles = [
+            sums.add(work.whole, _sum_of_squares(_update(work)), range(work.whole.ndim))
+            for work in works
+        ]
         sums.reduce()
         for work, handle in zip(works, handles, strict=True):
             rms = math.sqrt(sums.value(handle).item() / max(work.whole.numel(), 1))
@@ -188,13 +223,21 @@ def _initial_state(parameter: Tensor) -> dict[str, Any]:
 
 
 def _factor(parameter: Tensor, summed: int) -> Tensor:
-    """Zeros of the parameter's shape with dim ``summed`` reduced to 1, split by the axes that split another dim."""
+    """Zeros of the parameter's shape with dim ``summed`` reduced to 1, split by the axes that split
+    another dim."""
     shape = torch.Size(1 if dim == summed else length for dim, length in enumerate(parameter.shape))
     local = _local(parameter)
-    zeros = local.new_zeros([1 if dim == summed else length for dim, length in enumerate(local.shape)])
+    zeros = local.new_zeros(
+        [1 if dim == summed else length for dim, length in enumerate(local.shape)]
+    )
     if not isinstance(parameter, DTensor):
         return zeros
     gone = {axis for axis, _, dim, _ in split_axes(parameter) if dim == summed}
-    placements = [Replicate() if axis in gone else placement for axis, placement in enumerate(parameter.placements)]
+    placements = [
+        Replicate() if axis in gone else placement
+        for axis, placement in enumerate(parameter.placements)
+    ]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(zeros, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        zeros, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )

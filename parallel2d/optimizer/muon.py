@@ -1,13 +1,15 @@
-"""Muon (Jordan et al. 2024) for the hidden matrices and AdamW for all else, as one optimizer, on parameters that may be sharded.
+"""Muon (Jordan et al. 2024) for the hidden matrices and AdamW for all else, as one optimizer, on
+parameters that may be sharded.
 
-Gradients flow in, updated parameters flow out. The algorithms are ``torch.optim.Muon``'s and ``torch.optim.AdamW``'s; on plain tensors
-the updates are theirs to the bit.
+Gradients flow in, updated parameters flow out. The algorithms are ``torch.optim.Muon``'s and
+``torch.optim.AdamW``'s; on plain tensors the updates are theirs to the bit.
 
-[Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded. Its update is the whole momentum
-matrix made orthogonal by Newton-Schulz iterations in bf16, in which a sum over parts rounds differently from the sum over the whole.
-So each rank casts its part to bf16, as the iteration would do first, the parts are gathered (2 bytes per element and matrix over the
-axes that split it), every rank iterates on the same whole matrix, and keeps its part of the result. One whole bf16 matrix and the
-iteration's intermediates are held at a time.
+[Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
+Its update is the whole momentum matrix made orthogonal by Newton-Schulz iterations in bf16, in
+which a sum over parts rounds differently from the sum over the whole. So each rank casts its part
+to bf16, as the iteration would do first, the parts are gathered (2 bytes per element and matrix
+over the axes that split it), every rank iterates on the same whole matrix, and keeps its part of
+the result. One whole bf16 matrix and the iteration's intermediates are held at a time.
 """
 
 from __future__ import annotations
@@ -33,15 +35,20 @@ _NS_EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with ``algorithm="muon"`` (matrices) are updated by Muon, those with ``algorithm="adamw"`` by AdamW.
+    """Groups with ``algorithm="muon"`` (matrices) are updated by Muon, those with
+    ``algorithm="adamw"`` by AdamW.
 
     Args:
-        params: parameter groups, each with ``algorithm``, as `parallel2d.optimizer.plan_groups` makes them.
-        lr: of both; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's updates have the size of AdamW's, so that one
-            rate serves both; ``"original"`` wants about 20 times as much for Muon's groups (``lr_scale``).
-        momentum, nesterov, ns_steps: Muon's; ``betas``, ``adamw_eps``, ``foreach``, ``fused``: AdamW's.
+        params: parameter groups, each with ``algorithm``, as `parallel2d.optimizer.plan_groups`
+            makes them.
+        lr: of both; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's updates have
+            the size of AdamW's, so that one rate serves both; ``"original"`` wants about 20 times
+            as much for Muon's groups (``lr_scale``).
+        momentum, nesterov, ns_steps: Muon's; ``betas``, ``adamw_eps``, ``foreach``, ``fused``:
+            AdamW's.
 
-    State, param_groups and learning-rate schedules are those of any optimizer. ``step()`` is collective where matrices are sharded.
+    State, param_groups and learning-rate schedules are those of any optimizer. ``step()`` is
+    collective where matrices are sharded.
     """
 
     def __init__(
@@ -59,15 +66,28 @@ class Muon(torch.optim.Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        # Its defaults complete the groups that are AdamW's; its own group is a placeholder, see `step`.
-        self._adamw = torch.optim.AdamW([torch.zeros(0)], lr=lr, betas=betas, eps=adamw_eps, foreach=foreach, fused=fused)
-        groups = [{**(muon if group["algorithm"] == MUON else self._adamw.defaults), "lr": lr, **group} for group in params]
+        muon = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        # Its defaults complete the groups that are AdamW's; its own group is a placeholder, see
+        # `step`.
+        self._adamw = torch.optim.AdamW(
+            [torch.zeros(0)], lr=lr, betas=betas, eps=adamw_eps, foreach=foreach, fused=fused
+        )
+        groups = [
+            {**(muon if group["algorithm"] == MUON else self._adamw.defaults), "lr": lr, **group}
+            for group in params
+        ]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         for group in self._groups(MUON):
             for parameter in group["params"]:
                 if parameter.ndim != 2:
-                    raise ValueError(f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}")
+                    raise ValueError(
+                        f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}"
+                    )
 
     def _groups(self, algorithm: str) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["algorithm"] == algorithm]
@@ -83,7 +103,8 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
-        # AdamW works on this optimizer's own groups and state; they are looked up each time because load_state_dict replaces them.
+        # AdamW works on this optimizer's own groups and state; they are looked up each time because
+        # load_state_dict replaces them.
         self._adamw.param_groups, self._adamw.state = self._groups(ADAMW), self.state
         self._adamw.step()
         return loss
@@ -93,8 +114,12 @@ class Muon(torch.optim.Optimizer):
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-        local, local_gradient, momentum = (_local(tensor) for tensor in (parameter, gradient, state["momentum_buffer"]))
+            state["momentum_buffer"] = torch.zeros_like(
+                gradient, memory_format=torch.preserve_format
+            )
+        local, local_gradient, momentum = (
+            _local(tensor) for tensor in (parameter, gradient, state["momentum_buffer"])
+        )
         momentum.lerp_(local_gradient, 1 - group["momentum"])
         update = local_gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         whole = _gather(update.to(torch.bfloat16, copy=True), parameter)
@@ -112,13 +137,16 @@ class Muon(torch.optim.Optimizer):
                 for split in _splits(parameter):
                     shape[split.dim] = split.ranks * split.size
                     size = math.prod(shape) * torch.bfloat16.itemsize
-                    found[split.name] += sent_bytes("all_gather", size, split.ranks, parameter.device.type)
+                    found[split.name] += sent_bytes(
+                        "all_gather", size, split.ranks, parameter.device.type
+                    )
                     shape[split.dim] = split.length
         return dict(found)
 
 
 class _Split(NamedTuple):
-    """A mesh axis that splits a dim of ``length`` into parts of ``size``, the last ones shorter or empty."""
+    """A mesh axis that splits a dim of ``length`` into parts of ``size``, the last ones shorter or
+    empty."""
 
     axis: int
     name: str
@@ -129,8 +157,9 @@ class _Split(NamedTuple):
 
 
 def _splits(parameter: Tensor) -> list[_Split]:
-    """The axes that split ``parameter``, in the order in which its parts are put together: outermost first, because the innermost axis
-    has split the whole and the others what it left (`parallel2d.parallelize.initialization.local_slices`)."""
+    """The axes that split ``parameter``, in the order in which its parts are put together:
+    outermost first, because the innermost axis has split the whole and the others what it left
+    (`parallel2d.parallelize.initialization.local_slices`)."""
     lengths = list(parameter.shape)
     found: list[_Split] = []
     for axis, name, dim, ranks in reversed(split_axes(parameter)):
@@ -143,17 +172,32 @@ def _splits(parameter: Tensor) -> list[_Split]:
 
 
 def _gather(part: Tensor, parameter: Tensor) -> Tensor:
-    """The whole matrix of which ``part`` is this rank's, split as ``parameter``: one all-gather per axis that splits it. Collective."""
+    """The whole matrix of which ``part`` is this rank's, split as ``parameter``: one all-gather per
+    axis that splits it. Collective."""
     for split in _splits(parameter):
         assert isinstance(parameter, DTensor)
         missing = split.size - part.shape[split.dim]
         if missing:
             part = torch.cat(
-                [part, part.new_zeros([missing if d == split.dim else n for d, n in enumerate(part.shape)])], split.dim
+                [
+                    part,
+                    part.new_zeros(
+                        [missing if d == split.dim else n for d, n in enumerate(part.shape)]
+                    ),
+                ],
+                split.dim,
             )
         parts = part.new_empty([split.ranks, *part.shape])
-        dist.all_gather_single(parts.flatten(0, 1), part.contiguous(), group=parameter.device_mesh.get_group(split.axis))
-        part = parts.movedim(0, split.dim).flatten(split.dim, split.dim + 1).narrow(split.dim, 0, split.length)
+        dist.all_gather_single(
+            parts.flatten(0, 1),
+            part.contiguous(),
+            group=parameter.device_mesh.get_group(split.axis),
+        )
+        part = (
+            parts.movedim(0, split.dim)
+            .flatten(split.dim, split.dim + 1)
+            .narrow(split.dim, 0, split.length)
+        )
     return part.contiguous()
 
 

@@ -1,4 +1,5 @@
-"""The learning rate as a function of the step, and the fp16 loss scale. Plain numbers flow in and out."""
+"""The learning rate as a function of the step, and the fp16 loss scale. Plain numbers flow in and
+out."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from parallel2d.config import SchedulerConfig
 
 
 def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> float:
-    """The rate used by ``step`` (from 1) of a run of ``steps``: a function of the step alone, so nothing has to be saved.
+    """The rate used by ``step`` (from 1) of a run of ``steps``: a function of the step alone, so
+    nothing has to be saved.
 
-    ``wsd`` (warm-up, stable, decay; Hu et al. 2024, MiniCPM) holds ``lr`` and falls linearly over the last ``decay_fraction``.
+    ``wsd`` (warm-up, stable, decay; Hu et al. 2024, MiniCPM) holds ``lr`` and falls linearly over
+    the last ``decay_fraction``.
     """
     if step <= config.warmup_steps:
         return lr * step / config.warmup_steps
@@ -30,7 +33,8 @@ def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the rate of every parameter group: ``lr`` times the group's ``lr_scale``, where it has one."""
+    """Sets the rate of every parameter group: ``lr`` times the group's ``lr_scale``, where it has
+    one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
@@ -38,8 +42,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class LossScaler:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
 
-    Every rank feeds it the same agreed verdict (finite or not), so every rank holds the same scale without communicating.
-    With ``enabled=False`` the scale is 1 forever.
+    Every rank feeds it the same agreed verdict (finite or not), so every rank holds the same scale
+    without communicating. With ``enabled=False`` the scale is 1 forever.
     """
 
     def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
@@ -49,7 +53,8 @@ class LossScaler:
         self.good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Halves the scale after a non-finite step, doubles it after ``growth_every`` finite ones in a row."""
+        """Halves the scale after a non-finite step, doubles it after ``growth_every`` finite ones
+        in a row."""
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

@@ -1,4 +1,5 @@
-"""Sums over the mesh axes that split a tensor: local partial sums of many tensors flow in, whole sums flow out, batched."""
+"""Sums over the mesh axes that split a tensor: local partial sums of many tensors flow in, whole
+sums flow out, batched."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from parallel2d.metrics.communication import sent_bytes
 
 
 def split_axes(tensor: Tensor) -> list[tuple[int, str, int, int]]:
-    """(number, name, tensor dim, size) of each mesh axis of more than one rank that splits ``tensor``, outermost first."""
+    """(number, name, tensor dim, size) of each mesh axis of more than one rank that splits
+    ``tensor``, outermost first."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
@@ -39,7 +41,8 @@ class AxisSums:
         self._bytes: dict[str, float] = defaultdict(float)
 
     def add(self, like: Tensor, part: Tensor, dims: Collection[int]) -> int:
-        """Takes this rank's ``part`` of a sum over ``dims`` of a tensor that is split as ``like``. Returns a handle for `value`.
+        """Takes this rank's ``part`` of a sum over ``dims`` of a tensor that is split as ``like``.
+        Returns a handle for `value`.
 
         Calls must be made in the same order on every rank.
         """
@@ -47,9 +50,13 @@ class AxisSums:
         for axis, name, dim, size in split_axes(like):
             if dim in dims:
                 assert isinstance(like, DTensor)
-                self._bytes[name] += sent_bytes("all_reduce", part.nbytes, size, like.device_mesh.device_type)
+                self._bytes[name] += sent_bytes(
+                    "all_reduce", part.nbytes, size, like.device_mesh.device_type
+                )
                 if not self._count_only:
-                    self._by_group[like.device_mesh.get_group(axis), part.dtype].append(len(self._values) - 1)
+                    self._by_group[like.device_mesh.get_group(axis), part.dtype].append(
+                        len(self._values) - 1
+                    )
         return len(self._values) - 1
 
     def reduce(self) -> None:

@@ -1,7 +1,8 @@
-"""Which modules share one collective. A model and its blocks flow in, groups of modules flow out, innermost first.
+"""Which modules share one collective. A model and its blocks flow in, groups of modules flow out,
+innermost first.
 
-A group's parameters are gathered by one all-gather and their gradients leave in one reduce-scatter. What no group names
-belongs to the root's.
+A group's parameters are gathered by one all-gather and their gradients leave in one reduce-scatter.
+What no group names belongs to the root's.
 """
 
 from __future__ import annotations
@@ -25,42 +26,65 @@ def bucket_modules(
     config: BucketingConfig,
     apart: Collection[int] = (),
 ) -> list[list[nn.Module]]:
-    """Groups of modules below the root, children before parents; modules with tied parameters always share a group.
+    """Groups of modules below the root, children before parents; modules with tied parameters
+    always share a group.
 
-    ``apart``: ids of modules that are a group each whatever the policy; so are those with complex parameters in a model that has
-    real ones. Raises `ConfigError` when one of them is tied to another.
+    ``apart``: ids of modules that are a group each whatever the policy; so are those with complex
+    parameters in a model that has real ones. Raises `ConfigError` when one of them is tied to
+    another.
     """
     fp32, apart = set(apart), {*apart, *_complex_modules(model)}
     name = config.name
     if name == "none":
-        log.info("bucketing=none: a group per single parameter is not possible; the finest, a group per layer, is used")
+        log.info(
+            "bucketing=none: a group per single parameter is not possible; the finest, a group "
+            "per layer, is used"
+        )
         name = "layer"
     if name == "block" and not blocks:
-        log.warning("bucketing=block: %s has no repeated blocks; a group per layer is used", type(model).__name__)
+        log.warning(
+            "bucketing=block: %s has no repeated blocks; a group per layer is used",
+            type(model).__name__,
+        )
         name = "layer"
     if name == "block":
         groups = [[block] for _, block in blocks]
     else:
         owners = [(path, module) for path, module in owning_modules(model) if path]
-        groups = [[module] for _, module in owners] if name == "layer" else _by_size(owners, config.size_mib)
+        groups = (
+            [[module] for _, module in owners]
+            if name == "layer"
+            else _by_size(owners, config.size_mib)
+        )
     if apart:
-        groups = [kept for group in groups if (kept := [module for module in group if id(module) not in apart])]
+        groups = [
+            kept
+            for group in groups
+            if (kept := [module for module in group if id(module) not in apart])
+        ]
         groups += [[module] for module in model.modules() if id(module) in apart]
     merged = _merge_tied(model, groups)
     alone = [module for group in merged if len(group) == 1 for module in group]
     if missing := set(apart) - {id(module) for module in alone}:
         name, why = next(
-            (name, "precision.fp32_modules" if id(module) in fp32 else "complex parameters are gathered apart")
+            (
+                name,
+                "precision.fp32_modules"
+                if id(module) in fp32
+                else "complex parameters are gathered apart",
+            )
             for name, module in model.named_modules()
             if id(module) in missing
         )
-        raise ConfigError(f"{why}: {name} is tied to, or is, a module outside of them; choose both or none")
+        raise ConfigError(
+            f"{why}: {name} is tied to, or is, a module outside of them; choose both or none"
+        )
     return _innermost_first(model, merged)
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
-    """Ids of modules whose trained parameters are all complex; empty when nothing in the model is real. What is gathered together
-    has one dtype."""
+    """Ids of modules whose trained parameters are all complex; empty when nothing in the model is
+    real. What is gathered together has one dtype."""
     if all(parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad):
         return set()
     found = set()
@@ -72,8 +96,9 @@ def _complex_modules(model: nn.Module) -> set[int]:
 
 
 def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:
-    """Consecutive modules up to the limit. A group's members must not contain each other, so only owners without an owner inside
-    are members; what a module around them owns itself goes to the root's group."""
+    """Consecutive modules up to the limit. A group's members must not contain each other, so only
+    owners without an owner inside are members; what a module around them owns itself goes to the
+    root's group."""
     limit = size_mib * 2**20
     containers = {name[: dot.start()] for name, _ in owners for dot in re.finditer(r"\.", name)}
     groups: list[list[nn.Module]] = []
@@ -91,7 +116,8 @@ def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[
 
 
 def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
-    """Joins groups that hold one and the same parameter; a group that shares one with the root's is dissolved into it."""
+    """Joins groups that hold one and the same parameter; a group that shares one with the root's is
+    dissolved into it."""
     root = -1
     group_of_top = {id(module): index for index, group in enumerate(groups) for module in group}
     holders: dict[int, set[int]] = defaultdict(set)

@@ -96,7 +96,9 @@ class CollectiveOrder:
         self._added += 1
         return number
 
-    def enter(self, kind: int, model: int, index: int, numel: int = 0, dtype: torch.dtype = torch.uint8) -> None:
+    def enter(
+        self, kind: int, model: int, index: int, numel: int = 0, dtype: torch.dtype = torch.uint8
+    ) -> None:
         """To be called before the collective is issued: group ``index`` of ``model``, with this
         much payload. Raises `OutOfOrder` when another rank does something else."""
         code = kind | _DTYPES.index(dtype) << 2 | model << 8 | index << 20
@@ -143,7 +145,9 @@ class CollectiveOrder:
     def differing_on_other_hosts(self) -> str:
         """The message when digests differ. Collective over the group."""
         every = all_gather(self._compared, self._group)
-        return self._first_difference(every) or "ranks of a shard group issued different collectives"
+        return (
+            self._first_difference(every) or "ranks of a shard group issued different collectives"
+        )
 
     def _first_difference(self, every: list[list[int]]) -> str:
         """The message for the first position at which ranks differ; empty when they do not."""
@@ -157,7 +161,11 @@ class CollectiveOrder:
     def _join(self, code: int, numel: int) -> None:
         """Takes part in a collective that others have issued, with data that nobody will use."""
         kind, dtype, size = code & 3, _DTYPES[code >> 2 & 63], self._group.size()
-        on = torch.device(self._device_type, torch.accelerator.current_device_index()) if self._device_type != "cpu" else None
+        on = (
+            torch.device(self._device_type, torch.accelerator.current_device_index())
+            if self._device_type != "cpu"
+            else None
+        )
         if kind == GATHER:
             whole = torch.empty(numel, dtype=dtype, device=on)
             dist.all_gather_single(whole, whole[: numel // size].clone(), group=self._group)
@@ -202,7 +210,10 @@ class _Table:
         self._memory = mmap.mmap(file, self.bytes_for(len(ranks)))
         self._cells = memoryview(self._memory).cast("q")
         self._starts = [self._HEAD + number * self._RANK for number in range(len(ranks))]
-        self._own, self._peers = self._starts[own], [s for s in self._starts if s != self._starts[own]]
+        self._own, self._peers = (
+            self._starts[own],
+            [s for s in self._starts if s != self._starts[own]],
+        )
         self._rank = ranks[own]
         self._position = self._seen = 0
 
@@ -275,7 +286,8 @@ class _Table:
         return self.catch_up()
 
     def catch_up(self) -> list[tuple[int, int]]:
-        """Goes to where all ranks begin again after the flag. Returns what is missing until there."""
+        """Goes to where all ranks begin again after the flag. Returns what is missing until
+        there."""
         end, missed = self._cells[1], []
         for position in range(self._position, end):
             slot = 1 + position % RING
@@ -305,7 +317,9 @@ class _Ordered:
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _issue(self, kind: int, payload: Tensor, issue: Callable[[], dist.Work | None]) -> dist.Work | None:
+    def _issue(
+        self, kind: int, payload: Tensor, issue: Callable[[], dist.Work | None]
+    ) -> dist.Work | None:
         """Enters it and issues it. Raises what ``failed`` makes of `OutOfOrder`."""
         try:
             self._order.enter(kind, self._model, self._index, payload.numel(), payload.dtype)
@@ -324,7 +338,9 @@ class OrderedAllGather(_Ordered, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        gather = functools.partial(dist.all_gather_single, output_tensor, input_tensor, group=group, async_op=async_op)
+        gather = functools.partial(
+            dist.all_gather_single, output_tensor, input_tensor, group=group, async_op=async_op
+        )
         return self._issue(GATHER, output_tensor, gather)
 
 
@@ -346,9 +362,16 @@ class OrderedReduceScatter(_Ordered, ReduceScatter):
     ) -> dist.Work | None:
         if input_tensor.dtype.itemsize < 4:
             assert not async_op, "the engine never asks for it"
-            return self._issue(EXCHANGE, input_tensor, lambda: _exchange(output_tensor, input_tensor, group, op))
+            return self._issue(
+                EXCHANGE, input_tensor, lambda: _exchange(output_tensor, input_tensor, group, op)
+            )
         scatter = functools.partial(
-            dist.reduce_scatter_single, output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            dist.reduce_scatter_single,
+            output_tensor,
+            input_tensor,
+            op=op,
+            group=group,
+            async_op=async_op,
         )
         return self._issue(SCATTER, input_tensor, scatter)
 

@@ -1,4 +1,5 @@
-"""``torch.compile`` of each repeated block on its own: short compilations, one for all equal blocks."""
+"""``torch.compile`` of each repeated block on its own: short compilations, one for all equal
+blocks."""
 
 from __future__ import annotations
 
@@ -20,27 +21,33 @@ def compile_blocks(
     tensor: int,
     memory_budget: float | None = None,
 ) -> nn.Module:
-    """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside. ``tensor``: size of the tensor axis.
-    ``memory_budget``: share of the activations of a block that may be kept for backward; None: what costs no time to recompute
-    is not kept, all else is.
+    """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside. ``tensor``: size of
+    the tensor axis. ``memory_budget``: share of the activations of a block that may be kept for
+    backward; None: what costs no time to recompute is not kept, all else is.
 
     Raises `ConfigError` without blocks and for what `check_compilation` refuses."""
     if config.name == "none":
         return model
     if not blocks:
         raise ConfigError(
-            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their classes in bucketing.blocks"
+            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their "
+            "classes in bucketing.blocks"
         )
     check_compilation(config, tensor)
-    backend: Any = config.backend if memory_budget is None else _within_budget(config.backend, memory_budget)
+    backend: Any = (
+        config.backend if memory_budget is None else _within_budget(config.backend, memory_budget)
+    )
     for _, block in blocks:
         block.forward = torch.compile(block.forward, backend=backend)
     return model
 
 
-@functools.cache  # one function per budget: compiled code is shared between blocks and models with the same backend, and only then
+# one function per budget: compiled code is shared between blocks and models with the same backend,
+# and only then
+@functools.cache
 def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """A backend that splits forward from backward within ``budget``, by torch's own solver (a knapsack over the graph)."""
+    """A backend that splits forward from backward within ``budget``, by torch's own solver (a
+    knapsack over the graph)."""
     compiler = torch._dynamo.lookup_backend(backend)
 
     def compile_within_budget(graph: Any, inputs: Any, **options: Any) -> Any:
@@ -51,8 +58,9 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
 
 
 def check_compilation(config: CompileConfig, tensor: int) -> None:
-    """Raises `ConfigError` for a backend that torch.compile does not know, and together with tensor parallelism: with torch 2.13
-    a compiled tensor-parallel block returned a zero gradient for its input, without any error."""
+    """Raises `ConfigError` for a backend that torch.compile does not know, and together with tensor
+    parallelism: with torch 2.13 a compiled tensor-parallel block returned a zero gradient for its
+    input, without any error."""
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -60,6 +68,7 @@ def check_compilation(config: CompileConfig, tensor: int) -> None:
         raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
     if tensor > 1 and config.backend != "eager":
         raise ConfigError(
-            f"compile={config.name} with mesh.tensor={tensor}: compiled tensor-parallel blocks return wrong gradients in this "
+            f"compile={config.name} with mesh.tensor={tensor}: compiled tensor-parallel blocks "
+            "return wrong gradients in this "
             "torch; choose compile=none or mesh.tensor=1"
         )

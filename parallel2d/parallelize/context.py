@@ -1,7 +1,7 @@
 """`model_sharded_context`: a model built straight into its shards.
 
-Module constructors run inside the context, on meta; when it ends without an exception, each outermost module that was built is
-parallelized in place.
+Module constructors run inside the context, on meta; when it ends without an exception, each
+outermost module that was built is parallelized in place.
 """
 
 from __future__ import annotations
@@ -28,23 +28,29 @@ def model_sharded_context(
     init: Initializer | None = None,
     tensor_plan: Mapping[str, object] | Callable[[nn.Module], Mapping[str, object]] | None = None,
 ) -> Iterator[None]:
-    """Inside, modules are built without weights; at the end each outermost one with parameters is parallelized over ``mesh``. Collective.
+    """Inside, modules are built without weights; at the end each outermost one with parameters is
+    parallelized over ``mesh``. Collective.
 
         with model_sharded_context(mesh, ParallelConfig("hybrid"), seed=0):
             model = MyModel(...)
         optimizer = build_optimizer(model, ...)
 
     Args:
-        mesh, config, seed, init: as of `parallel2d.parallelize`, for every outermost module alike. ``init`` is called after the context,
-            so ``lambda module, name: model.init_weights(module, name)`` may name a model that is built inside.
-        tensor_plan: also a function of the module that returns the plan, because the module does not exist before.
+        mesh, config, seed, init: as of `parallel2d.parallelize`, for every outermost module alike.
+            ``init`` is called after the context, so
+            ``lambda module, name: model.init_weights(module, name)`` may name a model that is built
+            inside.
+        tensor_plan: also a function of the module that returns the plan, because the module does
+            not exist before.
 
-    No rank holds more than one parameter while it is built and its own parts plus the largest block while weights are drawn. A module that
-    is built and dropped inside, or put into another one, is not outermost. An exception inside is passed on and nothing is parallelized.
+    No rank holds more than one parameter while it is built and its own parts plus the largest block
+    while weights are drawn. A module that is built and dropped inside, or put into another one, is
+    not outermost. An exception inside is passed on and nothing is parallelized.
 
     Raises:
-        ConfigError: nothing with parameters was built inside, a module was given weights that are not on meta (built outside), or
-            what `parallel2d.parallelize` raises; of several outermost modules, those before the one it refuses are parallelized.
+        ConfigError: nothing with parameters was built inside, a module was given weights that are
+            not on meta (built outside), or what `parallel2d.parallelize` raises; of several
+            outermost modules, those before the one it refuses are parallelized.
     """
     built: list[weakref.ref[nn.Module]] = []
     construct = nn.Module.__init__
@@ -59,12 +65,19 @@ def model_sharded_context(
             yield
     finally:
         nn.Module.__init__ = construct  # type: ignore[method-assign]
-    alive = list({id(module): module for reference in built if (module := reference()) is not None}.values())
+    alive = list(
+        {id(module): module for reference in built if (module := reference()) is not None}.values()
+    )
     inner = {id(child) for module in alive for child in module.modules() if child is not module}
-    outermost = [module for module in alive if id(module) not in inner and next(module.parameters(), None) is not None]
+    outermost = [
+        module
+        for module in alive
+        if id(module) not in inner and next(module.parameters(), None) is not None
+    ]
     if not outermost:
         raise ConfigError(
-            "model_sharded_context: no module with parameters was built inside; call the model's constructor inside the context and keep "
+            "model_sharded_context: no module with parameters was built inside; call the model's "
+            "constructor inside the context and keep "
             "the model in a variable"
         )
     for module in outermost:

@@ -1,7 +1,8 @@
-"""Matrix products in 8-bit floating point, by torchao. A model's blocks flow in; their Linear layers compute in float8 afterwards.
+"""Matrix products in 8-bit floating point, by torchao. A model's blocks flow in; their Linear
+layers compute in float8 afterwards.
 
-Weights stay stored in `precision.storage`, gathered in `precision.param`, and are scaled and cast around each product; names and initial
-values do not change.
+Weights stay stored in `precision.storage`, gathered in `precision.param`, and are scaled and cast
+around each product; names and initial values do not change.
 """
 
 from __future__ import annotations
@@ -25,53 +26,73 @@ MULTIPLE = 16  # of both sides of a weight, which the float8 products of CUDA re
 
 
 def check_float8(precision: PrecisionConfig, device_type: str) -> None:
-    """Raises `ConfigError` where ``precision.float8`` cannot run: without torchao, on CPU, on a GPU without float8 units."""
+    """Raises `ConfigError` where ``precision.float8`` cannot run: without torchao, on CPU, on a GPU
+    without float8 units."""
     if precision.float8 == "none":
         return
     key = f"precision.float8={precision.float8}"
     if device_type != "cuda":
         raise ConfigError(
-            f"{key} needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on {device_type}; use none"
+            f"{key} needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on "
+            f"{device_type}; use none"
         )
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:
-        raise ConfigError(f"{key} needs a GPU of compute capability 8.9 or higher, this one has {capability[0]}.{capability[1]}")
+        raise ConfigError(
+            f"{key} needs a GPU of compute capability 8.9 or higher, this one has "
+            f"{capability[0]}.{capability[1]}"
+        )
     _torchao(key)
 
 
 def convert_to_float8(
-    blocks: Sequence[tuple[str, nn.Module]], precision: PrecisionConfig, apart: Collection[int] = (), *, emulate: bool = False
+    blocks: Sequence[tuple[str, nn.Module]],
+    precision: PrecisionConfig,
+    apart: Collection[int] = (),
+    *,
+    emulate: bool = False,
 ) -> list[str]:
-    """Replaces the Linear layers inside ``blocks`` by float8 ones with the same parameters. Returns the names of those it replaced.
+    """Replaces the Linear layers inside ``blocks`` by float8 ones with the same parameters. Returns
+    the names of those it replaced.
 
-    Left as they are, and logged with the reason: layers that a pattern of ``precision.float8_exclude`` names, layers whose sides
-    are no multiples of 16, a block that is itself a Linear, and modules whose id is in ``apart`` (those computing in fp32). ``emulate``
-    computes the same roundings without float8 units, on any device. Raises `ConfigError` without torchao, for a pattern without a
-    match, and when nothing is left to replace.
+    Left as they are, and logged with the reason: layers that a pattern of
+    ``precision.float8_exclude`` names, layers whose sides are no multiples of 16, a block that is
+    itself a Linear, and modules whose id is in ``apart`` (those computing in fp32). ``emulate``
+    computes the same roundings without float8 units, on any device. Raises `ConfigError` without
+    torchao, for a pattern without a match, and when nothing is left to replace.
     """
     if precision.float8 == "none":
         return []
     torchao = _torchao(f"precision.float8={precision.float8}")
     kept, chosen = _choose(blocks, precision.float8_exclude, apart)
     for reason, names in kept.items():
-        log.info("precision.float8: %d layers are left as they are (%s): %s", len(names), reason, ", ".join(names))
+        log.info(
+            "precision.float8: %d layers are left as they are (%s): %s",
+            len(names),
+            reason,
+            ", ".join(names),
+        )
     if not chosen:
         raise ConfigError(
-            f"precision.float8={precision.float8}: no Linear layer inside the blocks can be converted{_summary(kept)}"
+            f"precision.float8={precision.float8}: no Linear layer inside the blocks can be "
+            f"converted{_summary(kept)}"
         )
     recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
     if emulate:
         recipe = dataclasses.replace(recipe, emulate=True)
     wanted = {id(module) for _, module in chosen}
     for _, block in blocks:
-        torchao.convert_to_float8_training(block, config=recipe, module_filter_fn=lambda module, _name: id(module) in wanted)
+        torchao.convert_to_float8_training(
+            block, config=recipe, module_filter_fn=lambda module, _name: id(module) in wanted
+        )
     return [name for name, _ in chosen]
 
 
 def _choose(
     blocks: Sequence[tuple[str, nn.Module]], exclude: Sequence[str], apart: Collection[int]
 ) -> tuple[dict[str, list[str]], list[tuple[str, nn.Module]]]:
-    """The Linear layers of ``blocks``: names that stay, by reason, and (name, layer) of those to convert."""
+    """The Linear layers of ``blocks``: names that stay, by reason, and (name, layer) of those to
+    convert."""
     kept: dict[str, list[str]] = {}
     chosen: list[tuple[str, nn.Module]] = []
     unmatched = set(exclude)
@@ -97,7 +118,8 @@ def _choose(
     if unmatched:
         names = [name for name, _ in chosen] + [name for group in kept.values() for name in group]
         raise ConfigError(
-            f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer inside a block{_first(names)}"
+            f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer "
+            f"inside a block{_first(names)}"
         )
     return kept, chosen
 

@@ -26,7 +26,16 @@ from parallel2d.config import ConfigError
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
     (FSDPState, ("_root_post_backward_final_callback",)),
-    (FSDPParamGroup, ("pre_forward", "post_backward", "finalize_backward", "_init_mp_dtypes", "_reduce_scatter_process_group")),
+    (
+        FSDPParamGroup,
+        (
+            "pre_forward",
+            "post_backward",
+            "finalize_backward",
+            "_init_mp_dtypes",
+            "_reduce_scatter_process_group",
+        ),
+    ),
     (
         FSDPParam,
         (
@@ -78,7 +87,9 @@ def in_backward() -> bool:
 def states(model: nn.Module) -> list[FSDPState]:
     """What `fully_shard` keeps for each group of modules that it was given, each once. It holds the
     groups of parameters, for which there is no public accessor."""
-    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    found = (
+        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+    )
     return list(dict.fromkeys(found))
 
 
@@ -147,7 +158,8 @@ class ShardedGroup:
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether this backward moves gradients over the shard axis (`set_requires_gradient_sync`)."""
+        """Whether this backward moves gradients over the shard axis
+        (`set_requires_gradient_sync`)."""
         return self._group.reduce_grads
 
     @property
@@ -186,7 +198,9 @@ class ShardedGroup:
         def post_backward(*unused: Any) -> None:
             before()
             # A group that never ran has no whole parameters, which torch asks for all the same.
-            if self._group.reduce_grads or any(hasattr(p, "_unsharded_param") for p in self._group.fsdp_params):
+            if self._group.reduce_grads or any(
+                hasattr(p, "_unsharded_param") for p in self._group.fsdp_params
+            ):
                 original(*unused)
             after()
 
@@ -229,7 +243,8 @@ class ShardedGroup:
             for parameter in group.fsdp_params:
                 parameter.reduce_dtype = wide
                 if parameter.sharded_param.requires_grad:
-                    parameter.sharded_param.grad_dtype = None  # any: it differs from the parameter's
+                    # any: it differs from the parameter's
+                    parameter.sharded_param.grad_dtype = None
 
         self._group._init_mp_dtypes = look_up  # type: ignore[method-assign]
 
@@ -307,14 +322,18 @@ class ShardedParameter:
             parameter.unsharded_accumulated_grad = whole.grad.to(dtype)
             whole.grad = None
         else:
-            parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
+            parameter.unsharded_accumulated_grad = torch.zeros_like(
+                whole, dtype=dtype, requires_grad=False
+            )
 
     @property
     def part(self) -> Tensor | None:
         """The gradient of a weight that stayed whole while its inputs were split over the tensor
         axis: a part of a sum, in the dtype that computes. None for others."""
         grad = self._whole.grad if self._whole is not None else None
-        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        if isinstance(grad, DTensor) and any(
+            placement.is_partial() for placement in grad.placements
+        ):
             return grad._local_tensor
         return None
 
@@ -328,7 +347,9 @@ class ShardedParameter:
         """Makes ``total``, in the wide dtype, the unreduced sum of the gradient."""
         whole = self._whole
         assert isinstance(whole, DTensor)
-        sums = DTensor.from_local(total.to(self.gradient_dtype), whole.device_mesh, whole.placements, run_check=False)
+        sums = DTensor.from_local(
+            total.to(self.gradient_dtype), whole.device_mesh, whole.placements, run_check=False
+        )
         self._parameter.unsharded_accumulated_grad, whole.grad = sums, None
 
     @property

@@ -1,7 +1,8 @@
-"""Mistakes around `parallelize` that would train wrongly or hang without a word, each turned into one error.
+"""Mistakes around `parallelize` that would train wrongly or hang without a word, each turned into
+one error.
 
-A model and a mesh flow in before and after sharding; nothing flows out but errors. The checks cost one small collective at the start
-and, under a tensor axis, one more in the first forward.
+A model and a mesh flow in before and after sharding; nothing flows out but errors. The checks cost
+one small collective at the start and, under a tensor axis, one more in the first forward.
 """
 
 from __future__ import annotations
@@ -28,57 +29,81 @@ from parallel2d.parallelize.structure import canonical_name
 
 
 def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
-    """Raises `ConfigError` for a mesh or configuration of another kind, and for a model that is sharded already."""
+    """Raises `ConfigError` for a mesh or configuration of another kind, and for a model that is
+    sharded already."""
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"the second argument of parallelize is the mesh, from parallel2d.build_mesh; got {mesh!r}")
+        raise ConfigError(
+            "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got "
+            f"{mesh!r}"
+        )
     if config is not None and not isinstance(config, ParallelConfig):
         raise ConfigError(
-            f"the third argument of parallelize is a ParallelConfig, such as ParallelConfig('zero3'); got {config!r}"
+            "the third argument of parallelize is a ParallelConfig, such as "
+            f"ParallelConfig('zero3'); got {config!r}"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigError("the model is sharded already, by parallelize or fully_shard: give the plain one, once")
+        raise ConfigError(
+            "the model is sharded already, by parallelize or fully_shard: give the plain one, once"
+        )
 
 
 def check_same_torch() -> None:
-    """Raises `ConfigError` on every rank, naming hosts and versions, when ranks run different torch versions. Collective."""
+    """Raises `ConfigError` on every rank, naming hosts and versions, when ranks run different torch
+    versions. Collective."""
     versions = all_gather((str(torch.__version__), socket.gethostname()))
     if len({version for version, _ in versions}) > 1:
         found = sorted({f"{host}: torch {version}" for version, host in versions})
         raise ConfigError(
-            f"ranks run different torch versions ({', '.join(found)}): collectives would hang or mix; install the same one"
+            f"ranks run different torch versions ({', '.join(found)}): collectives would hang or "
+            "mix; install the same one"
         )
 
 
 def check_no_optimizer(model: nn.Module) -> None:
-    """Raises `ConfigError` when a live optimizer holds parameters of ``model``: sharding replaces them, so it would train nothing."""
+    """Raises `ConfigError` when a live optimizer holds parameters of ``model``: sharding replaces
+    them, so it would train nothing."""
     parameters = {id(parameter) for parameter in model.parameters()}
     for found in gc.get_objects():
         if not issubclass(type(found), torch.optim.Optimizer):
             continue
-        if any(id(parameter) in parameters for group in found.param_groups for parameter in group["params"]):
+        if any(
+            id(parameter) in parameters
+            for group in found.param_groups
+            for parameter in group["params"]
+        ):
             raise ConfigError(
-                f"{type(found).__name__} was built before parallelize: it holds parameters that sharding replaces, and would "
-                "train nothing; build it after, on the parameters of the model that parallelize returns"
+                f"{type(found).__name__} was built before parallelize: it holds parameters that "
+                "sharding replaces, and would "
+                "train nothing; build it after, on the parameters of the model that parallelize "
+                "returns"
             )
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises `ConfigError`, with the name, for a parameter of which sharding would lose something without a word: a hook, a copy of
-    the reference, an update that its module writes. And for one without a size."""
+    """Raises `ConfigError`, with the name, for a parameter of which sharding would lose something
+    without a word: a hook, a copy of the reference, an update that its module writes. And for one
+    without a size."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"{name} has no size yet: run one forward pass of the model before parallelize, or give its sizes")
+            raise ConfigError(
+                f"{name} has no size yet: run one forward pass of the model before parallelize, "
+                "or give its sizes"
+            )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
-                f"{name} has a gradient hook, which would never be called, because sharding replaces the parameter: call "
-                "register_post_accumulate_grad_hook on the parameters of the model that parallelize returns"
+                f"{name} has a gradient hook, which would never be called, because sharding "
+                "replaces the parameter: call "
+                "register_post_accumulate_grad_hook on the parameters of the model that "
+                "parallelize returns"
             )
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ConfigError(
-                f"{prefix or 'the model'} has max_norm={module.max_norm}: it rescales rows of its weight in forward, which writes to a "
-                "gathered copy and is lost; use max_norm=None and rescale the weight after the optimizer's step"
+                f"{prefix or 'the model'} has max_norm={module.max_norm}: it rescales rows of its "
+                "weight in forward, which writes to a "
+                "gathered copy and is lost; use max_norm=None and rescale the weight after the "
+                "optimizer's step"
             )
         if type(module).__setattr__ is not nn.Module.__setattr__:
             continue  # it keeps its own references up to date, as recurrent layers do
@@ -89,8 +114,10 @@ def check_parameters(model: nn.Module) -> None:
                 if id(held) in names or held.requires_grad:
                     known = names.get(id(held), "a parameter that the model does not know")
                     raise ConfigError(
-                        f"{prefix + '.' if prefix else ''}{attribute} holds {known} in a plain {type(value).__name__}: it would keep "
-                        "the value of today, because sharding replaces parameters; use nn.ParameterList or nn.ParameterDict, or ask "
+                        f"{prefix + '.' if prefix else ''}{attribute} holds {known} in a plain "
+                        f"{type(value).__name__}: it would keep "
+                        "the value of today, because sharding replaces parameters; use "
+                        "nn.ParameterList or nn.ParameterDict, or ask "
                         "the module that owns it"
                     )
 
@@ -108,8 +135,8 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 def explain_calls(model: nn.Module) -> None:
-    """Gives calls for which parameters are not gathered an error that says what to do: a block before the model, methods other than
-    forward, and arguments that a block changes in place."""
+    """Gives calls for which parameters are not gathered an error that says what to do: a block
+    before the model, methods other than forward, and arguments that a block changes in place."""
     early = []
     sharded = {path for path, module in model.named_modules() if isinstance(module, FSDPModule)}
     for path, module in model.named_modules():
@@ -118,7 +145,11 @@ def explain_calls(model: nn.Module) -> None:
             _explain_methods(module, name)
             _refuse_changed_arguments(module, name)
             if path:
-                early.append(module.register_forward_pre_hook(functools.partial(_refuse_early, name, model), prepend=True))
+                early.append(
+                    module.register_forward_pre_hook(
+                        functools.partial(_refuse_early, name, model), prepend=True
+                    )
+                )
 
     def forget(_module: nn.Module, _inputs: Any) -> None:
         while early:
@@ -131,7 +162,8 @@ def _refuse_early(name: str, root: nn.Module, _module: nn.Module, _inputs: Any) 
     assert isinstance(root, FSDPModule)
     if root._get_fsdp_state()._is_root is None:
         raise RuntimeError(
-            f"{name} was called before the model that it is a part of: call the model first, or the method that calls {name} through "
+            f"{name} was called before the model that it is a part of: call the model first, or "
+            f"the method that calls {name} through "
             "torch.distributed.fsdp.register_fsdp_forward_method(model, name of the method)"
         )
 
@@ -140,7 +172,11 @@ def _explain_methods(module: nn.Module, name: str) -> None:
     """Wraps the public methods of the class that defines ``module``'s forward."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     for method, function in vars(owner).items():
-        if isinstance(function, FunctionType) and not method.startswith("_") and method != "forward":
+        if (
+            isinstance(function, FunctionType)
+            and not method.startswith("_")
+            and method != "forward"
+        ):
             vars(module)[method] = functools.wraps(function)(_explained(module, name, method))
 
 
@@ -152,19 +188,25 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error) or state._training_state == TrainingState.FORWARD:
+            if (
+                "mixed torch.Tensor and DTensor" not in str(error)
+                or state._training_state == TrainingState.FORWARD
+            ):
                 raise
             raise RuntimeError(
-                f"{name or type(module).__name__.removeprefix('FSDP')}.{method} computes with parameters that only a call of the "
-                f"module gathers: call torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once after parallelize"
+                f"{name or type(module).__name__.removeprefix('FSDP')}.{method} computes with "
+                "parameters that only a call of the "
+                "module gathers: call "
+                f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once "
+                "after parallelize"
             ) from error
 
     return explained
 
 
 def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
-    """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was given: the sharding engine gives it a
-    copy, so the caller would never see what was added."""
+    """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was
+    given: the sharding engine gives it a copy, so the caller would never see what was added."""
     given: list[Any] = []
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -175,11 +217,15 @@ def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
             return
         received, arguments = {**dict(enumerate(args)), **kwargs}, given.pop()
         for key in arguments.keys() & received.keys():
-            for before, after in zip(_containers_in(arguments[key]), _containers_in(received[key]), strict=False):
+            for before, after in zip(
+                _containers_in(arguments[key]), _containers_in(received[key]), strict=False
+            ):
                 if before is not after and len(before) != len(after):
                     raise RuntimeError(
-                        f"{name or type(module).__name__.removeprefix('FSDP')} changed a {type(before).__name__} that it was given, "
-                        "and the caller would not see it, because sharded modules get copies of their arguments: return the "
+                        f"{name or type(module).__name__.removeprefix('FSDP')} changed a "
+                        f"{type(before).__name__} that it was given, "
+                        "and the caller would not see it, because sharded modules get copies of "
+                        "their arguments: return the "
                         "values instead"
                     )
 
@@ -197,7 +243,8 @@ def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
 
 
 def refuse_direct_forward(model: nn.Module) -> None:
-    """Makes ``model.forward(x)`` raise RuntimeError outside of ``model(x)``: the hooks that gather parameters run in the call."""
+    """Makes ``model.forward(x)`` raise RuntimeError outside of ``model(x)``: the hooks that gather
+    parameters run in the call."""
     assert isinstance(model, FSDPModule)
     forward, state = model.forward, model._get_fsdp_state()
 
@@ -205,7 +252,8 @@ def refuse_direct_forward(model: nn.Module) -> None:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if state._training_state != TrainingState.FORWARD:
             raise RuntimeError(
-                "model.forward(...) was called directly: the parameters are sharded and only model(...) gathers them; call the model"
+                "model.forward(...) was called directly: the parameters are sharded and only "
+                "model(...) gathers them; call the model"
             )
         return forward(*args, **kwargs)
 
@@ -213,9 +261,11 @@ def refuse_direct_forward(model: nn.Module) -> None:
 
 
 def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the first forward under a tensor axis compare its inputs over that axis; raises `ConfigError` when they differ.
+    """Makes the first forward under a tensor axis compare its inputs over that axis; raises
+    `ConfigError` when they differ.
 
-    A sampler keyed on the global rank feeds each tensor rank other data, which their matrices, parts of one, silently mix.
+    A sampler keyed on the global rank feeds each tensor rank other data, which their matrices,
+    parts of one, silently mix.
     """
     if "tensor" not in (mesh.mesh_dim_names or ()):
         return
@@ -226,8 +276,10 @@ def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
         if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
             ranks = dist.get_process_group_ranks(group)
             raise ConfigError(
-                f"ranks {ranks} share one tensor axis and were fed different data: a sampler must be keyed on "
-                "parallel2d.data_coordinate(mesh) and its number of ranks, mesh_shape(mesh).data_ranks, not on the global rank"
+                f"ranks {ranks} share one tensor axis and were fed different data: a sampler must "
+                "be keyed on "
+                "parallel2d.data_coordinate(mesh) and its number of ranks, "
+                "mesh_shape(mesh).data_ranks, not on the global rank"
             )
 
     handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
@@ -238,5 +290,7 @@ def _digest(inputs: Any) -> str:
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()

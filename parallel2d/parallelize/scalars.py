@@ -31,16 +31,23 @@ class Scalar:
         self._plain: nn.Parameter = parameter  # the one that computes
         # After tensor parallelism it may be replicated over that axis already.
         self._on_tensor_axis = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        self._kept = self._replicated(parameter)  # the other one, while `_plain` stands in its place
+        # the other one, while `_plain` stands in its place
+        self._kept = self._replicated(parameter)
         self._put(self._kept)
 
     def _replicated(self, parameter: nn.Parameter) -> nn.Parameter:
-        names = [axis for axis in ("replicate", "shard") if axis == "shard" or mesh_shape(self._mesh).replicate > 1]
+        names = [
+            axis
+            for axis in ("replicate", "shard")
+            if axis == "shard" or mesh_shape(self._mesh).replicate > 1
+        ]
         local = parameter.detach()
         if isinstance(local, DTensor):
             local, names = local.to_local(), [*names, "tensor"]
         if self._mesh.device_type != "cpu" and not local.is_meta:
-            local = local.to(torch.device(self._mesh.device_type, torch.accelerator.current_device_index()))
+            local = local.to(
+                torch.device(self._mesh.device_type, torch.accelerator.current_device_index())
+            )
         mesh = self._mesh[tuple(names)]
         value = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return nn.Parameter(value, parameter.requires_grad)
@@ -63,7 +70,9 @@ class Scalar:
         if self._plain.device != local.device or _local(self._plain).data_ptr() != local.data_ptr():
             value: Tensor = local.detach()
             if self._on_tensor_axis is not None:
-                value = DTensor.from_local(value, self._on_tensor_axis, [Replicate()], run_check=False)
+                value = DTensor.from_local(
+                    value, self._on_tensor_axis, [Replicate()], run_check=False
+                )
             self._plain = nn.Parameter(value, parameter.requires_grad)
         self._plain.requires_grad_(parameter.requires_grad)
         self._kept = parameter
@@ -80,7 +89,8 @@ class Scalar:
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
     def set_mean(self, mean: Tensor | None) -> None:
-        """Adds the mean over the data ranks to the gradient of `parameter`; None: no rank has one."""
+        """Adds the mean over the data ranks to the gradient of `parameter`; None: no rank has
+        one."""
         self._plain.grad = None
         parameter = self.parameter
         if mean is None:
@@ -90,8 +100,11 @@ class Scalar:
             _local(parameter.grad).add_(local)
         else:
             assert isinstance(parameter, DTensor)
-            parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
-        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):  # as autograd would call them
+            parameter.grad = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, run_check=False
+            )
+        # as autograd would call them
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
 
     def discard(self) -> None:
@@ -99,23 +112,34 @@ class Scalar:
         self._plain.grad = None
 
 
-def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Each parameter without dimensions that is not in ``left_out`` -> the (module, attribute) where
-    it stands. Raises `ConfigError` for complex ones, and where the model has no others."""
+def scalar_places(
+    model: nn.Module, left_out: Container[nn.Parameter]
+) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Each parameter without dimensions that is not in ``left_out`` -> the (module, attribute)
+    where it stands. Raises `ConfigError` for complex ones, and where the model has no others."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim == 0 and parameter not in left_out:
                 places.setdefault(parameter, []).append((module, name))
                 if parameter.is_complex():
-                    raise ConfigError(f"{name} is complex and has no dimensions: give it one, torch.zeros(1)")
-    if places and all(parameter in places or parameter in left_out for parameter in model.parameters()):
-        raise ConfigError("the model has parameters without dimensions alone: there is nothing to shard")
+                    raise ConfigError(
+                        f"{name} is complex and has no dimensions: give it one, torch.zeros(1)"
+                    )
+    if places and all(
+        parameter in places or parameter in left_out for parameter in model.parameters()
+    ):
+        raise ConfigError(
+            "the model has parameters without dimensions alone: there is nothing to shard"
+        )
     return places
 
 
-def keep_whole(model: nn.Module, mesh: DeviceMesh, places: Iterable[list[tuple[nn.Module, str]]]) -> list[Scalar]:
-    """Replicates the parameters at ``places``. After `fully_shard`, which must have ignored them."""
+def keep_whole(
+    model: nn.Module, mesh: DeviceMesh, places: Iterable[list[tuple[nn.Module, str]]]
+) -> list[Scalar]:
+    """Replicates the parameters at ``places``. After `fully_shard`, which must have ignored
+    them."""
     scalars = [Scalar(each, mesh) for each in places]
     if not scalars:
         return []

@@ -1,4 +1,5 @@
-"""What a model looks like, without knowing it: which modules own parameters, which are repeated blocks, what is tied."""
+"""What a model looks like, without knowing it: which modules own parameters, which are repeated
+blocks, what is tied."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from parallel2d.reference import load_reference
 
 Policy = Callable[[nn.Module, str], bool]
 
-# Modules that read their children's weights without calling the children. They stay whole in every policy.
+# Modules that read their children's weights without calling the children. They stay whole in every
+# policy.
 ATOMIC = (nn.MultiheadAttention,)
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -31,14 +33,14 @@ def parameter_bytes(module: nn.Module) -> int:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether ``module`` has a forward. Containers, such as ``ParameterList``, have none: what is around them uses their
-    parameters, and belongs together with them."""
+    """Whether ``module`` has a forward. Containers, such as ``ParameterList``, have none: what is
+    around them uses their parameters, and belongs together with them."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that own parameters themselves or in containers, in definition order; what is inside an `ATOMIC` module belongs to
-    it."""
+    """Modules that own parameters themselves or in containers, in definition order; what is inside
+    an `ATOMIC` module belongs to it."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
@@ -65,25 +67,36 @@ def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def find_blocks(
-    model: nn.Module, class_names: Sequence[str] = (), policy: Policy | str | None = None, section: str = "bucketing"
+    model: nn.Module,
+    class_names: Sequence[str] = (),
+    policy: Policy | str | None = None,
+    section: str = "bucketing",
 ) -> list[tuple[str, nn.Module]]:
-    """The model's repeated blocks as (name, module), in definition order; none is inside another. ``section``: of the
-    configuration that asks, for messages.
+    """The model's repeated blocks as (name, module), in definition order; none is inside another.
+    ``section``: of the configuration that asks, for messages.
 
-    With ``class_names``: every outermost module of those classes. With ``policy``, a callable or ``package.module:function``: every
-    outermost module with parameters for which ``policy(module, canonical name)`` is true. Without: repeated structure is detected,
-    as it would be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own; failing that, siblings
-    of one class; failing that, sibling layers of one class. May be empty when nothing repeats.
+    With ``class_names``: every outermost module of those classes. With ``policy``, a callable or
+    ``package.module:function``: every outermost module with parameters for which
+    ``policy(module, canonical name)`` is true. Without: repeated structure is detected, as it would
+    be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own;
+    failing that, siblings of one class; failing that, sibling layers of one class. May be empty
+    when nothing repeats.
 
-    Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their sizes.
+    Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their
+    sizes.
     """
     if policy is not None:
-        chosen: Policy = load_reference(f"{section}.policy", policy) if isinstance(policy, str) else policy
+        chosen: Policy = (
+            load_reference(f"{section}.policy", policy) if isinstance(policy, str) else policy
+        )
         names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-        found = _outermost(model, lambda _parent, child: _owns(child) and bool(chosen(child, names[id(child)])))
+        found = _outermost(
+            model, lambda _parent, child: _owns(child) and bool(chosen(child, names[id(child)]))
+        )
         if not found:
             raise ConfigError(
-                f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of {type(model).__name__}; "
+                f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of "
+                f"{type(model).__name__}; "
                 f"candidates: {candidate_classes(model)}"
             )
         return found
@@ -95,7 +108,8 @@ def find_blocks(
         nested = {type(module).__name__ for _, module in model.named_modules()}
         if missing - nested or not found:
             raise ConfigError(
-                f"{section}.blocks={list(class_names)}: no module of class {', '.join(sorted(missing))} in "
+                f"{section}.blocks={list(class_names)}: no module of class "
+                f"{', '.join(sorted(missing))} in "
                 f"{type(model).__name__}; candidates: {candidate_classes(model)}"
             )
         return found
@@ -104,10 +118,18 @@ def find_blocks(
         return not isinstance(module, ATOMIC) and any(_owns(child) for child in module.children())
 
     def listed(parent: nn.Module, child: nn.Module) -> bool:
-        return isinstance(parent, nn.ModuleList | nn.Sequential) and has_structure(child) and _owns(child)
+        return (
+            isinstance(parent, nn.ModuleList | nn.Sequential)
+            and has_structure(child)
+            and _owns(child)
+        )
 
     def siblings(parent: nn.Module, child: nn.Module) -> bool:
-        return sum(type(other) is type(child) for other in parent.children()) > 1 and _owns(child) and is_called(child)
+        return (
+            sum(type(other) is type(child) for other in parent.children()) > 1
+            and _owns(child)
+            and is_called(child)
+        )
 
     return (
         _outermost(model, listed)
@@ -117,13 +139,19 @@ def find_blocks(
 
 
 def candidate_classes(model: nn.Module) -> str:
-    """For messages: classes that could be blocks, the most repeated first, with count and size of one instance."""
+    """For messages: classes that could be blocks, the most repeated first, with count and size of
+    one instance."""
     instances: dict[str, list[nn.Module]] = defaultdict(list)
     for name, module in model.named_modules():
         if name and _owns(module):
             instances[type(module).__name__].append(module)
-    ranked = sorted(instances.items(), key=lambda item: (-len(item[1]), -parameter_bytes(item[1][0])))
-    return ", ".join(f"{name} ({len(modules)} x {parameter_bytes(modules[0]) / 2**20:.2g} MiB)" for name, modules in ranked[:8])
+    ranked = sorted(
+        instances.items(), key=lambda item: (-len(item[1]), -parameter_bytes(item[1][0]))
+    )
+    return ", ".join(
+        f"{name} ({len(modules)} x {parameter_bytes(modules[0]) / 2**20:.2g} MiB)"
+        for name, modules in ranked[:8]
+    )
 
 
 def owns_itself(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
-"""A copy of the model on meta, split over the tensor axis as the model itself will be, but not sharded: what it computes costs
-nothing, and what it would send over the tensor axis can be counted.
+"""A copy of the model on meta, split over the tensor axis as the model itself will be, but not
+sharded: what it computes costs nothing, and what it would send over the tensor axis can be counted.
 
-The model as built (on meta) and the settings of `parallelize` flow in, a module without storage flows out.
+The model as built (on meta) and the settings of `parallelize` flow in, a module without storage
+flows out.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from parallel2d.parallelize.structure import find_blocks
 from parallel2d.parallelize.tensor_parallel import split_layers
 
 
-def tensor_twin(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, plan: Mapping[str, object]) -> nn.Module:
-    """``model``: before `parallelize`, on meta. The copy computes in the dtypes that sharding would cast to: those of
-    ``precision.param`` but for ``precision.fp32_modules``; its blocks are recomputed as ``activation_checkpointing`` says.
+def tensor_twin(
+    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, plan: Mapping[str, object]
+) -> nn.Module:
+    """``model``: before `parallelize`, on meta. The copy computes in the dtypes that sharding would
+    cast to: those of ``precision.param`` but for ``precision.fp32_modules``; its blocks are
+    recomputed as ``activation_checkpointing`` says.
 
     Raises `ConfigError` for what `parallelize` would refuse.
     """
@@ -38,7 +42,9 @@ def tensor_twin(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, plan
     twin = copy.deepcopy(model).to("meta")
     in_fp32 = fp32_modules(twin, precision)
     buffers = precision.buffers or ("fp64" if precision.storage == "fp64" else None)
-    cast_storage(twin, dataclasses.replace(precision, storage=precision.param, buffers=buffers), in_fp32)
+    cast_storage(
+        twin, dataclasses.replace(precision, storage=precision.param, buffers=buffers), in_fp32
+    )
     blocks = find_blocks(twin, settings.bucketing.blocks, settings.bucketing.policy)
     groups = bucket_modules(twin, blocks, settings.bucketing, in_fp32)
     split_layers(twin, mesh, plan)
@@ -51,8 +57,9 @@ def tensor_twin(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, plan
 
 @contextmanager
 def on_fake_tensors(twin: nn.Module, device_type: str) -> Iterator[None]:
-    """Inside, parameters, buffers and whatever is made have no storage but say that they are on ``device_type``: some models refuse
-    to run on plain meta tensors, which are twice as fast. ``twin``, all of it on meta, is used up: it is of no use outside."""
+    """Inside, parameters, buffers and whatever is made have no storage but say that they are on
+    ``device_type``: some models refuse to run on plain meta tensors, which are twice as fast.
+    ``twin``, all of it on meta, is used up: it is of no use outside."""
     with FakeTensorMode():
         _pretend_all(twin, device_type)
         yield
@@ -68,7 +75,11 @@ def _pretend_all(twin: nn.Module, device_type: str) -> None:
                     continue
                 if id(value) not in made:
                     fake = _pretend(value, device_type)
-                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+                    made[id(value)] = (
+                        nn.Parameter(fake, value.requires_grad)
+                        if isinstance(value, nn.Parameter)
+                        else fake
+                    )
                 owned[name] = made[id(value)]
 
 
@@ -78,11 +89,14 @@ def _pretend(value: Tensor, device_type: str) -> Tensor:
     if not isinstance(value, DTensor):
         return fake
     mesh, placements = value.device_mesh, value.placements
-    return DTensor.from_local(fake, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    return DTensor.from_local(
+        fake, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 def _cast_at_its_border(module: nn.Module, precision: PrecisionConfig, *, alone: bool) -> None:
-    """As sharding does for a group; ``alone``: it computes in fp32 and hands over what ``precision.param`` says."""
+    """As sharding does for a group; ``alone``: it computes in fp32 and hands over what
+    ``precision.param`` says."""
     param = DTYPES[precision.param]
     if alone or precision.cast_forward_inputs:
         inside = torch.float32 if alone else param

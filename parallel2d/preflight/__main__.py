@@ -18,24 +18,64 @@ from parallel2d.preflight.slurm import defaults_of_launcher
 def parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser(
         prog="python -m parallel2d.preflight",
-        description="Is this cluster fit to train on? Start it once on every node. Exit code: 0 fit, 1 not fit, 2 wrong arguments.",
-        epilog="Under srun (--ntasks-per-node=1) and torchrun (--nproc-per-node=1) the first three are taken from the launcher.",
+        description="Is this cluster fit to train on? Start it once on every node. Exit code: 0 "
+        "fit, 1 not fit, 2 wrong arguments.",
+        epilog="Under srun (--ntasks-per-node=1) and torchrun (--nproc-per-node=1) the first "
+        "three are taken from the launcher.",
     )
-    words.add_argument("--nnodes", type=int, metavar="N", help="number of nodes (default 1: this machine alone)")
     words.add_argument(
-        "--endpoint", metavar="HOST:PORT", help="where the nodes meet; the node that owns the address listens there"
+        "--nnodes", type=int, metavar="N", help="number of nodes (default 1: this machine alone)"
     )
-    words.add_argument("--node-rank", type=int, metavar="K", help="this node's number from 0 (default: in the order of arrival)")
-    words.add_argument("--nproc", type=int, metavar="N", help="ranks per node (default: one per GPU, 4 without)")
-    words.add_argument("--run-dir", default=".", metavar="PATH", help="where runs will be written (default: the current folder)")
-    words.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for other nodes (default 60)")
     words.add_argument(
-        "--seconds", type=float, default=0.3, metavar="S", help="measuring time per link and direction (default 0.3)"
+        "--endpoint",
+        metavar="HOST:PORT",
+        help="where the nodes meet; the node that owns the address listens there",
     )
-    words.add_argument("--name", metavar="WORD", help="tells apart several checks on one outside store")
-    words.add_argument("--secret-file", metavar="FILE", help="of the job; by default PARALLEL2D_SECRET, or everybody takes part")
-    words.add_argument("--write", metavar="FILE", help="write what was measured as a cluster file (YAML); node 0 does")
-    words.add_argument("--json", action="store_true", help="print everything as JSON instead; node 0 does")
+    words.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="K",
+        help="this node's number from 0 (default: in the order of arrival)",
+    )
+    words.add_argument(
+        "--nproc", type=int, metavar="N", help="ranks per node (default: one per GPU, 4 without)"
+    )
+    words.add_argument(
+        "--run-dir",
+        default=".",
+        metavar="PATH",
+        help="where runs will be written (default: the current folder)",
+    )
+    words.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for other nodes (default 60)",
+    )
+    words.add_argument(
+        "--seconds",
+        type=float,
+        default=0.3,
+        metavar="S",
+        help="measuring time per link and direction (default 0.3)",
+    )
+    words.add_argument(
+        "--name", metavar="WORD", help="tells apart several checks on one outside store"
+    )
+    words.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="of the job; by default PARALLEL2D_SECRET, or everybody takes part",
+    )
+    words.add_argument(
+        "--write",
+        metavar="FILE",
+        help="write what was measured as a cluster file (YAML); node 0 does",
+    )
+    words.add_argument(
+        "--json", action="store_true", help="print everything as JSON instead; node 0 does"
+    )
     words.add_argument("--strict", action="store_true", help="warnings count as not fit")
     return words
 
@@ -45,7 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     try:
         known = defaults_of_launcher(os.environ)
-        typed = {"nodes": given.nnodes, "endpoint": given.endpoint, "node": given.node_rank, "name": given.name}
+        typed = {
+            "nodes": given.nnodes,
+            "endpoint": given.endpoint,
+            "node": given.node_rank,
+            "name": given.name,
+        }
         typed["secret_file"] = given.secret_file
         known |= {key: value for key, value in typed.items() if value is not None}
         _refuse(given, known)
@@ -60,7 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = socket.gethostname()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     run_dir = os.path.abspath(given.run_dir)
-    request = Request(ranks_per_node=given.nproc, run_dir=run_dir, timeout_s=given.timeout, seconds=given.seconds, **known)
+    request = Request(
+        ranks_per_node=given.nproc,
+        run_dir=run_dir,
+        timeout_s=given.timeout,
+        seconds=given.seconds,
+        **known,
+    )
     try:
         outcome = check(request)
     except ConfigError as error:
@@ -80,7 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from parallel2d.launch.place import CPU_WORKERS
 
             try:
-                write_cluster_file(given.write, outcome, given.nproc or len(outcome.reports[0].facts.gpus) or CPU_WORKERS)
+                write_cluster_file(
+                    given.write,
+                    outcome,
+                    given.nproc or len(outcome.reports[0].facts.gpus) or CPU_WORKERS,
+                )
             except OSError as error:
                 print(f"preflight: cannot write {given.write}: {error.strerror}", file=sys.stderr)
                 return 2
@@ -95,7 +150,10 @@ def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
     if nodes < 1:
         raise ConfigError(f"--nnodes={nodes} must be at least 1")
     if nodes > 1 and not known.get("endpoint"):
-        raise ConfigError(f"--nnodes={nodes} needs --endpoint HOST:PORT, where HOST is an address of one of the nodes")
+        raise ConfigError(
+            f"--nnodes={nodes} needs --endpoint HOST:PORT, where HOST is an address of one of the "
+            "nodes"
+        )
     if isinstance(node, int) and not 0 <= node < nodes:
         raise ConfigError(f"--node-rank={node} must be from 0 to {nodes - 1} (--nnodes={nodes})")
     if given.nproc is not None and given.nproc < 1:

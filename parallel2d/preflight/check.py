@@ -1,7 +1,8 @@
-"""The check, from one node's side: meet, look at oneself, reach the others, measure, hand in; node 0 judges and tells everyone.
+"""The check, from one node's side: meet, look at oneself, reach the others, measure, hand in; node
+0 judges and tells everyone.
 
-Arguments flow in (`Request`); the same `Outcome` flows out on every node. All nodes take the same steps in the same order, so a
-node that stops is noticed, by name, at the next meeting point.
+Arguments flow in (`Request`); the same `Outcome` flows out on every node. All nodes take the same
+steps in the same order, so a node that stops is noticed, by name, at the next meeting point.
 """
 
 from __future__ import annotations
@@ -25,9 +26,23 @@ from parallel2d.interface import choice_reason, choose_interface, is_loopback
 from parallel2d.preflight.facts import Facts, gpu_copy_bandwidth, probe_run_dir
 from parallel2d.preflight.judge import Finding, Link, NodeReport, judge, slow_links
 from parallel2d.preflight.meeting import Meeting, NodeMissing
-from parallel2d.preflight.probes import TOKEN_BYTES, Peer, ProbeServer, bandwidth, reach, round_trips
+from parallel2d.preflight.probes import (
+    TOKEN_BYTES,
+    Peer,
+    ProbeServer,
+    bandwidth,
+    reach,
+    round_trips,
+)
 from parallel2d.preflight.schedule import Round, disjoint_rounds, rounds_of
-from parallel2d.store.address import PortTaken, connection_failure, join_endpoint, owns_address, resolve, split_endpoint
+from parallel2d.store.address import (
+    PortTaken,
+    connection_failure,
+    join_endpoint,
+    owns_address,
+    resolve,
+    split_endpoint,
+)
 from parallel2d.store.secret import find_secret
 
 _REACH_S, _REACHING_AT_ONCE = 5.0, 128
@@ -36,15 +51,18 @@ _ROUND_S = 20.0  # what one measurement may take at most
 
 
 class NotFit(Exception):  # noqa: N818 (it says what happened)
-    """The check could not be carried out on this node, and neither could a training run; the message says why."""
+    """The check could not be carried out on this node, and neither could a training run; the
+    message says why."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """``endpoint``: HOST:PORT where the nodes meet; None for one node. ``node``: this node's number, None to be given one.
-    ``ranks_per_node``: None takes one per GPU. ``name`` tells apart the checks that share an outside store. ``expected``: host
-    names by number, as far as known beforehand. ``seconds``: how long a link is measured in each direction. ``torchrun``: the endpoint
-    is torchrun's own store. ``secret_file``: of the job; without it and without PARALLEL2D_SECRET everybody may take part."""
+    """``endpoint``: HOST:PORT where the nodes meet; None for one node. ``node``: this node's
+    number, None to be given one. ``ranks_per_node``: None takes one per GPU. ``name`` tells apart
+    the checks that share an outside store. ``expected``: host names by number, as far as known
+    beforehand. ``seconds``: how long a link is measured in each direction. ``torchrun``: the
+    endpoint is torchrun's own store. ``secret_file``: of the job; without it and without
+    PARALLEL2D_SECRET everybody may take part."""
 
     nodes: int = 1
     endpoint: str | None = None
@@ -78,8 +96,8 @@ class Outcome:
 
 
 def check(request: Request) -> Outcome:
-    """Raises `NotFit` when this node cannot take part, `NodeMissing` when others do not, both with what to look at; `ConfigError`
-    for arguments that contradict those of other nodes."""
+    """Raises `NotFit` when this node cannot take part, `NodeMissing` when others do not, both with
+    what to look at; `ConfigError` for arguments that contradict those of other nodes."""
     from torch.distributed import DistNetworkError
 
     host, port = split_endpoint(request.endpoint) if request.endpoint else ("127.0.0.1", 0)
@@ -90,7 +108,15 @@ def check(request: Request) -> Outcome:
         raise NotFit(str(error)) from None
     facts = Facts.collect(interface, choice_reason(host))
     try:
-        meeting = Meeting(store, request.nodes, facts.host, request.node, request.name, request.timeout_s, request.expected)
+        meeting = Meeting(
+            store,
+            request.nodes,
+            facts.host,
+            request.node,
+            request.name,
+            request.timeout_s,
+            request.expected,
+        )
         try:
             meeting.wait_for_all()
             return _take_part(meeting, facts, request)
@@ -101,12 +127,14 @@ def check(request: Request) -> Outcome:
             if server is not None:
                 server.close()
     except DistNetworkError:
-        raise NotFit(f"the store at {host}:{port} is gone: look at the node that holds this address") from None
+        raise NotFit(
+            f"the store at {host}:{port} is gone: look at the node that holds this address"
+        ) from None
 
 
 def _meet_at(host: str, port: int, request: Request) -> tuple[Any, Any]:
-    """The store, and its server if this process holds it: the node that owns the endpoint's address does, unless one listens there
-    already."""
+    """The store, and its server if this process holds it: the node that owns the endpoint's address
+    does, unless one listens there already."""
     from torch.distributed import rendezvous
 
     from parallel2d.store.client import StoreClient
@@ -128,19 +156,28 @@ def _loopback_trap(host: str) -> str:
     if not all(is_loopback(address) for address in addresses):
         return ""
     return (
-        f"; on {socket.gethostname()} the endpoint's host {host} is the loopback address {addresses[0]}, which no other machine can "
+        f"; on {socket.gethostname()} the endpoint's host {host} is the loopback address "
+        f"{addresses[0]}, which no other machine can "
         "reach: give an address of the network, or correct /etc/hosts"
     )
 
 
 def _take_part(meeting: Meeting, facts: Facts, request: Request) -> Outcome:
-    token = bytes.fromhex(meeting.tell(secrets.token_hex(TOKEN_BYTES) if meeting.node == 0 else None))
+    token = bytes.fromhex(
+        meeting.tell(secrets.token_hex(TOKEN_BYTES) if meeting.node == 0 else None)
+    )
     facts.run_dir = probe_run_dir(request.run_dir)
     server = ProbeServer(facts.address, token, meeting.node)
     try:
         with _token_file(request.run_dir, meeting) as token_name:
-            everyone = meeting.gather("facts", {"facts": asdict(facts), "port": server.port}, wait_s=60.0)
-            book = [[each["facts"]["address"], each["port"]] for each in everyone] if everyone else None
+            everyone = meeting.gather(
+                "facts", {"facts": asdict(facts), "port": server.port}, wait_s=60.0
+            )
+            book = (
+                [[each["facts"]["address"], each["port"]] for each in everyone]
+                if everyone
+                else None
+            )
             book, token_name = meeting.tell([book, token_name], wait_s=60.0)
             peers = {
                 node: Peer(address, port, token, source=facts.address)
@@ -155,7 +192,9 @@ def _take_part(meeting: Meeting, facts: Facts, request: Request) -> Outcome:
         if everyone and looks:
             reports = [
                 NodeReport(
-                    Facts(**each["facts"]), {int(node): reason for node, reason in look.pop("unreachable").items()}, **look
+                    Facts(**each["facts"]),
+                    {int(node): reason for node, reason in look.pop("unreachable").items()},
+                    **look,
                 )
                 for each, look in zip(everyone, looks, strict=True)
             ]
@@ -180,9 +219,17 @@ def _token_file(run_dir: str, meeting: Meeting) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
-def _look_around(peers: dict[int, Peer], request: Request, token_name: str, address: str) -> dict[str, Any]:
+def _look_around(
+    peers: dict[int, Peer], request: Request, token_name: str, address: str
+) -> dict[str, Any]:
     with ThreadPoolExecutor(_REACHING_AT_ONCE) as pool:
-        answers = dict(zip(peers, pool.map(lambda item: reach(item[1], item[0], _REACH_S), peers.items()), strict=True))
+        answers = dict(
+            zip(
+                peers,
+                pool.map(lambda item: reach(item[1], item[0], _REACH_S), peers.items()),
+                strict=True,
+            )
+        )
     offset = error = None
     if 0 in peers and answers[0] is None:
         with contextlib.suppress(OSError):
@@ -204,7 +251,8 @@ def _appears(folder: str, name: str) -> bool:
     deadline = time.monotonic() + _FILE_APPEARS_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
-            if name in os.listdir(folder):  # a listing asks the server; a look at one name may be answered from memory
+            # a listing asks the server; a look at one name may be answered from memory
+            if name in os.listdir(folder):
                 return True
         if time.monotonic() > deadline:
             return False
@@ -214,8 +262,13 @@ def _appears(folder: str, name: str) -> bool:
 def _inside_node(address: str, seconds: float) -> tuple[float | None, float | None]:
     """Bytes per second and latency from this process to another one on the node."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    code = f"from parallel2d.preflight.probes import serve_until_input_ends as serve; serve({address!r}, {token.hex()!r}, 0)"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    code = (
+        "from parallel2d.preflight.probes import serve_until_input_ends as serve; "
+        f"serve({address!r}, {token.hex()!r}, 0)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdin is not None
         assert other.stdout is not None
         port = other.stdout.readline().strip()
@@ -231,29 +284,44 @@ def _inside_node(address: str, seconds: float) -> tuple[float | None, float | No
             other.stdin.close()
 
 
-def _measure_links(meeting: Meeting, peers: dict[int, Peer], reports: list[NodeReport], seconds: float) -> list[Link]:
-    """Every scheduled pair in both directions; what looks slow once more, so that a neighbour's burst accuses nobody. Links on
-    node 0, an empty list elsewhere."""
+def _measure_links(
+    meeting: Meeting, peers: dict[int, Peer], reports: list[NodeReport], seconds: float
+) -> list[Link]:
+    """Every scheduled pair in both directions; what looks slow once more, so that a neighbour's
+    burst accuses nobody. Links on node 0, an empty list elsewhere."""
     blocked = {
-        pair for node, report in enumerate(reports) for other in report.unreachable for pair in ((node, other), (other, node))
+        pair
+        for node, report in enumerate(reports)
+        for other in report.unreachable
+        for pair in ((node, other), (other, node))
     }
     rounds = [[pair for pair in each if pair not in blocked] for each in rounds_of(len(reports))]
     rounds = meeting.tell(rounds, wait_s=_ROUND_S)
     links = _measure_rounds(meeting, peers, rounds, seconds)
-    suspects = {(min(link.source, link.target), max(link.source, link.target)) for link in slow_links(links)}
+    suspects = {
+        (min(link.source, link.target), max(link.source, link.target)) for link in slow_links(links)
+    }
     again = meeting.tell(disjoint_rounds(sorted(suspects)), wait_s=_ROUND_S)
-    second = {(link.source, link.target): link for link in _measure_rounds(meeting, peers, again, seconds)}
+    second = {
+        (link.source, link.target): link for link in _measure_rounds(meeting, peers, again, seconds)
+    }
     return [link.better_of(second.get((link.source, link.target))) for link in links]
 
 
-def _measure_rounds(meeting: Meeting, peers: dict[int, Peer], rounds: Sequence[Round], seconds: float) -> list[Link]:
+def _measure_rounds(
+    meeting: Meeting, peers: dict[int, Peer], rounds: Sequence[Round], seconds: float
+) -> list[Link]:
     mine: list[Link] = []
     for pairs in rounds:
         for direction in (0, 1):
             meeting.together(wait_s=_ROUND_S)
             for pair in pairs:
                 if pair[direction] == meeting.node:
-                    mine.append(_measure(peers[pair[1 - direction]], meeting.node, pair[1 - direction], seconds))
+                    mine.append(
+                        _measure(
+                            peers[pair[1 - direction]], meeting.node, pair[1 - direction], seconds
+                        )
+                    )
     everyone = meeting.gather("links", [asdict(link) for link in mine], wait_s=_ROUND_S) or []
     return [Link(**link) for links in everyone for link in links]
 

@@ -1,4 +1,5 @@
-"""What a node knows about itself without asking anybody. The machine flows in, a `Facts` of plain values flows out."""
+"""What a node knows about itself without asking anybody. The machine flows in, a `Facts` of plain
+values flows out."""
 
 from __future__ import annotations
 
@@ -23,16 +24,19 @@ _WRITE_TEST_BYTES = 64 << 20
 
 @dataclass
 class Facts:
-    """One node. Sizes in bytes, rates in bytes per second. ``versions`` must be equal on all nodes of a job."""
+    """One node. Sizes in bytes, rates in bytes per second. ``versions`` must be equal on all nodes
+    of a job."""
 
     host: str
     interface: str
     address: str
     interface_reason: str
-    interface_variables: dict[str, str]  # those of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME that are set
+    # those of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME that are set
+    interface_variables: dict[str, str]
     mtu: int | None
     link_speed_bits_per_s: int | None  # what the driver says; virtual interfaces say nothing
-    own_name_addresses: list[str]  # what the node's own host name resolves to on it; empty: it does not
+    # what the node's own host name resolves to on it; empty: it does not
+    own_name_addresses: list[str]
     versions: dict[str, str]
     cpus: int
     cpu_name: str
@@ -55,12 +59,16 @@ class Facts:
             interface=interface.name,
             address=interface.address,
             interface_reason=reason,
-            interface_variables={name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)},
+            interface_variables={
+                name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)
+            },
             mtu=_number(f"/sys/class/net/{interface.name}/mtu"),
             link_speed_bits_per_s=_link_speed(interface.name),
             own_name_addresses=_addresses_of(host),
             versions=versions(),
-            cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cpus=len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1,
             cpu_name=_cpu_name(),
             ram_bytes=memory["total"],
             ram_available_bytes=memory["available"],
@@ -74,12 +82,17 @@ class Facts:
 
 
 def versions() -> dict[str, str]:
-    """Of everything whose difference between nodes breaks or silently changes a run. ``parallel2d code`` is a digest of the
-    package's files: two checkouts of one version differ in nothing else."""
+    """Of everything whose difference between nodes breaks or silently changes a run.
+    ``parallel2d code`` is a digest of the package's files: two checkouts of one version differ in
+    nothing else."""
     import numpy
     import torch
 
-    found = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": numpy.__version__}
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+    }
     found["parallel2d code"] = code_digest()
     found["cuda"] = torch.version.cuda or "none"
     found["nvidia driver"] = _driver()
@@ -89,8 +102,8 @@ def versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """First 12 hexadecimal digits of SHA-256 over names and contents of the package's Python and YAML files, wherever they are
-    installed."""
+    """First 12 hexadecimal digits of SHA-256 over names and contents of the package's Python and
+    YAML files, wherever they are installed."""
     import parallel2d
     import parallel2d.conf
     import parallel2d.models
@@ -105,12 +118,18 @@ def code_digest() -> str:
 
 
 def probe_run_dir(path: str) -> dict[str, Any]:
-    """``writable``, ``error``, ``free_bytes``, ``write_bytes_per_s`` (64 MiB, flushed to the disk) of the folder, made if missing."""
+    """``writable``, ``error``, ``free_bytes``, ``write_bytes_per_s`` (64 MiB, flushed to the disk)
+    of the folder, made if missing."""
     try:
         os.makedirs(path, exist_ok=True)
         free = shutil.disk_usage(path).free
     except OSError as error:
-        return {"writable": False, "error": error.strerror, "free_bytes": 0, "write_bytes_per_s": 0.0}
+        return {
+            "writable": False,
+            "error": error.strerror,
+            "free_bytes": 0,
+            "write_bytes_per_s": 0.0,
+        }
     scratch = os.path.join(path, f".preflight-{uuid.uuid4().hex}")
     block = os.urandom(1 << 20)
     size = min(_WRITE_TEST_BYTES, free // 4) >> 20
@@ -123,11 +142,21 @@ def probe_run_dir(path: str) -> dict[str, Any]:
             os.fsync(file.fileno())
         took = time.perf_counter() - began
     except OSError as error:
-        return {"writable": False, "error": error.strerror, "free_bytes": free, "write_bytes_per_s": 0.0}
+        return {
+            "writable": False,
+            "error": error.strerror,
+            "free_bytes": free,
+            "write_bytes_per_s": 0.0,
+        }
     finally:
         with contextlib.suppress(OSError):
             os.unlink(scratch)
-    return {"writable": True, "error": None, "free_bytes": free, "write_bytes_per_s": (size << 20) / took}
+    return {
+        "writable": True,
+        "error": None,
+        "free_bytes": free,
+        "write_bytes_per_s": (size << 20) / took,
+    }
 
 
 def _addresses_of(host: str) -> list[str]:
@@ -137,7 +166,8 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def resolves_to_loopback(facts: Facts) -> bool:
-    """Whether gloo, when nobody names an interface, would meet its peers on an address that only this machine can reach."""
+    """Whether gloo, when nobody names an interface, would meet its peers on an address that only
+    this machine can reach."""
     return not facts.own_name_addresses or is_loopback(facts.own_name_addresses[0])
 
 
@@ -201,12 +231,15 @@ def _gpus() -> list[dict[str, Any]]:
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append({"name": torch.cuda.get_device_name(index), "memory_bytes": total, "free_bytes": free})
+        found.append(
+            {"name": torch.cuda.get_device_name(index), "memory_bytes": total, "free_bytes": free}
+        )
     return found
 
 
 def gpu_copy_bandwidth() -> float | None:
-    """Bytes per second of copies from GPU 0 to GPU 1 (256 MiB, the fastest of 5); None with fewer than two GPUs."""
+    """Bytes per second of copies from GPU 0 to GPU 1 (256 MiB, the fastest of 5); None with fewer
+    than two GPUs."""
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:

@@ -1,5 +1,6 @@
-"""What the facts and measurements mean. Reports of all nodes and measured links flow in; findings flow out, each with the node and
-the cause in its text. ``red``: training would fail or train wrongly; ``yellow``: it would be slow, or may fail later; ``green``.
+"""What the facts and measurements mean. Reports of all nodes and measured links flow in; findings
+flow out, each with the node and the cause in its text. ``red``: training would fail or train
+wrongly; ``yellow``: it would be slow, or may fail later; ``green``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ SLOW_DISK = 20e6
 SMALL_SHM = 1 << 30
 GPU_IN_USE = 0.1  # of its memory
 LOW_RAM = 0.1
-FILES_PER_PEER, FILES_BESIDE = 4, 256  # descriptors: sockets per pair of ranks (store, gloo pairs), and everything else
+# descriptors: sockets per pair of ranks (store, gloo pairs), and everything else
+FILES_PER_PEER, FILES_BESIDE = 4, 256
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``level``: green, yellow or red. ``check``: which. ``nodes``: numbers of the nodes it is about; none: the whole cluster."""
+    """``level``: green, yellow or red. ``check``: which. ``nodes``: numbers of the nodes it is
+    about; none: the whole cluster."""
 
     level: str
     check: str
@@ -37,7 +40,8 @@ class Finding:
 
 @dataclass
 class NodeReport:
-    """What a node handed in. ``unreachable``: other node -> why. ``clock_offset_s``: how far node 0's clock is ahead of its own."""
+    """What a node handed in. ``unreachable``: other node -> why. ``clock_offset_s``: how far node
+    0's clock is ahead of its own."""
 
     facts: Facts
     unreachable: dict[int, str] = field(default_factory=dict)
@@ -51,7 +55,8 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Link:
-    """From node ``source`` to node ``target``: bytes per second that arrived, and seconds one way."""
+    """From node ``source`` to node ``target``: bytes per second that arrived, and seconds one
+    way."""
 
     source: int
     target: int
@@ -65,21 +70,31 @@ class Link:
             return self
         if self.bandwidth is None or self.latency is None:
             return other
-        return Link(self.source, self.target, max(self.bandwidth, other.bandwidth), min(self.latency, other.latency))
+        return Link(
+            self.source,
+            self.target,
+            max(self.bandwidth, other.bandwidth),
+            min(self.latency, other.latency),
+        )
 
 
 def slow_links(links: Iterable[Link]) -> list[Link]:
     """Links below half the reference in bandwidth, or far above the median in latency.
 
-    The reference is the median over nodes of each node's fastest link. A median over links would not do: of three nodes, one slow
-    node spoils four of six links, and the slow ones would be the norm.
+    The reference is the median over nodes of each node's fastest link. A median over links would
+    not do: of three nodes, one slow node spoils four of six links, and the slow ones would be the
+    norm.
     """
     measured = [link for link in links if link.bandwidth is not None and link.latency is not None]
     if not measured:
         return []
     reference = reference_bandwidth(measured)
     latency = median(link.latency or 0.0 for link in measured)
-    return [link for link in measured if (link.bandwidth or 0.0) < SLOW * reference or _is_late(link.latency or 0.0, latency)]
+    return [
+        link
+        for link in measured
+        if (link.bandwidth or 0.0) < SLOW * reference or _is_late(link.latency or 0.0, latency)
+    ]
 
 
 def _is_late(latency: float, typical: float) -> bool:
@@ -95,7 +110,9 @@ def reference_bandwidth(links: Iterable[Link]) -> float:
     return median(fastest.values()) if fastest else 0.0
 
 
-def judge(reports: Sequence[NodeReport], links: Sequence[Link], ranks_per_node: int | None = None) -> list[Finding]:
+def judge(
+    reports: Sequence[NodeReport], links: Sequence[Link], ranks_per_node: int | None = None
+) -> list[Finding]:
     """All findings, in the order of the checks; ``reports[k]`` is node k's."""
     names = node_names([report.facts.host for report in reports])
     ranks = ranks_per_node or len(reports[0].facts.gpus) or CPU_WORKERS
@@ -145,7 +162,12 @@ def _equal(
 ) -> list[Finding]:
     usual, others = _odd_ones(values)
     return [
-        Finding(level, check, f"{_listed(nodes, names)}: {what} {tell(value)}, the others {tell(usual)}{why}", tuple(nodes))
+        Finding(
+            level,
+            check,
+            f"{_listed(nodes, names)}: {what} {tell(value)}, the others {tell(usual)}{why}",
+            tuple(nodes),
+        )
         for value, nodes in others.items()
     ]
 
@@ -158,30 +180,56 @@ def _versions(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Findi
         why = " (other files are installed there)" if key == "parallel2d code" else ""
         found += _equal("versions", "red", key, values, names, why=why)
     told = ", ".join(f"{key} {value}" for key, value in reports[0].facts.versions.items())
-    return found or [Finding("green", "versions", told + (" on all nodes" if len(reports) > 1 else ""))]
+    return found or [
+        Finding("green", "versions", told + (" on all nodes" if len(reports) > 1 else ""))
+    ]
 
 
 def _names_and_interfaces(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     found = []
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
         facts = report.facts
-        if len(reports) > 1 and resolves_to_loopback(facts) and "GLOO_SOCKET_IFNAME" not in facts.interface_variables:
-            told = f"resolves to {facts.own_name_addresses[0]}" if facts.own_name_addresses else "does not resolve"
+        if (
+            len(reports) > 1
+            and resolves_to_loopback(facts)
+            and "GLOO_SOCKET_IFNAME" not in facts.interface_variables
+        ):
+            told = (
+                f"resolves to {facts.own_name_addresses[0]}"
+                if facts.own_name_addresses
+                else "does not resolve"
+            )
             text = (
-                f"{name}: its own host name {told} there, so gloo would listen on loopback and no other node could connect; set "
+                f"{name}: its own host name {told} there, so gloo would listen on loopback and no "
+                "other node could connect; set "
                 f"GLOO_SOCKET_IFNAME={facts.interface}, or correct /etc/hosts"
             )
             found.append(Finding("red", "interface", text, (node,)))
-    # A larger frame than the other end takes is dropped without a word: connections open, then hang.
+    # A larger frame than the other end takes is dropped without a word: connections open, then
+    # hang.
     found += _equal(
-        "interface", "yellow", "MTU", [report.facts.mtu for report in reports], names, why="; large transfers may hang"
+        "interface",
+        "yellow",
+        "MTU",
+        [report.facts.mtu for report in reports],
+        names,
+        why="; large transfers may hang",
     )
     speeds = [report.facts.link_speed_bits_per_s for report in reports]
     found += _equal(
-        "interface", "yellow", "link speed", speeds, names, lambda speed: f"{speed / 1e9:g} Gbit/s" if speed else "unknown"
+        "interface",
+        "yellow",
+        "link speed",
+        speeds,
+        names,
+        lambda speed: f"{speed / 1e9:g} Gbit/s" if speed else "unknown",
     )
-    used = Counter(f"{report.facts.interface} ({report.facts.interface_reason})" for report in reports)
-    told = ", ".join(f"{use}: {count} nodes" if len(used) > 1 else use for use, count in used.items())
+    used = Counter(
+        f"{report.facts.interface} ({report.facts.interface_reason})" for report in reports
+    )
+    told = ", ".join(
+        f"{use}: {count} nodes" if len(used) > 1 else use for use, count in used.items()
+    )
     return found or [Finding("green", "interface", told)]
 
 
@@ -189,24 +237,50 @@ def _reachability(reports: Sequence[NodeReport], names: Sequence[str]) -> list[F
     if len(reports) == 1:
         return []
     found = []
-    deaf = [node for node in range(len(reports)) if all(node in r.unreachable for k, r in enumerate(reports) if k != node)]
+    deaf = [
+        node
+        for node in range(len(reports))
+        if all(node in r.unreachable for k, r in enumerate(reports) if k != node)
+    ]
     for node in deaf if len(reports) > 2 else []:
         reasons = Counter(report.unreachable[node] for k, report in enumerate(reports) if k != node)
-        text = f"* -> {names[node]}: {reasons.most_common(1)[0][0]}; no node can connect to {reports[node].facts.address}"
+        text = (
+            f"* -> {names[node]}: {reasons.most_common(1)[0][0]}; no node can connect to "
+            f"{reports[node].facts.address}"
+        )
         found.append(Finding("red", "reachability", text, (node,)))
     for node, report in enumerate(reports):
         for other, reason in sorted(report.unreachable.items()):
             if other not in deaf or len(reports) == 2:
-                found.append(Finding("red", "reachability", f"{names[node]} -> {names[other]}: {reason}", (node, other)))
+                found.append(
+                    Finding(
+                        "red",
+                        "reachability",
+                        f"{names[node]} -> {names[other]}: {reason}",
+                        (node, other),
+                    )
+                )
     pairs = len(reports) * (len(reports) - 1)
-    return found or [Finding("green", "reachability", f"all {pairs} ordered pairs of nodes connect on ephemeral TCP ports")]
+    return found or [
+        Finding(
+            "green",
+            "reachability",
+            f"all {pairs} ordered pairs of nodes connect on ephemeral TCP ports",
+        )
+    ]
 
 
 def _clocks(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     if len(reports) == 1:
         return []
     # Offsets are against node 0; against the median, a wrong clock on node 0 accuses node 0 alone.
-    ahead = [0.0, *(-report.clock_offset_s if report.clock_offset_s is not None else None for report in reports[1:])]
+    ahead = [
+        0.0,
+        *(
+            -report.clock_offset_s if report.clock_offset_s is not None else None
+            for report in reports[1:]
+        ),
+    ]
     known = [value for value in ahead if value is not None]
     middle = median(known) if len(known) > 2 else 0.0
     found, largest = [], 0.0
@@ -217,7 +291,10 @@ def _clocks(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding
         if abs(value - middle) > CLOCK_S:
             way = "ahead of" if value > middle else "behind"
             than = "the others" if len(known) > 2 else names[0]
-            text = f"{names[node]}: clock {abs(value - middle):.3g} s {way} {than}; logs and timeouts will mislead: run NTP or chrony"
+            text = (
+                f"{names[node]}: clock {abs(value - middle):.3g} s {way} {than}; logs and "
+                "timeouts will mislead: run NTP or chrony"
+            )
             found.append(Finding("yellow", "clocks", text, (node,)))
     return found or [Finding("green", "clocks", f"at most {in_seconds(largest)} apart")]
 
@@ -227,22 +304,42 @@ def _run_dir(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Findin
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
         disk = report.facts.run_dir
         if not disk["writable"]:
-            found.append(Finding("red", "run dir", f"{name}: not writable ({disk['error']})", (node,)))
+            found.append(
+                Finding("red", "run dir", f"{name}: not writable ({disk['error']})", (node,))
+            )
             continue
         if not report.sees_token and reports[0].facts.run_dir["writable"]:
-            text = f"{name}: does not see what {names[0]} writes there; the run directory must be on a file system that all nodes share"
+            text = (
+                f"{name}: does not see what {names[0]} writes there; the run directory must be "
+                "on a file system that all nodes share"
+            )
             found.append(Finding("red", "run dir", text, (node,)))
         if disk["free_bytes"] < LOW_DISK:
             level = "red" if disk["free_bytes"] < FREE_DISK else "yellow"
-            found.append(Finding(level, "run dir", f"{name}: {in_bytes(disk['free_bytes'])} free", (node,)))
+            found.append(
+                Finding(level, "run dir", f"{name}: {in_bytes(disk['free_bytes'])} free", (node,))
+            )
         if disk["write_bytes_per_s"] < SLOW_DISK:
-            text = f"{name}: writes at {in_rate(disk['write_bytes_per_s'])}; checkpoints will take long"
+            text = (
+                f"{name}: writes at {in_rate(disk['write_bytes_per_s'])}; checkpoints will "
+                "take long"
+            )
             found.append(Finding("yellow", "run dir", text, (node,)))
     if found:
         return found
     disks = [report.facts.run_dir for report in reports]
-    told = f"writable{', shared' if len(reports) > 1 else ''}, {in_bytes(min(disk['free_bytes'] for disk in disks))} free"
-    return [Finding("green", "run dir", f"{told}, writes at {in_rate(min(disk['write_bytes_per_s'] for disk in disks))} or more")]
+    told = (
+        f"writable{', shared' if len(reports) > 1 else ''}, "
+        f"{in_bytes(min(disk['free_bytes'] for disk in disks))} free"
+    )
+    return [
+        Finding(
+            "green",
+            "run dir",
+            f"{told}, writes at {in_rate(min(disk['write_bytes_per_s'] for disk in disks))} or "
+            "more",
+        )
+    ]
 
 
 def _machines(reports: Sequence[NodeReport], names: Sequence[str], ranks: int) -> list[Finding]:
@@ -251,53 +348,98 @@ def _machines(reports: Sequence[NodeReport], names: Sequence[str], ranks: int) -
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
         facts = report.facts
         if 0 <= facts.open_files_limit < needed:
-            text = f"{name}: at most {facts.open_files_limit} open files (ulimit -n), about {needed} are needed"
+            text = (
+                f"{name}: at most {facts.open_files_limit} open files (ulimit -n), about "
+                f"{needed} are needed"
+            )
             found.append(Finding("red", "machine", text, (node,)))
         if facts.shm_bytes is not None and facts.shm_bytes < SMALL_SHM:
             text = (
-                f"{name}: /dev/shm has {in_bytes(facts.shm_bytes)}; NCCL and data loaders share memory there (docker: --shm-size)"
+                f"{name}: /dev/shm has {in_bytes(facts.shm_bytes)}; NCCL and data loaders "
+                "share memory there (docker: --shm-size)"
             )
             found.append(Finding("yellow", "machine", text, (node,)))
         if facts.ram_available_bytes < LOW_RAM * facts.ram_bytes:
-            text = f"{name}: {in_bytes(facts.ram_available_bytes)} of {in_bytes(facts.ram_bytes)} RAM available"
+            text = (
+                f"{name}: {in_bytes(facts.ram_available_bytes)} of {in_bytes(facts.ram_bytes)} "
+                "RAM available"
+            )
             found.append(Finding("yellow", "machine", text, (node,)))
         if facts.swap_used_bytes > LOW_RAM * facts.ram_bytes:
-            found.append(Finding("yellow", "machine", f"{name}: {in_bytes(facts.swap_used_bytes)} swapped out", (node,)))
+            found.append(
+                Finding(
+                    "yellow",
+                    "machine",
+                    f"{name}: {in_bytes(facts.swap_used_bytes)} swapped out",
+                    (node,),
+                )
+            )
         if facts.has_infiniband and 0 <= facts.locked_memory_limit < 1 << 30:
             limit = in_bytes(facts.locked_memory_limit)
-            text = f"{name}: at most {limit} of locked memory (ulimit -l); InfiniBand needs it unlimited"
+            text = (
+                f"{name}: at most {limit} of locked memory (ulimit -l); InfiniBand needs it "
+                "unlimited"
+            )
             found.append(Finding("yellow", "machine", text, (node,)))
     found += _equal("machine", "yellow", "CPUs", [report.facts.cpus for report in reports], names)
     found += _equal(
-        "machine", "yellow", "RAM", [round(report.facts.ram_bytes / 2**32) * 2**32 for report in reports], names, in_bytes
+        "machine",
+        "yellow",
+        "RAM",
+        [round(report.facts.ram_bytes / 2**32) * 2**32 for report in reports],
+        names,
+        in_bytes,
     )
     facts = reports[0].facts
     return found or [
-        Finding("green", "machine", f"{facts.cpus} CPUs, {in_bytes(facts.ram_bytes)} RAM, limits suffice for {ranks} ranks")
+        Finding(
+            "green",
+            "machine",
+            f"{facts.cpus} CPUs, {in_bytes(facts.ram_bytes)} RAM, limits suffice for {ranks} ranks",
+        )
     ]
 
 
-def _gpus(reports: Sequence[NodeReport], names: Sequence[str], ranks_per_node: int | None) -> list[Finding]:
+def _gpus(
+    reports: Sequence[NodeReport], names: Sequence[str], ranks_per_node: int | None
+) -> list[Finding]:
     kinds = [
-        ", ".join(f"{n} x {name}" for name, n in Counter(g["name"] for g in r.facts.gpus).items()) or "none" for r in reports
+        ", ".join(f"{n} x {name}" for name, n in Counter(g["name"] for g in r.facts.gpus).items())
+        or "none"
+        for r in reports
     ]
     found = _equal("GPUs", "red", "GPUs:", kinds, names)
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
         if report.facts.gpus and ranks_per_node and ranks_per_node > len(report.facts.gpus):
-            text = f"{name}: {len(report.facts.gpus)} GPUs for --nproc={ranks_per_node}; two ranks cannot share one"
+            text = (
+                f"{name}: {len(report.facts.gpus)} GPUs for --nproc={ranks_per_node}; two "
+                "ranks cannot share one"
+            )
             found.append(Finding("red", "GPUs", text, (node,)))
         for index, gpu in enumerate(report.facts.gpus):
             if gpu["free_bytes"] < (1 - GPU_IN_USE) * gpu["memory_bytes"]:
-                text = f"{name}: GPU {index} has {in_bytes(gpu['free_bytes'])} of {in_bytes(gpu['memory_bytes'])} free: somebody uses it"
+                text = (
+                    f"{name}: GPU {index} has {in_bytes(gpu['free_bytes'])} of "
+                    f"{in_bytes(gpu['memory_bytes'])} free: somebody uses it"
+                )
                 found.append(Finding("yellow", "GPUs", text, (node,)))
-    return found or [Finding("green", "GPUs", f"{kinds[0]}{' on every node' if len(reports) > 1 else ''}")]
+    return found or [
+        Finding("green", "GPUs", f"{kinds[0]}{' on every node' if len(reports) > 1 else ''}")
+    ]
 
 
 def _inside(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     """Between two processes of a node, and between its GPUs."""
     found = []
-    for what, attribute in (("between its processes", "intra_bandwidth"), ("between its GPUs", "gpu_copy_bandwidth")):
-        rates = {node: rate for node, report in enumerate(reports) if (rate := getattr(report, attribute)) is not None}
+    for what, attribute in (
+        ("between its processes", "intra_bandwidth"),
+        ("between its GPUs", "gpu_copy_bandwidth"),
+    ):
+        rates = {
+            node: rate
+            for node, report in enumerate(reports)
+            if (rate := getattr(report, attribute)) is not None
+        }
         if not rates:
             continue
         typical = median(rates.values())
@@ -315,16 +457,22 @@ def _inside(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding
 
 
 def _between(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
-    """Slow links, laid to a node where all its links of a direction are slow and it has at least two."""
+    """Slow links, laid to a node where all its links of a direction are slow and it has at least
+    two."""
     found = []
     for link in links:
         if link.error:
-            text = f"{names[link.source]} -> {names[link.target]}: {link.error} while it was measured"
+            text = (
+                f"{names[link.source]} -> {names[link.target]}: {link.error} while it was measured"
+            )
             found.append(Finding("red", "links", text, (link.source, link.target)))
     measured = [link for link in links if link.bandwidth is not None and link.latency is not None]
     if not measured:
         return found
-    reference, latency = reference_bandwidth(measured), median(link.latency or 0.0 for link in measured)
+    reference, latency = (
+        reference_bandwidth(measured),
+        median(link.latency or 0.0 for link in measured),
+    )
     slow = [link for link in measured if (link.bandwidth or 0.0) < SLOW * reference]
     explained: set[Link] = set()
     for node, name in enumerate(names):
@@ -336,23 +484,35 @@ def _between(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
             if len(own) > 1 and all(o in slow for o in own)
         ]
         if ways:
-            figures = " and ".join(f"{way} at {in_rate(median(o.bandwidth or 0.0 for o in own))}" for way, own in ways)
-            text = f"{name}: {figures}, the usual here is {in_rate(reference)}; all its links are slow, so look at its cable, port or NIC"
+            figures = " and ".join(
+                f"{way} at {in_rate(median(o.bandwidth or 0.0 for o in own))}" for way, own in ways
+            )
+            text = (
+                f"{name}: {figures}, the usual here is {in_rate(reference)}; all its links are "
+                "slow, so look at its cable, port or NIC"
+            )
             found.append(Finding("yellow", "links", text, (node,)))
             explained.update(o for _, own in ways for o in own)
     for link in slow:
         if link not in explained:
-            alone = "; with two nodes the measurement cannot tell which end" if len(names) == 2 else ""
+            alone = (
+                "; with two nodes the measurement cannot tell which end" if len(names) == 2 else ""
+            )
             text = (
-                f"{names[link.source]} -> {names[link.target]}: {in_rate(link.bandwidth or 0.0)}, the usual here is "
+                f"{names[link.source]} -> {names[link.target]}: {in_rate(link.bandwidth or 0.0)}, "
+                "the usual here is "
                 f"{in_rate(reference)}{alone}"
             )
             found.append(Finding("yellow", "links", text, (link.source, link.target)))
     for link in measured:
         if _is_late(link.latency or 0.0, latency):
             pair = f"{names[link.source]} -> {names[link.target]}"
-            text = f"{pair}: {in_seconds(link.latency or 0.0)} one way, {in_seconds(latency)} is usual"
+            text = (
+                f"{pair}: {in_seconds(link.latency or 0.0)} one way, {in_seconds(latency)} is usual"
+            )
             found.append(Finding("yellow", "links", text, (link.source, link.target)))
     lowest = min(link.bandwidth or 0.0 for link in measured)
-    told = f"{len(measured)} links measured, {in_rate(lowest)} or more, latency {in_seconds(latency)}"
+    told = (
+        f"{len(measured)} links measured, {in_rate(lowest)} or more, latency {in_seconds(latency)}"
+    )
     return found or [Finding("green", "links", told)]

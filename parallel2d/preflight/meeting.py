@@ -1,6 +1,8 @@
-"""How the nodes meet: numbers, answers to everyone's questions, and who is missing. A store flows in; dictionaries flow out.
+"""How the nodes meet: numbers, answers to everyone's questions, and who is missing. A store flows
+in; dictionaries flow out.
 
-Only plain keys of the store are used, no process group. Whoever waits too long names the nodes that it waited for.
+Only plain keys of the store are used, no process group. Whoever waits too long names the nodes that
+it waited for.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ class NodeMissing(Exception):  # noqa: N818 (it says what happened)
 class Meeting:
     """``nodes`` processes at one store, each with a number.
 
-    ``name`` keeps two checks apart that use the same outside store. ``node``: this one's number; None takes the next free one.
-    ``expected``: host names by number where the caller knows them (Slurm does), for messages. Raises `ConfigError` when the number
-    is taken or more nodes come than were announced.
+    ``name`` keeps two checks apart that use the same outside store. ``node``: this one's number;
+    None takes the next free one. ``expected``: host names by number where the caller knows them
+    (Slurm does), for messages. Raises `ConfigError` when the number is taken or more nodes come
+    than were announced.
     """
 
     def __init__(
@@ -39,7 +42,12 @@ class Meeting:
         timeout_s: float,
         expected: Sequence[str] = (),
     ) -> None:
-        self._store, self.nodes, self._name, self._timeout_s = store, nodes, f"preflight/{name}", timeout_s
+        self._store, self.nodes, self._name, self._timeout_s = (
+            store,
+            nodes,
+            f"preflight/{name}",
+            timeout_s,
+        )
         self._expected = list(expected) if len(expected) == nodes else []
         self._failed = f"{self._name}/failed"
         self._count = 0
@@ -51,15 +59,23 @@ class Meeting:
         taken = node if node is not None else arrived - 1
         if arrived > self.nodes or self._store.add(f"{self._name}/number/{taken}", 1) > 1:
             raise ConfigError(
-                f"--node-rank={taken} is taken, or more than --nnodes={self.nodes} nodes came to this store: give every node a "
-                "number of its own (or none a number), and on a store that serves several checks a new --name"
+                f"--node-rank={taken} is taken, or more than --nnodes={self.nodes} nodes came to "
+                "this store: give every node a "
+                "number of its own (or none a number), and on a store that serves several checks "
+                "a new --name"
             )
         return taken
 
     def wait_for_all(self) -> list[str]:
-        """Host names by number. Raises `NodeMissing` after the timeout, on every node that came, naming those that did not."""
+        """Host names by number. Raises `NodeMissing` after the timeout, on every node that came,
+        naming those that did not."""
         self.together(did_not="did not come to the endpoint")
-        return [host.decode() for host in self._store.multi_get([f"{self._name}/host/{node}" for node in range(self.nodes)])]
+        return [
+            host.decode()
+            for host in self._store.multi_get(
+                [f"{self._name}/host/{node}" for node in range(self.nodes)]
+            )
+        ]
 
     def _await(self, keys: list[str], timeout_s: float, did_not: str) -> None:
         """``keys[k]`` is node k's."""
@@ -67,16 +83,21 @@ class Meeting:
         pause = 0.005
         while not self._store.check(keys):
             if time.monotonic() > deadline:
-                self._give_up([node for node, key in enumerate(keys) if not self._store.check([key])], did_not, timeout_s)
+                self._give_up(
+                    [node for node, key in enumerate(keys) if not self._store.check([key])],
+                    did_not,
+                    timeout_s,
+                )
             time.sleep(pause)
             pause = min(0.25, pause * 1.5)
 
     def _give_up(self, missing: Sequence[int], did_not: str, timeout_s: float) -> NoReturn:
-        """Raises, here and on every node that waits: whoever waited longest names the missing, and all end with his words before
-        the node that holds the store takes it away."""
+        """Raises, here and on every node that waits: whoever waited longest names the missing, and
+        all end with his words before the node that holds the store takes it away."""
         message = f"{self._names(missing)} {did_not} within {timeout_s:g} s{self._present(missing)}"
         self._store.set(self._failed, message)
-        for count in (self._count, self._count + 1):  # node 0 gathers while the others wait for what it will tell
+        # node 0 gathers while the others wait for what it will tell
+        for count in (self._count, self._count + 1):
             for key in (f"{self._name}/{count}", f"{self._name}/{count}/open"):
                 self._store.set(key, "null")
         raise NodeMissing(message)
@@ -85,21 +106,34 @@ class Meeting:
         names = []
         for node in nodes:
             key = f"{self._name}/host/{node}"
-            host = self._store.get(key).decode() if self._store.check([key]) else (self._expected[node] if self._expected else "")
-            names.append(f"{host} (node {node} of {self.nodes})" if host else f"node {node} of {self.nodes}")
+            host = (
+                self._store.get(key).decode()
+                if self._store.check([key])
+                else (self._expected[node] if self._expected else "")
+            )
+            names.append(
+                f"{host} (node {node} of {self.nodes})" if host else f"node {node} of {self.nodes}"
+            )
         return ", ".join(names)
 
     def _present(self, missing: Sequence[int]) -> str:
         present = [node for node in range(self.nodes) if node not in missing]
-        hosts = [self._store.get(f"{self._name}/host/{node}").decode() for node in present if self._came(node)]
-        return f"; present: {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}" if hosts else ""
+        hosts = [
+            self._store.get(f"{self._name}/host/{node}").decode()
+            for node in present
+            if self._came(node)
+        ]
+        return (
+            f"; present: {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}" if hosts else ""
+        )
 
     def _came(self, node: int) -> bool:
         return self._store.check([f"{self._name}/host/{node}"])
 
     def gather(self, what: str, mine: Any, wait_s: float = 0.0) -> list[Any] | None:
-        """All nodes' answers by number, on node 0; None elsewhere. ``mine``: what JSON holds. ``wait_s``: how long the slowest node
-        may lawfully take, beside the timeout. Every node calls it in the same order."""
+        """All nodes' answers by number, on node 0; None elsewhere. ``mine``: what JSON holds.
+        ``wait_s``: how long the slowest node may lawfully take, beside the timeout. Every node
+        calls it in the same order."""
         self._count += 1
         prefix = f"{self._name}/{self._count}"
         self._store.set(f"{prefix}/{self.node}", json.dumps(mine))
@@ -129,12 +163,14 @@ class Meeting:
         if self._store.add(f"{prefix}/count", 1) == self.nodes:
             self._store.set(f"{prefix}/open", "")
         if not self._wait(f"{prefix}/open", self._timeout_s + wait_s):
-            missing = [node for node in range(self.nodes) if not self._store.check([f"{prefix}/{node}"])]
+            missing = [
+                node for node in range(self.nodes) if not self._store.check([f"{prefix}/{node}"])
+            ]
             self._give_up(missing, did_not, self._timeout_s + wait_s)
 
     def leave(self, hosts_store: bool) -> None:
-        """The last call, whatever came before: the process that holds the store returns when the others that came no longer need it
-        (after 5 s at the latest)."""
+        """The last call, whatever came before: the process that holds the store returns when the
+        others that came no longer need it (after 5 s at the latest)."""
         gone = f"{self._name}/gone"
         if not hosts_store:
             self._store.add(gone, 1)

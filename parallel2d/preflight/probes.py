@@ -1,17 +1,20 @@
-"""What a node finds out about the way to another: can it connect, how long does a message take, how many bytes per second pass.
+"""What a node finds out about the way to another: can it connect, how long does a message take, how
+many bytes per second pass.
 
-`ProbeServer` listens on one address and an ephemeral port, as gloo and NCCL do; the functions below it are its clients. Plain TCP, no
-torch: a second process on the node starts in tenths of a second. Figures are those of TCP streams from Python; what a fabric
-with RDMA does beside TCP is not seen.
+`ProbeServer` listens on one address and an ephemeral port, as gloo and NCCL do; the functions below
+it are its clients. Plain TCP, no torch: a second process on the node starts in tenths of a second.
+Figures are those of TCP streams from Python; what a fabric with RDMA does beside TCP is not seen.
 
-A connection opens with a token of 16 bytes, which only the nodes of this check know, and one letter:
-``P`` answers with the node's number (4 bytes); ``E`` answers each byte with the server's clock (8 bytes, fp64); ``M`` opens a
-measurement (4 bytes streams, 8 bytes seconds), answers with its number (4 bytes) and in the end with bytes and seconds (2 x 8
-bytes, fp64); ``D`` with a measurement's number is one of its streams. All numbers are big-endian.
+A connection opens with a token of 16 bytes, which only the nodes of this check know, and one
+letter: ``P`` answers with the node's number (4 bytes); ``E`` answers each byte with the server's
+clock (8 bytes, fp64); ``M`` opens a measurement (4 bytes streams, 8 bytes seconds), answers with
+its number (4 bytes) and in the end with bytes and seconds (2 x 8 bytes, fp64); ``D`` with a
+measurement's number is one of its streams. All numbers are big-endian.
 
-[Note: measured where it arrives] A sender's clock sees bytes vanish into buffers of the kernel, on a slow link for many seconds. The
-receiver counts what arrives in a window that opens a third into the time (TCP's slow start and the burst of a shaper are over) and
-then closes the streams hard; the sender writes until it is cut off.
+[Note: measured where it arrives] A sender's clock sees bytes vanish into buffers of the kernel, on
+a slow link for many seconds. The receiver counts what arrives in a window that opens a third into
+the time (TCP's slow start and the burst of a shaper are over) and then closes the streams hard; the
+sender writes until it is cut off.
 """
 
 from __future__ import annotations
@@ -56,11 +59,13 @@ class _Measurement:
 class ProbeServer:
     """Answers the probes of other nodes, each connection in a thread of its own, until `close`.
 
-    ``address``: the only one it listens on. ``token``: connections that do not know it are dropped. ``node``: this node's number.
-    ``clock``: what ``E`` tells, seconds since the epoch.
+    ``address``: the only one it listens on. ``token``: connections that do not know it are dropped.
+    ``node``: this node's number. ``clock``: what ``E`` tells, seconds since the epoch.
     """
 
-    def __init__(self, address: str, token: bytes, node: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, address: str, token: bytes, node: int, clock: Callable[[], float] = time.time
+    ) -> None:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind(target)
@@ -112,9 +117,13 @@ class ProbeServer:
         self._measurements[number] = measurement
         control.sendall(struct.pack("!i", number))
         with measurement.condition:
-            measurement.condition.wait_for(lambda: measurement.ended == streams, timeout=seconds + _ANSWER_S)
+            measurement.condition.wait_for(
+                lambda: measurement.ended == streams, timeout=seconds + _ANSWER_S
+            )
         del self._measurements[number]
-        control.sendall(struct.pack("!dd", measurement.received, measurement.closes - measurement.opens))
+        control.sendall(
+            struct.pack("!dd", measurement.received, measurement.closes - measurement.opens)
+        )
 
 
 def _drain(connection: socket.socket, measurement: _Measurement) -> None:
@@ -152,7 +161,9 @@ class Peer:
 
 def connect(peer: Peer, letter: bytes, timeout_s: float) -> socket.socket:
     """An open connection after token and letter. Raises OSError."""
-    family, _, _, _, target = socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, target = socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM)[
+        0
+    ]
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
@@ -168,29 +179,39 @@ def connect(peer: Peer, letter: bytes, timeout_s: float) -> socket.socket:
 
 
 def reach(peer: Peer, node: int, timeout_s: float = 5.0) -> str | None:
-    """None when node number ``node`` answers on a fresh connection; otherwise why not: ``connection timed out (...)``."""
+    """None when node number ``node`` answers on a fresh connection; otherwise why not:
+    ``connection timed out (...)``."""
     try:
         with connect(peer, b"P", timeout_s) as connection:
             try:
                 (answered,) = struct.unpack("!i", _receive(connection, 4))
             except (TimeoutError, EOFError, ConnectionError):
-                return "connected, but no answer came (something between the nodes accepts connections in the other's place)"
+                return (
+                    "connected, but no answer came (something between the nodes accepts "
+                    "connections in the other's place)"
+                )
     except OSError as error:
         return connection_failure(error)
-    return None if answered == node else f"reached node number {answered} instead (two nodes share an address?)"
+    return (
+        None
+        if answered == node
+        else f"reached node number {answered} instead (two nodes share an address?)"
+    )
 
 
 @dataclass(frozen=True)
 class RoundTrips:
-    """``latency_s``: half the shortest round trip. ``clock_offset_s``: how far the other clock is ahead of this one, +- latency."""
+    """``latency_s``: half the shortest round trip. ``clock_offset_s``: how far the other clock is
+    ahead of this one, +- latency."""
 
     latency_s: float
     clock_offset_s: float
 
 
 def round_trips(peer: Peer, count: int = 20, timeout_s: float = 5.0) -> RoundTrips:
-    """``count`` messages of one byte, there and back. The offset is read off the shortest, with both ways taken as equally long
-    (Cristian's algorithm, Distributed Computing 3, 1989). Raises OSError."""
+    """``count`` messages of one byte, there and back. The offset is read off the shortest, with
+    both ways taken as equally long (Cristian's algorithm, Distributed Computing 3, 1989). Raises
+    OSError."""
     shortest, offset = float("inf"), 0.0
     with connect(peer, b"E", timeout_s) as connection:
         for _ in range(count):
@@ -207,14 +228,17 @@ def round_trips(peer: Peer, count: int = 20, timeout_s: float = 5.0) -> RoundTri
 
 
 def bandwidth(peer: Peer, seconds: float = 0.3, streams: int = 4) -> float:
-    """Bytes per second that arrive at ``peer`` over ``streams`` connections at once. Raises OSError. See [Note: measured where it
-    arrives]."""
+    """Bytes per second that arrive at ``peer`` over ``streams`` connections at once. Raises
+    OSError. See [Note: measured where it arrives]."""
     with connect(peer, b"M", _ANSWER_S) as control:
         control.settimeout(seconds + 2 * _ANSWER_S)
         control.sendall(struct.pack("!id", streams, seconds))
         try:
             (number,) = struct.unpack("!i", _receive(control, 4))
-            senders = [threading.Thread(target=_flood, args=(peer, number, seconds), daemon=True) for _ in range(streams)]
+            senders = [
+                threading.Thread(target=_flood, args=(peer, number, seconds), daemon=True)
+                for _ in range(streams)
+            ]
             for sender in senders:
                 sender.start()
             received, took = struct.unpack("!dd", _receive(control, 16))
@@ -246,7 +270,8 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 def serve_until_input_ends(address: str, token: str, node: int) -> None:
-    """The other process of a measurement inside a node: prints its port and serves until standard input ends."""
+    """The other process of a measurement inside a node: prints its port and serves until standard
+    input ends."""
     import sys
 
     server = ProbeServer(address, bytes.fromhex(token), node)

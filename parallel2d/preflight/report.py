@@ -1,4 +1,5 @@
-"""How an outcome is shown and kept: a table and verdict lines, JSON, and the cluster file. Nothing is measured or judged here."""
+"""How an outcome is shown and kept: a table and verdict lines, JSON, and the cluster file. Nothing
+is measured or judged here."""
 
 from __future__ import annotations
 
@@ -30,10 +31,22 @@ def show(outcome: Outcome) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     names = node_names([report.facts.host for report in outcome.reports])
-    accused = {node for finding in outcome.findings if finding.level != "green" for node in finding.nodes}
+    accused = {
+        node for finding in outcome.findings if finding.level != "green" for node in finding.nodes
+    }
     shown = [node for node in range(len(names)) if len(names) <= _ROWS or node in accused][:_ROWS]
     table = Table(title=f"{len(names)} node{'s' if len(names) > 1 else ''}", title_justify="left")
-    for column in ("node", "address", "CPUs", "RAM free", "GPUs", "/dev/shm", "run dir", "in node", "links, slowest"):
+    for column in (
+        "node",
+        "address",
+        "CPUs",
+        "RAM free",
+        "GPUs",
+        "/dev/shm",
+        "run dir",
+        "in node",
+        "links, slowest",
+    ):
         table.add_column(column)
     for node in shown:
         table.add_row(*map(escape, _row(names[node], outcome.reports[node], node, outcome.links)))
@@ -44,14 +57,20 @@ def show(outcome: Outcome) -> None:
         console.print(_matrix(names, outcome.links))
     for finding in outcome.findings:
         console.print(
-            f"[{finding.level}]{_MARKS[finding.level]:>4}[/] {finding.check:<13} {escape(finding.text)}", soft_wrap=True
+            f"[{finding.level}]{_MARKS[finding.level]:>4}[/] {finding.check:<13} "
+            f"{escape(finding.text)}",
+            soft_wrap=True,
         )
     console.print(_verdict(outcome), style="bold", soft_wrap=True)
 
 
 def _row(name: str, report: NodeReport, node: int, links: Sequence[Link]) -> list[str]:
     facts = report.facts
-    own = [link.bandwidth for link in links if node in (link.source, link.target) and link.bandwidth is not None]
+    own = [
+        link.bandwidth
+        for link in links
+        if node in (link.source, link.target) and link.bandwidth is not None
+    ]
     disk = facts.run_dir
     return [
         name,
@@ -60,7 +79,9 @@ def _row(name: str, report: NodeReport, node: int, links: Sequence[Link]) -> lis
         f"{in_bytes(facts.ram_available_bytes)} of {in_bytes(facts.ram_bytes)}",
         f"{len(facts.gpus)} x {facts.gpus[0]['name']}" if facts.gpus else "none",
         in_bytes(facts.shm_bytes) if facts.shm_bytes is not None else "none",
-        f"{in_rate(disk['write_bytes_per_s'])}, {in_bytes(disk['free_bytes'])} free" if disk["writable"] else "not writable",
+        f"{in_rate(disk['write_bytes_per_s'])}, {in_bytes(disk['free_bytes'])} free"
+        if disk["writable"]
+        else "not writable",
         in_rate(report.intra_bandwidth) if report.intra_bandwidth is not None else "?",
         in_rate(min(own)) if own else "none",
     ]
@@ -78,14 +99,20 @@ def _matrix(names: Sequence[str], links: Sequence[Link]) -> Any:
     for source, name in enumerate(names):
         cells = [figures.get((source, target)) for target in range(len(names))]
         told = [
-            f"{in_rate(c.bandwidth or 0)}, {in_seconds(c.latency or 0)}" if c and c.bandwidth is not None else "-" for c in cells
+            f"{in_rate(c.bandwidth or 0)}, {in_seconds(c.latency or 0)}"
+            if c and c.bandwidth is not None
+            else "-"
+            for c in cells
         ]
         table.add_row(escape(name), *told)
     return table
 
 
 def _verdict(outcome: Outcome) -> str:
-    count = {level: sum(finding.level == level for finding in outcome.findings) for level in ("red", "yellow")}
+    count = {
+        level: sum(finding.level == level for finding in outcome.findings)
+        for level in ("red", "yellow")
+    }
     if count["red"]:
         return f"not fit to train: {count['red']} failed, {count['yellow']} warnings"
     return "fit to train" + (f", with {count['yellow']} warnings" if count["yellow"] else "")
@@ -94,13 +121,16 @@ def _verdict(outcome: Outcome) -> str:
 def verdict_of_other_node(outcome: Outcome, host: str) -> str:
     """What a node other than 0 says: the verdict, and the findings that are about it."""
     own = [
-        f"{_MARKS[f.level]:>4} {f.check:<13} {f.text}" for f in outcome.findings if f.level != "green" and outcome.node in f.nodes
+        f"{_MARKS[f.level]:>4} {f.check:<13} {f.text}"
+        for f in outcome.findings
+        if f.level != "green" and outcome.node in f.nodes
     ]
     return "\n".join([*own, f"{host}: {_verdict(outcome)} (the report is on node 0)"])
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Everything that was found, as plain values; rates in bytes per second, times in seconds, sizes in bytes."""
+    """Everything that was found, as plain values; rates in bytes per second, times in seconds,
+    sizes in bytes."""
     return {
         "fit": outcome.fit,
         "findings": [asdict(finding) for finding in outcome.findings],
@@ -110,17 +140,29 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def cluster_description(outcome: Outcome, name: str, ranks_per_node: int) -> dict[str, Any]:
-    """What a planner needs to know of this cluster; medians over nodes and links. Bandwidths in bytes per second and direction,
-    latencies in seconds one way, memory in bytes per rank. ``inter_node`` is None for one node, or where no link could be
-    measured."""
+    """What a planner needs to know of this cluster; medians over nodes and links. Bandwidths in
+    bytes per second and direction, latencies in seconds one way, memory in bytes per rank.
+    ``inter_node`` is None for one node, or where no link could be measured."""
     reports = outcome.reports
     gpus = [gpu for report in reports for gpu in report.facts.gpus]
-    copies = [report.gpu_copy_bandwidth for report in reports if report.gpu_copy_bandwidth is not None]
-    inside = copies or [report.intra_bandwidth for report in reports if report.intra_bandwidth is not None]
-    inside_latency = [report.intra_latency for report in reports if report.intra_latency is not None]
-    measured = [link for link in outcome.links if link.bandwidth is not None and link.latency is not None]
+    copies = [
+        report.gpu_copy_bandwidth for report in reports if report.gpu_copy_bandwidth is not None
+    ]
+    inside = copies or [
+        report.intra_bandwidth for report in reports if report.intra_bandwidth is not None
+    ]
+    inside_latency = [
+        report.intra_latency for report in reports if report.intra_latency is not None
+    ]
+    measured = [
+        link for link in outcome.links if link.bandwidth is not None and link.latency is not None
+    ]
     if gpus:
-        device = {"type": "cuda", "name": gpus[0]["name"], "memory_bytes": min(gpu["memory_bytes"] for gpu in gpus)}
+        device = {
+            "type": "cuda",
+            "name": gpus[0]["name"],
+            "memory_bytes": min(gpu["memory_bytes"] for gpu in gpus),
+        }
     else:
         share = min(report.facts.ram_bytes for report in reports) // ranks_per_node
         device = {"type": "cpu", "name": reports[0].facts.cpu_name, "memory_bytes": share}
@@ -131,21 +173,28 @@ def cluster_description(outcome: Outcome, name: str, ranks_per_node: int) -> dic
         "hosts": [report.facts.host for report in reports],
         "device": device,
         "intra_node": _pair(inside, inside_latency),
-        "inter_node": _pair([link.bandwidth or 0.0 for link in measured], [link.latency or 0.0 for link in measured]),
+        "inter_node": _pair(
+            [link.bandwidth or 0.0 for link in measured], [link.latency or 0.0 for link in measured]
+        ),
     }
 
 
 def _pair(bandwidths: Sequence[float], latencies: Sequence[float]) -> dict[str, float] | None:
     if not bandwidths or not latencies:
         return None
-    return {"bandwidth_bytes_per_s": round(median(bandwidths)), "latency_s": round(median(latencies), 9)}
+    return {
+        "bandwidth_bytes_per_s": round(median(bandwidths)),
+        "latency_s": round(median(latencies), 9),
+    }
 
 
 def write_cluster_file(path: str, outcome: Outcome, ranks_per_node: int) -> None:
     """`cluster_description` as YAML, named after the file. Raises OSError."""
     header = (
-        f"# Written by python -m parallel2d.preflight on {time.strftime('%Y-%m-%d')}. Bandwidths: bytes per second in one direction,\n"
-        "# 4 TCP streams (between the GPUs of a node: copies from GPU 0 to GPU 1). Latencies: seconds one way. Memory: bytes per rank.\n"
+        f"# Written by python -m parallel2d.preflight on {time.strftime('%Y-%m-%d')}. Bandwidths: "
+        "bytes per second in one direction,\n"
+        "# 4 TCP streams (between the GPUs of a node: copies from GPU 0 to GPU 1). Latencies: "
+        "seconds one way. Memory: bytes per rank.\n"
     )
     description = cluster_description(outcome, Path(path).stem, ranks_per_node)
     Path(path).write_text(header + yaml.safe_dump(description, sort_keys=False))

@@ -1,10 +1,12 @@
-"""Which pairs of nodes measure their link, and when: rounds of disjoint pairs, so that no node serves two measurements at once."""
+"""Which pairs of nodes measure their link, and when: rounds of disjoint pairs, so that no node
+serves two measurements at once."""
 
 from __future__ import annotations
 
 import random
 
-ALL_PAIRS_UP_TO = 16  # nodes; 15 rounds. Beyond: the ring that collectives use, and RANDOM_ROUNDS of random pairs
+# nodes; 15 rounds. Beyond: the ring that collectives use, and RANDOM_ROUNDS of random pairs
+ALL_PAIRS_UP_TO = 16
 RANDOM_ROUNDS = 4
 
 Pair = tuple[int, int]
@@ -12,8 +14,9 @@ Round = list[Pair]
 
 
 def rounds_of(nodes: int, seed: int = 0) -> list[Round]:
-    """Rounds of disjoint pairs ``(a, b)``, a < b. Up to 16 nodes every pair occurs exactly once; beyond, every node meets both
-    neighbours on the ring and four others at random, in 6 or 7 rounds whatever the number of nodes. Same seed, same rounds."""
+    """Rounds of disjoint pairs ``(a, b)``, a < b. Up to 16 nodes every pair occurs exactly once;
+    beyond, every node meets both neighbours on the ring and four others at random, in 6 or 7 rounds
+    whatever the number of nodes. Same seed, same rounds."""
     if nodes < 2:
         return []
     if nodes <= ALL_PAIRS_UP_TO:
@@ -29,7 +32,8 @@ def rounds_of(nodes: int, seed: int = 0) -> list[Round]:
 
 
 def disjoint_rounds(pairs: list[Pair]) -> list[Round]:
-    """``pairs`` spread over rounds in which no node occurs twice, each in the first round that has room for it."""
+    """``pairs`` spread over rounds in which no node occurs twice, each in the first round that has
+    room for it."""
     rounds: list[Round] = []
     busy: list[set[int]] = []
     for pair in pairs:
@@ -45,7 +49,8 @@ def disjoint_rounds(pairs: list[Pair]) -> list[Round]:
 
 
 def _round_robin(nodes: int) -> list[Round]:
-    """The circle method for tournaments: one node stays, the others turn; with an odd number one pauses."""
+    """The circle method for tournaments: one node stays, the others turn; with an odd number one
+    pauses."""
     seats: list[int | None] = [*range(nodes)]
     if nodes % 2:
         seats.append(None)

@@ -1,4 +1,5 @@
-"""What the environment of a launcher says about the nodes, so that under srun and torchrun nothing has to be typed."""
+"""What the environment of a launcher says about the nodes, so that under srun and torchrun nothing
+has to be typed."""
 
 from __future__ import annotations
 
@@ -28,16 +29,23 @@ def _expand(word: str) -> Iterator[str]:
 
 
 def defaults_of_launcher(env: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of `parallel2d.preflight.check.Request` that a launcher's variables imply; empty without a launcher.
+    """Keyword arguments of `parallel2d.preflight.check.Request` that a launcher's variables imply;
+    empty without a launcher.
 
-    srun with one task per node: number, nodes, hosts, and as endpoint the first host with a port drawn from the job. torchrun with
-    one process per node: its own store. Raises `ConfigError` for several processes per node.
+    srun with one task per node: number, nodes, hosts, and as endpoint the first host with a port
+    drawn from the job. torchrun with one process per node: its own store. Raises `ConfigError` for
+    several processes per node.
     """
-    if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit() and "SLURM_STEP_NUM_NODES" in env:
+    if (
+        "SLURM_PROCID" in env
+        and env.get("SLURM_STEP_ID", "").isdigit()
+        and "SLURM_STEP_NUM_NODES" in env
+    ):
         nodes, tasks = int(env["SLURM_STEP_NUM_NODES"]), int(env.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > nodes:
             raise ConfigError(
-                f"srun started {tasks} tasks on {nodes} nodes; this check is one per node: srun --ntasks-per-node=1"
+                f"srun started {tasks} tasks on {nodes} nodes; this check is one per node: srun "
+                "--ntasks-per-node=1"
             )
         if nodes == 1:
             return {}
@@ -53,7 +61,10 @@ def defaults_of_launcher(env: Mapping[str, str]) -> dict[str, Any]:
     if "GROUP_RANK" in env and "MASTER_ADDR" in env and int(env.get("WORLD_SIZE", "1")) > 1:
         if env.get("LOCAL_WORLD_SIZE", "1") != "1":
             count = env["LOCAL_WORLD_SIZE"]
-            raise ConfigError(f"torchrun started {count} processes per node; this check is one per node: --nproc-per-node=1")
+            raise ConfigError(
+                f"torchrun started {count} processes per node; this check is one per node: "
+                "--nproc-per-node=1"
+            )
         return {
             "nodes": int(env["WORLD_SIZE"]),
             "node": int(env["GROUP_RANK"]),

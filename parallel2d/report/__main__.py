@@ -1,4 +1,5 @@
-"""``python -m parallel2d.report RUN [RUN ...]``: writes ``report.md`` and ``report.html`` about one run or several."""
+"""``python -m parallel2d.report RUN [RUN ...]``: writes ``report.md`` and ``report.html`` about one
+run or several."""
 
 from __future__ import annotations
 
@@ -16,8 +17,13 @@ from parallel2d.report.runs import Run, read_run
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 2, with one message, for a folder that is no run or cannot be written to."""
     parser = argparse.ArgumentParser(prog="python -m parallel2d.report", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory; the first given is the first shown")
-    parser.add_argument("--out", help="folder of the report; default: the run's own, with several runs the current one")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory; the first given is the first shown"
+    )
+    parser.add_argument(
+        "--out",
+        help="folder of the report; default: the run's own, with several runs the current one",
+    )
     options = parser.parse_args(arguments)
     folder = options.out or (options.runs[0] if len(options.runs) == 1 else ".")
     try:
@@ -30,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"parallel2d: {files.for_terminal(error)}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"parallel2d: --out: {files.printable(folder)} cannot be written: {error.strerror}", file=sys.stderr)
+        print(
+            f"parallel2d: --out: {files.printable(folder)} cannot be written: {error.strerror}",
+            file=sys.stderr,
+        )
         return 2
     return 0
 
@@ -38,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell_apart(runs: list[Run]) -> list[Run]:
     """Runs of one name are called by their whole path."""
     names = [run.name for run in runs]
-    return [Run(run.path, run.path, run.rows, run.layout) if names.count(run.name) > 1 else run for run in runs]
+    return [
+        Run(run.path, run.path, run.rows, run.layout) if names.count(run.name) > 1 else run
+        for run in runs
+    ]
 
 
 if __name__ == "__main__":

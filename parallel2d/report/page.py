@@ -1,4 +1,5 @@
-"""The report itself: Markdown for reading in a terminal or a merge request, HTML in one file for everything else."""
+"""The report itself: Markdown for reading in a terminal or a merge request, HTML in one file for
+everything else."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from parallel2d.report.plots import line_plot
 from parallel2d.report.runs import AXES, LOSSES, PHASES, Run, figures, measured_and_predicted
 
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;
+max-width:1180px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
 table{border-collapse:collapse;margin:1em 0;display:block;overflow-x:auto}
 td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}
@@ -47,8 +49,18 @@ def tables(runs: Sequence[Run]) -> list[Table]:
         )
     found: list[Table] = [("Runs", list(compared[0]), [list(row.values()) for row in compared])]
     if moved:
-        found.append(("Bytes that a rank sends per step", ["run", "axis", "measured", "predicted", "difference"], moved))
-    names = ["run", *(f"{phase} (of a step)" for phase in PHASES), *(f"{name} (s lost)" for name in LOSSES)]
+        found.append(
+            (
+                "Bytes that a rank sends per step",
+                ["run", "axis", "measured", "predicted", "difference"],
+                moved,
+            )
+        )
+    names = [
+        "run",
+        *(f"{phase} (of a step)" for phase in PHASES),
+        *(f"{name} (s lost)" for name in LOSSES),
+    ]
     found.append(("Where time goes", names, phases))
     return found
 
@@ -57,7 +69,14 @@ def markdown(runs: Sequence[Run]) -> str:
     """The tables, and per run its mesh."""
     lines = ["# parallel2d report", ""]
     for heading, names, rows in tables(runs):
-        lines += [f"## {heading}", "", _row(names), _row(["---"] * len(names)), *map(_row, rows), ""]
+        lines += [
+            f"## {heading}",
+            "",
+            _row(names),
+            _row(["---"] * len(names)),
+            *map(_row, rows),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -72,8 +91,16 @@ def page(runs: Sequence[Run]) -> str:
     plots = [
         line_plot("Loss", {run.name: run.series("loss") for run in runs}),
         line_plot("Validation loss", {run.name: run.series("validation/loss") for run in runs}),
-        line_plot("Throughput", {run.name: run.series("throughput/tokens_per_s") for run in runs}, "tokens/s"),
-        line_plot("Goodput", {run.name: run.series("goodput/fraction") for run in runs}, "share of wall time"),
+        line_plot(
+            "Throughput",
+            {run.name: run.series("throughput/tokens_per_s") for run in runs},
+            "tokens/s",
+        ),
+        line_plot(
+            "Goodput",
+            {run.name: run.series("goodput/fraction") for run in runs},
+            "share of wall time",
+        ),
         line_plot("Memory", {run.name: _memory(run) for run in runs}, "GiB, largest rank"),
     ]
     for run in runs:
@@ -83,13 +110,28 @@ def page(runs: Sequence[Run]) -> str:
                 continue
             points = lines[axis] = run.series(f"comm/{axis}/bytes")
             if predicted is not None:
-                lines[f"{axis} (predicted)"] = [(points[0][0], predicted), (points[-1][0], predicted)]
+                lines[f"{axis} (predicted)"] = [
+                    (points[0][0], predicted),
+                    (points[-1][0], predicted),
+                ]
         label = f": {run.name}" if len(runs) > 1 else ""
         plots.append(line_plot(f"Bytes per axis{label}", lines, "sent per rank and step"))
-        seconds = {axis: run.series(f"comm/{axis}/seconds") for axis in AXES if run.last(f"comm/{axis}/bytes")}
+        seconds = {
+            axis: run.series(f"comm/{axis}/seconds")
+            for axis in AXES
+            if run.last(f"comm/{axis}/bytes")
+        }
         plots.append(line_plot(f"Communication time{label}", seconds, "s per step"))
-        plots.append(line_plot(f"Step time{label}", {phase: run.series(f"time/{phase}_s") for phase in PHASES}, "s"))
-    parts.append("<h2>Over the steps</h2><div class=plots>" + "".join(f"<div>{plot}</div>" for plot in plots if plot) + "</div>")
+        plots.append(
+            line_plot(
+                f"Step time{label}", {phase: run.series(f"time/{phase}_s") for phase in PHASES}, "s"
+            )
+        )
+    parts.append(
+        "<h2>Over the steps</h2><div class=plots>"
+        + "".join(f"<div>{plot}</div>" for plot in plots if plot)
+        + "</div>"
+    )
     return "\n".join([*parts, "</html>"])
 
 

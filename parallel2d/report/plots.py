@@ -1,4 +1,5 @@
-"""Line plots as inline SVG, drawn here so that a page needs neither library nor network. Series flow in, markup flows out."""
+"""Line plots as inline SVG, drawn here so that a page needs neither library nor network. Series
+flow in, markup flows out."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 260, 64, 34, 28, 12
 MOST_POINTS = 600  # per line; more are thinned, ends kept
 
 
-def line_plot(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str = "") -> str:
-    """One SVG with a line per entry of ``lines`` (name -> (step, value)); an empty string when nothing is to be drawn.
+def line_plot(
+    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str = ""
+) -> str:
+    """One SVG with a line per entry of ``lines`` (name -> (step, value)); an empty string when
+    nothing is to be drawn.
 
     A name that ends in `` (predicted)`` is dashed.
     """
@@ -26,21 +30,31 @@ def line_plot(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], un
     low, high = ticks[0], ticks[-1]
 
     def place(x: float, y: float) -> str:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * ((x - left) / (right - left) if right > left else 0.5)
+        across = LEFT + (WIDTH - LEFT - RIGHT) * (
+            (x - left) / (right - left) if right > left else 0.5
+        )
         up = HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (y - low) / (high - low)
         return f"{across:.1f},{up:.1f}"
 
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 16 * ((len(drawn) + 1) // 2)}" role="img" aria-label="{html.escape(title)}">',
-        f'<text x="{LEFT}" y="16" class="title">{html.escape(title)}{f" [{html.escape(unit)}]" if unit else ""}</text>',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 16 * ((len(drawn) + 1) // 2)}" role="img" '
+        f'aria-label="{html.escape(title)}">',
+        f'<text x="{LEFT}" y="16" '
+        f'class="title">{html.escape(title)}{f" [{html.escape(unit)}]" if unit else ""}</text>',
     ]
     for tick in ticks:
         y = place(left, tick).split(",")[1]
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y}" class="tick" text-anchor="end" dy="0.35em">{_short(tick)}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{y}" class="tick" text-anchor="end" '
+            f'dy="0.35em">{_short(tick)}</text>'
+        )
     for x, anchor in ((left, "start"), (right, "end")):
         across = place(x, low).split(",")[0]
-        parts.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" class="tick" text-anchor="{anchor}">step {x:g}</text>')
+        parts.append(
+            f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" class="tick" '
+            f'text-anchor="{anchor}">step {x:g}</text>'
+        )
     for index, (name, points) in enumerate(drawn.items()):
         colour = COLOURS[index % len(COLOURS)]
         dashed = ' stroke-dasharray="5 4"' if name.endswith("(predicted)") else ""
@@ -48,10 +62,17 @@ def line_plot(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], un
             across, up = place(*points[0]).split(",")
             parts.append(f'<circle cx="{across}" cy="{up}" r="3" fill="{colour}"/>')
         path = " ".join(place(x, y) for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashed}/>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashed}/>'
+        )
         key, below = LEFT + (index % 2) * 250, HEIGHT + 16 * (index // 2) + 6
-        parts.append(f'<line x1="{key}" x2="{key + 18}" y1="{below}" y2="{below}" stroke="{colour}" stroke-width="2"{dashed}/>')
-        parts.append(f'<text x="{key + 24}" y="{below}" class="tick" dy="0.35em">{html.escape(name)}</text>')
+        parts.append(
+            f'<line x1="{key}" x2="{key + 18}" y1="{below}" y2="{below}" stroke="{colour}" '
+            f'stroke-width="2"{dashed}/>'
+        )
+        parts.append(
+            f'<text x="{key + 24}" y="{below}" class="tick" dy="0.35em">{html.escape(name)}</text>'
+        )
     return "\n".join([*parts, "</svg>"])
 
 

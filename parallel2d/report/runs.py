@@ -19,12 +19,21 @@ PHASES = ("forward_backward", "data", "sync", "optimizer")
 LOSSES = ("first_step", "data", "checkpoint", "validation", "restart")
 SHOWN = frozenset(
     (
-        "step", "loss", "validation/loss", "throughput/tokens_per_s", "throughput/model_tflops_per_rank", "throughput/mfu",
-        "time/step_s", "goodput/fraction", "memory/peak_gib", "memory/peak_rss_gib",
+        "step",
+        "loss",
+        "validation/loss",
+        "throughput/tokens_per_s",
+        "throughput/model_tflops_per_rank",
+        "throughput/mfu",
+        "time/step_s",
+        "goodput/fraction",
+        "memory/peak_gib",
+        "memory/peak_rss_gib",
         *(f"comm/{axis}/{kind}" for axis in AXES for kind in ("bytes", "seconds")),
-        *(f"time/{phase}_s" for phase in PHASES), *(f"goodput/lost_{name}_s" for name in LOSSES),
+        *(f"time/{phase}_s" for phase in PHASES),
+        *(f"goodput/lost_{name}_s" for name in LOSSES),
     )
-)  # fmt: skip
+)
 _LARGEST_LAYOUT = 2**20
 _LARGEST_FILE = 16 * 2**30
 _LARGEST_NUMBER = 1e30
@@ -32,7 +41,8 @@ _LARGEST_NUMBER = 1e30
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory as it was found. ``rows``: the numbers in those of ``metrics.jsonl``, as they came."""
+    """One run directory as it was found. ``rows``: the numbers in those of ``metrics.jsonl``, as
+    they came."""
 
     name: str
     path: str
@@ -55,7 +65,8 @@ class Run:
 
 
 def read_run(path: str) -> Run:
-    """Raises `ConfigError` with one sentence for a folder that is no run, or holds no finished step."""
+    """Raises `ConfigError` with one sentence for a folder that is no run, or holds no finished
+    step."""
     file, shown = os.path.join(path, "metrics.jsonl"), files.printable(path, 300)
     if not os.path.isdir(path):
         raise ConfigError(f"{shown}: no such run directory")
@@ -76,18 +87,25 @@ def read_run(path: str) -> Run:
         raise ConfigError(f"{shown}/layout.json cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{shown}/layout.json is not JSON: {files.printable(error)}") from None
-    return Run(files.printable(os.path.basename(os.path.abspath(path))), shown, rows, layout if isinstance(layout, dict) else {})
+    return Run(
+        files.printable(os.path.basename(os.path.abspath(path))),
+        shown,
+        rows,
+        layout if isinstance(layout, dict) else {},
+    )
 
 
 def _read_rows(path: str) -> list[dict[str, float]]:
-    """The numbers of each row, of at most `_MOST_ROWS` rows: of longer runs every second, fourth, ... and the last."""
+    """The numbers of each row, of at most `_MOST_ROWS` rows: of longer runs every second, fourth,
+    ... and the last."""
     rows: list[dict[str, float]] = []
     every, count, last = 1, 0, None
     with files.open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
             raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 30} GiB")
         while line := file.readline(_LONGEST_ROW):
-            row = _numbers(line) if line.endswith(b"\n") else None  # else torn by a kill, or longer than any row
+            # else torn by a kill, or longer than any row
+            row = _numbers(line) if line.endswith(b"\n") else None
             if row is None:
                 continue
             last = row
@@ -144,7 +162,8 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def measured_and_predicted(run: Run) -> list[tuple[str, float, float | None]]:
-    """(axis, median bytes sent per rank and step, predicted bytes or None) of the axes that were measured."""
+    """(axis, median bytes sent per rank and step, predicted bytes or None) of the axes that were
+    measured."""
     predicted = _part(run.layout, "predicted")
     found = []
     for axis in AXES:

@@ -1,7 +1,7 @@
 """Where a store listens, and how it is reached: on one address and on no other.
 
-A host name and a port flow in; a socket flows out. Everything that goes wrong with the address is told in the words of the one who
-gave it.
+A host name and a port flow in; a socket flows out. Everything that goes wrong with the address is
+told in the words of the one who gave it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ from parallel2d.config import ConfigError
 
 _Answer = TypeVar("_Answer")
 
-_BACKLOG = 4096  # a whole cluster connects within the same second; the kernel lowers it to net.core.somaxconn
+# a whole cluster connects within the same second; the kernel lowers it to net.core.somaxconn
+_BACKLOG = 4096
 
 
 def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str, int]:
-    """``HOST:PORT`` in its parts: ``node0:29500``, ``10.0.0.1:29500``, ``[fe80::1%eth0]:29500``. Raises `ConfigError`."""
+    """``HOST:PORT`` in its parts: ``node0:29500``, ``10.0.0.1:29500``, ``[fe80::1%eth0]:29500``.
+    Raises `ConfigError`."""
     host, colon, port = endpoint.rpartition(":")
-    if not colon or (endpoint.count(":") > 1 and not host.startswith("[")):  # a bare host, or a bare IPv6 address
+    # a bare host, or a bare IPv6 address
+    if not colon or (endpoint.count(":") > 1 and not host.startswith("[")):
         if default_port is None:
-            raise ConfigError(f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500")
+            raise ConfigError(
+                f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500"
+            )
         return endpoint.strip("[]"), default_port
     if not host.strip("[]") or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError(f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as node0:29500")
+        raise ConfigError(
+            f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "
+            "node0:29500"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -42,20 +50,27 @@ def join_endpoint(host: str, port: int) -> str:
 
 
 def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]]:
-    """``(family, numeric address, socket address with port 0)`` of every address of ``host``, IPv4 first, which is what most
-    clusters route. Raises `ConfigError` when the name does not resolve."""
+    """``(family, numeric address, socket address with port 0)`` of every address of ``host``, IPv4
+    first, which is what most clusters route. Raises `ConfigError` when the name does not
+    resolve."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else str(error)
-        raise ConfigError(f"host name {host} does not resolve on {socket.gethostname()} ({reason})") from None
+        raise ConfigError(
+            f"host name {host} does not resolve on {socket.gethostname()} ({reason})"
+        ) from None
     found.sort(key=lambda item: item[0] != socket.AF_INET)
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-    return [(family, socket.getnameinfo(address, numeric)[0], address) for family, _, _, _, address in found]
+    return [
+        (family, socket.getnameinfo(address, numeric)[0], address)
+        for family, _, _, _, address in found
+    ]
 
 
 def owns_address(host: str) -> bool:
-    """Whether an address of ``host`` belongs to this machine (to its network namespace). Raises `ConfigError` as `resolve` does."""
+    """Whether an address of ``host`` belongs to this machine (to its network namespace). Raises
+    `ConfigError` as `resolve` does."""
     for family, _, address in resolve(host):
         with socket.socket(family, socket.SOCK_STREAM) as attempt:
             try:
@@ -69,9 +84,10 @@ def owns_address(host: str) -> bool:
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
     """A socket that listens on ``host``'s address only, and that address in numbers.
 
-    ``host``: a name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several addresses, the first that belongs
-    to it. ``port``: 0 for a free one. Raises `ConfigError` when the name does not resolve, the address is not one of this machine, or
-    the port is taken or reserved.
+    ``host``: a name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several
+    addresses, the first that belongs to it. ``port``: 0 for a free one. Raises `ConfigError` when
+    the name does not resolve, the address is not one of this machine, or the port is taken or
+    reserved.
     """
     failure: OSError | None = None
     for family, numeric, address in resolve(host):
@@ -90,22 +106,31 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     assert failure is not None
     here = socket.gethostname()
     if failure.errno == errno.EADDRINUSE:
-        raise PortTaken(f"port {port} on {host} is in use by another process; choose another port") from None
+        raise PortTaken(
+            f"port {port} on {host} is in use by another process; choose another port"
+        ) from None
     if failure.errno == errno.EADDRNOTAVAIL:
-        raise ConfigError(f"{host} is no address of {here}: the store can only listen where it runs") from None
+        raise ConfigError(
+            f"{host} is no address of {here}: the store can only listen where it runs"
+        ) from None
     if failure.errno == errno.EACCES:
-        raise ConfigError(f"port {port} may not be opened by this user; choose one from 1024 to 65535") from None
+        raise ConfigError(
+            f"port {port} may not be opened by this user; choose one from 1024 to 65535"
+        ) from None
     raise ConfigError(f"cannot listen on {host}:{port} ({failure.strerror})") from None
 
 
 class PortTaken(ConfigError):  # noqa: N818 (it says what happened)
-    """Somebody listens on this address and port already; for a store that may be started outside, a reason to connect to it."""
+    """Somebody listens on this address and port already; for a store that may be started outside, a
+    reason to connect to it."""
 
 
 def connect(address: str, patience_s: float) -> socket.socket:
-    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is asked again for ``patience_s`` seconds.
+    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is asked again
+    for ``patience_s`` seconds.
 
-    Raises `ConfigError` that says what happened last: refused, timed out, unreachable, or name not resolved.
+    Raises `ConfigError` that says what happened last: refused, timed out, unreachable, or name not
+    resolved.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -114,7 +139,8 @@ def connect(address: str, patience_s: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"{socket.gethostname()} cannot reach the endpoint {address} within {patience_s:g} s: {connection_failure(error)}"
+                    f"{socket.gethostname()} cannot reach the endpoint {address} within "
+                    f"{patience_s:g} s: {connection_failure(error)}"
                 ) from None
         time.sleep(min(0.2, patience_s / 4))
 
@@ -155,7 +181,8 @@ def set_for_requests(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def unix_path(path: str) -> Iterator[str]:
-    """A name of ``path`` that is short enough for a Unix socket, 107 bytes, on Linux; elsewhere the path itself."""
+    """A name of ``path`` that is short enough for a Unix socket, 107 bytes, on Linux; elsewhere the
+    path itself."""
     if sys.platform != "linux":
         yield path
         return
@@ -167,7 +194,8 @@ def unix_path(path: str) -> Iterator[str]:
 
 
 def connection_failure(error: OSError) -> str:
-    """What a failed connection means, in words that two nodes would use alike: ``connection refused``, ``connection timed out``."""
+    """What a failed connection means, in words that two nodes would use alike:
+    ``connection refused``, ``connection timed out``."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused (the machine answers, nothing listens on the port)"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
@@ -178,11 +206,13 @@ def connection_failure(error: OSError) -> str:
 
 
 def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-    """What ``ask``, which asks a store, returns; ``otherwise`` when the store has not answered after so many seconds.
+    """What ``ask``, which asks a store, returns; ``otherwise`` when the store has not answered
+    after so many seconds.
 
-    A process that accepts connections and is silent, such as a store that is stopped, holds torch's client for ever, its constructor
-    included. The thread that asks is left behind then, and so is the connection: whoever gets ``otherwise`` must not use the store
-    again. What ``ask`` raises in time is raised.
+    A process that accepts connections and is silent, such as a store that is stopped, holds torch's
+    client for ever, its constructor included. The thread that asks is left behind then, and so is
+    the connection: whoever gets ``otherwise`` must not use the store again. What ``ask`` raises in
+    time is raised.
     """
     answer: futures.Future[_Answer] = futures.Future()
 

@@ -1,7 +1,9 @@
-"""What goes over a connection of the store: the proofs at its start, sealed frames, lists of fields.
+"""What goes over a connection of the store: the proofs at its start, sealed frames, lists of
+fields.
 
-The server speaks first: greeting, a random number. The client answers with one of its own and its proof; the server with its proof.
-All are of fixed size. A frame is its length, a code over direction, number, length and content, and the content.
+The server speaks first: greeting, a random number. The client answers with one of its own and its
+proof; the server with its proof. All are of fixed size. A frame is its length, a code over
+direction, number, length and content, and the content.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ class Channel:
 
     def __init__(self, secret: str, servers: bytes, clients: bytes, *, server: bool) -> None:
         key = hmac.digest(hashlib.sha256(secret.encode()).digest(), servers + clients, "sha256")
-        proofs = [hmac.digest(key, b"proof of the " + side, "sha256") for side in (b"client", b"server")]
-        keys = [hmac.digest(key, b"frames of the " + side, "sha256") for side in (b"client", b"server")]
+        proofs = [
+            hmac.digest(key, b"proof of the " + side, "sha256") for side in (b"client", b"server")
+        ]
+        keys = [
+            hmac.digest(key, b"frames of the " + side, "sha256") for side in (b"client", b"server")
+        ]
         self.proof, self._expected = proofs[server], proofs[not server]
         self._sends, self._receives = keys[server], keys[not server]
         self._sent = self._received = 0
@@ -49,7 +55,9 @@ class Channel:
 
     def seal(self, fields: Sequence[bytes]) -> bytes:
         """The next frame to send. Raises ValueError when it is larger than `LARGEST_FRAME`."""
-        content = b"".join(part for field in fields for part in (len(field).to_bytes(4, "big"), field))
+        content = b"".join(
+            part for field in fields for part in (len(field).to_bytes(4, "big"), field)
+        )
         if len(content) > LARGEST_FRAME:
             raise ValueError(f"{len(content)} bytes are more than a store takes at once")
         length = len(content).to_bytes(4, "big")
@@ -58,9 +66,14 @@ class Channel:
         return b"".join((length, code, content))
 
     def open(self, header: bytes, content: bytes) -> list[bytes]:
-        """The fields of the next frame. Raises `Untrusted` unless the other end sent it, and sent it next."""
-        if not hmac.compare_digest(header[4:], _code(self._receives, self._received, header[:4] + content)):
-            raise Untrusted("it sent a frame that is not sealed with the job's secret, or not the next one")
+        """The fields of the next frame. Raises `Untrusted` unless the other end sent it, and sent
+        it next."""
+        if not hmac.compare_digest(
+            header[4:], _code(self._receives, self._received, header[:4] + content)
+        ):
+            raise Untrusted(
+                "it sent a frame that is not sealed with the job's secret, or not the next one"
+            )
         self._received += 1
         fields, start = [], 0
         while start < len(content):

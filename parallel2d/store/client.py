@@ -1,4 +1,5 @@
-"""The client of the store, as torch wants a store. See [Note: who takes part] in `parallel2d.store`."""
+"""The client of the store, as torch wants a store. See [Note: who takes part] in
+`parallel2d.store`."""
 
 from __future__ import annotations
 
@@ -11,28 +12,48 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from parallel2d.config import ConfigError
 from parallel2d.store.address import connect
-from parallel2d.store.channel import CODE, GREETING, HEADER, HELLO, Channel, Untrusted, frame_length, random_number
+from parallel2d.store.channel import (
+    CODE,
+    GREETING,
+    HEADER,
+    HELLO,
+    Channel,
+    Untrusted,
+    frame_length,
+    random_number,
+)
 
 _ANSWER_S = 30.0  # a store answers at once, unless a whole cluster comes in the same second
 _LONGEST_S = 1e9
 _TRIES, _AGAIN_S = 3, 0.3  # to connect to a store that closes the connection
-_kept: set[StoreClient] = set()  # torch holds on to the C++ half alone, which cannot live without this one
+# torch holds on to the C++ half alone, which cannot live without this one
+_kept: set[StoreClient] = set()
 
 
 class StoreClient(Store):
-    """A `torch.distributed.Store` over connections that both ends have proved. Threads do not wait for each other.
+    """A `torch.distributed.Store` over connections that both ends have proved. Threads do not wait
+    for each other.
 
     Args:
         address: ``HOST:PORT`` or ``unix:PATH``.
         timeout_s: how long ``get`` and ``wait`` wait, unless told otherwise.
-        connect_timeout_s: how long a store is waited for that does not listen yet; default ``timeout_s``.
+        connect_timeout_s: how long a store is waited for that does not listen yet; default
+            ``timeout_s``.
 
-    Raises `ConfigError` for a store that cannot be reached, does not answer, or does not know ``secret``. Operations raise
-    `DistStoreError` when keys did not come in time, `DistNetworkError` when the store is gone or silent, ValueError for what it cannot
-    do. Connections stay open until `close`.
+    Raises `ConfigError` for a store that cannot be reached, does not answer, or does not know
+    ``secret``. Operations raise `DistStoreError` when keys did not come in time, `DistNetworkError`
+    when the store is gone or silent, ValueError for what it cannot do. Connections stay open until
+    `close`.
     """
 
-    def __init__(self, address: str, secret: str, *, timeout_s: float = 300.0, connect_timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: str,
+        *,
+        timeout_s: float = 300.0,
+        connect_timeout_s: float | None = None,
+    ) -> None:
         super().__init__()
         self.timeout: timedelta  # of the C++ half
         self.address, self._secret = address, secret
@@ -53,7 +74,8 @@ class StoreClient(Store):
             self._idle.clear()
         _kept.discard(self)
 
-    # What torch asks a store for. It passes values as bytes; its own names for some differ between Python and C++.
+    # What torch asks a store for. It passes values as bytes; its own names for some differ between
+    # Python and C++.
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(b"set", key, value)
@@ -119,11 +141,16 @@ class StoreClient(Store):
                 connection = _Connection(self.address, self._secret, _ANSWER_S, _ANSWER_S)
             request = [field if isinstance(field, bytes) else field.encode() for field in fields]
             status, *answer = connection.ask(request, late_s + _ANSWER_S)
-        except BaseException as error:  # a signal's exception too: the answer would be the next one's
+        # a signal's exception too: the answer would be the next one's
+        except BaseException as error:
             if connection is not None:
                 connection.close()
             if isinstance(error, (OSError, ConfigError, Untrusted)):
-                reason = f"no answer within {late_s + _ANSWER_S:g} s" if isinstance(error, TimeoutError) else str(error)
+                reason = (
+                    f"no answer within {late_s + _ANSWER_S:g} s"
+                    if isinstance(error, TimeoutError)
+                    else str(error)
+                )
                 raise DistNetworkError(f"the store at {self.address}: {reason}") from None
             raise
         with self._lock:
@@ -137,7 +164,8 @@ class StoreClient(Store):
 
 
 class _Closed(ConfigError):  # noqa: N818 (it says what happened)
-    """A store closed the connection before it had proved itself: this node's secret is another, or the store is ending."""
+    """A store closed the connection before it had proved itself: this node's secret is another, or
+    the store is ending."""
 
 
 class _Connection:
@@ -153,7 +181,11 @@ class _Connection:
                 return
             except BaseException as error:
                 self._socket.close()
-                if not isinstance(error, _Closed) or not left or time.monotonic() + _AGAIN_S > deadline:
+                if (
+                    not isinstance(error, _Closed)
+                    or not left
+                    or time.monotonic() + _AGAIN_S > deadline
+                ):
                     raise
             time.sleep(_AGAIN_S)
 
@@ -175,15 +207,19 @@ class _Connection:
             raise ConfigError(_stranger(address, f"no answer within {answer_s:g} s")) from None
         except OSError:
             raise _Closed(
-                f"the store at {address} does not take this node's secret: give every node the same launch.secret_file or "
+                f"the store at {address} does not take this node's secret: give every node the "
+                "same launch.secret_file or "
                 "PARALLEL2D_SECRET"
             ) from None
         except Untrusted:
-            raise ConfigError(f"the store at {address} does not know this job's secret: it is somebody else's") from None
+            raise ConfigError(
+                f"the store at {address} does not know this job's secret: it is somebody else's"
+            ) from None
         return channel
 
     def ask(self, request: Sequence[bytes], answer_s: float) -> list[bytes]:
-        """The answer. Raises OSError, TimeoutError after ``answer_s`` seconds without a byte of it, and `Untrusted`."""
+        """The answer. Raises OSError, TimeoutError after ``answer_s`` seconds without a byte of it,
+        and `Untrusted`."""
         self._socket.settimeout(answer_s)
         self._socket.sendall(self._channel.seal(request))
         header = self._receive(HEADER)

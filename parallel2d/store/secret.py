@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from parallel2d.config import ConfigError
 
 VARIABLE = "PARALLEL2D_SECRET"
-NOBODYS = "launch.insecure=true: everybody knows this one"  # no secret: whoever reaches the store takes part
+# no secret: whoever reaches the store takes part
+NOBODYS = "launch.insecure=true: everybody knows this one"
 _SHORTEST, _LONGEST = 32, 4096  # characters
 _HOW = (
-    "make one with `python -m parallel2d.launch secret FILE`, give every node the file as launch.secret_file=FILE or its content as "
+    "make one with `python -m parallel2d.launch secret FILE`, give every node the file as "
+    "launch.secret_file=FILE or its content as "
     f"{VARIABLE}, or say launch.insecure=true where nobody else reaches the network"
 )
 
@@ -24,7 +26,8 @@ def new_secret() -> str:
 
 
 def write_secret(path: str) -> None:
-    """Makes a file with a new secret that its owner alone can read. Raises `ConfigError` when the path exists or cannot be made."""
+    """Makes a file with a new secret that its owner alone can read. Raises `ConfigError` when the
+    path exists or cannot be made."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -35,9 +38,11 @@ def write_secret(path: str) -> None:
 
 
 def read_secret(path: str) -> str:
-    """The secret in a file. Raises `ConfigError` unless it is a regular file of this user that nobody else can read or write."""
+    """The secret in a file. Raises `ConfigError` unless it is a regular file of this user that
+    nobody else can read or write."""
     try:
-        descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is refused below
+        # a pipe without a writer is refused below
+        descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"launch.secret_file={path}: {error.strerror}") from None
     with open(descriptor, "rb") as file:
@@ -45,14 +50,21 @@ def read_secret(path: str) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"launch.secret_file={path} is no regular file")
         if status.st_uid != os.getuid():
-            raise ConfigError(f"launch.secret_file={path} belongs to user {status.st_uid}, not to {os.getuid()}")
+            raise ConfigError(
+                f"launch.secret_file={path} belongs to user {status.st_uid}, not to {os.getuid()}"
+            )
         if status.st_mode & 0o077:
             raise ConfigError(f"launch.secret_file={path} can be read by others: chmod 600 {path}")
-        return checked(file.read(_LONGEST + 1).decode(errors="replace"), f"launch.secret_file={path}")
+        return checked(
+            file.read(_LONGEST + 1).decode(errors="replace"), f"launch.secret_file={path}"
+        )
 
 
-def find_secret(secret_file: str | None, insecure: bool = False, environment: Mapping[str, str] | None = None) -> str:
-    """That of a job on several nodes: from ``secret_file``, otherwise from the environment, otherwise `NOBODYS` if ``insecure``.
+def find_secret(
+    secret_file: str | None, insecure: bool = False, environment: Mapping[str, str] | None = None
+) -> str:
+    """That of a job on several nodes: from ``secret_file``, otherwise from the environment,
+    otherwise `NOBODYS` if ``insecure``.
 
     Raises `ConfigError` where there is none.
     """
@@ -63,12 +75,19 @@ def find_secret(secret_file: str | None, insecure: bool = False, environment: Ma
         return checked(env[VARIABLE], VARIABLE)
     if insecure:
         return NOBODYS
-    raise ConfigError(f"ranks on several nodes need a secret, since whoever reaches their store decides what they run: {_HOW}")
+    raise ConfigError(
+        "ranks on several nodes need a secret, since whoever reaches their store decides what "
+        f"they run: {_HOW}"
+    )
 
 
 def checked(text: str, where: str) -> str:
-    """``text`` without white space around it. Raises `ConfigError` when it is too short to be a secret, or too long."""
+    """``text`` without white space around it. Raises `ConfigError` when it is too short to be a
+    secret, or too long."""
     text = text.strip()
     if not _SHORTEST <= len(text) <= _LONGEST:
-        raise ConfigError(f"{where}: a secret has {_SHORTEST} to {_LONGEST} characters, this has {len(text)}; {_HOW}")
+        raise ConfigError(
+            f"{where}: a secret has {_SHORTEST} to {_LONGEST} characters, this has {len(text)}; "
+            f"{_HOW}"
+        )
     return text

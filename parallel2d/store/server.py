@@ -1,7 +1,9 @@
-"""The server of the store: a thread that keeps keys in memory and answers those who know the secret.
+"""The server of the store: a thread that keeps keys in memory and answers those who know the
+secret.
 
-See [Note: who takes part] in `parallel2d.store`. A request is a list of fields, its name first; so is an answer, which begins with
-``ok``, ``late`` (the keys waited for did not come in time) or ``error``.
+See [Note: who takes part] in `parallel2d.store`. A request is a list of fields, its name first; so
+is an answer, which begins with ``ok``, ``late`` (the keys waited for did not come in time) or
+``error``.
 """
 
 from __future__ import annotations
@@ -22,10 +24,21 @@ from typing import Any, ClassVar
 
 from parallel2d.config import ConfigError
 from parallel2d.store.address import bind, join_endpoint, set_for_requests, unix_path
-from parallel2d.store.channel import ANSWER, CODE, GREETING, HEADER, NUMBER, Channel, Untrusted, frame_length, random_number
+from parallel2d.store.channel import (
+    ANSWER,
+    CODE,
+    GREETING,
+    HEADER,
+    NUMBER,
+    Channel,
+    Untrusted,
+    frame_length,
+    random_number,
+)
 
 _PROOF_S = 20.0  # that a connection has to prove itself
-_UNPROVEN = 4096  # connections at a time that have not yet, or a quarter of those that this process may have
+# connections at a time that have not yet, or a quarter of those that this process may have
+_UNPROVEN = 4096
 _LONGEST_WAIT_S = 3600.0  # between two looks at what is due
 _REPORTED = 100  # addresses
 _PIECE = 1 << 16
@@ -36,10 +49,17 @@ class StoreServer:
 
     Args:
         listener: a socket that listens; ``address``: how clients are told of it.
-        report: called with an address from which somebody came who does not know the secret, once for each.
+        report: called with an address from which somebody came who does not know the secret, once
+            for each.
     """
 
-    def __init__(self, listener: socket.socket, address: str, secret: str, report: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        address: str,
+        secret: str,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
         self.address, self._secret, self._report = address, secret, report
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, list[_Wait]] = {}
@@ -58,8 +78,11 @@ class StoreServer:
         self._thread.start()
 
     @classmethod
-    def at(cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None) -> StoreServer:
-        """On an address of this machine, and on no other. ``port``: 0 for a free one. Raises `ConfigError` as `bind` does."""
+    def at(
+        cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None
+    ) -> StoreServer:
+        """On an address of this machine, and on no other. ``port``: 0 for a free one. Raises
+        `ConfigError` as `bind` does."""
         listener, numeric = bind(host, port)
         return cls(listener, join_endpoint(numeric, listener.getsockname()[1]), secret, report)
 
@@ -73,7 +96,9 @@ class StoreServer:
             try:
                 listener.bind(short)
             except OSError as error:
-                raise ConfigError(f"{path}: {error.strerror or error}; set TMPDIR to another folder of your own") from None
+                raise ConfigError(
+                    f"{path}: {error.strerror or error}; set TMPDIR to another folder of your own"
+                ) from None
         listener.listen(128)
         return cls(listener, f"unix:{path}", secret)
 
@@ -111,7 +136,9 @@ class StoreServer:
         """Seconds until something is."""
         due = [self._deadlines[0][0]] if self._deadlines else []
         due += [next(iter(self._unproven.values()))] if self._unproven else []
-        return max(0.0, min(min(due) - time.monotonic(), _LONGEST_WAIT_S)) if due else _LONGEST_WAIT_S
+        return (
+            max(0.0, min(min(due) - time.monotonic(), _LONGEST_WAIT_S)) if due else _LONGEST_WAIT_S
+        )
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -126,7 +153,8 @@ class StoreServer:
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
             else:
-                time.sleep(0.05)  # members hold them all: whoever knocks must not make this loop spin
+                # members hold them all: whoever knocks must not make this loop spin
+                time.sleep(0.05)
             return
         peer = _Peer(connection, str(address[0]) if address else "")
         self._unproven[peer] = time.monotonic() + _PROOF_S
@@ -204,7 +232,12 @@ class StoreServer:
         peer.socket.close()
         peer.inbox.clear()
         peer.outbox.clear()
-        if suspect and self._report is not None and peer.address not in self._told and len(self._told) < _REPORTED:
+        if (
+            suspect
+            and self._report is not None
+            and peer.address not in self._told
+            and len(self._told) < _REPORTED
+        ):
             self._told.add(peer.address)
             # A terminal that is stopped must not stop the store.
             threading.Thread(target=_report, args=(self._report, peer.address), daemon=True).start()
@@ -222,7 +255,8 @@ class StoreServer:
     # Requests
 
     def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
-        """None when the answer comes later. Raises `Untrusted` for a request while another waits."""
+        """None when the answer comes later. Raises `Untrusted` for a request while another
+        waits."""
         if peer.wait is not None:
             raise Untrusted("it asked twice at once")
         try:
@@ -248,7 +282,9 @@ class StoreServer:
     def _wait(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
         return self._when_there(peer, milliseconds, keys, ())
 
-    def _when_there(self, peer: _Peer, milliseconds: bytes, keys: Sequence[bytes], wanted: Sequence[bytes]) -> list[bytes] | None:
+    def _when_there(
+        self, peer: _Peer, milliseconds: bytes, keys: Sequence[bytes], wanted: Sequence[bytes]
+    ) -> list[bytes] | None:
         """The values of ``wanted`` once all ``keys`` are there."""
         due = time.monotonic() + int(milliseconds) / 1000
         missing = {key for key in keys if key not in self._values}
@@ -293,7 +329,9 @@ class StoreServer:
         self._put(key, value)
         return [b"ok", value]
 
-    def _compare_set(self, _peer: _Peer, key: bytes, expected: bytes, desired: bytes) -> list[bytes]:
+    def _compare_set(
+        self, _peer: _Peer, key: bytes, expected: bytes, desired: bytes
+    ) -> list[bytes]:
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
         return [b"ok", self._values.get(key, expected)]
@@ -329,7 +367,11 @@ class StoreServer:
 
 def say_who_came(address: str) -> None:
     """Tells on the terminal of a connection that was dropped. A ``report`` of `StoreServer`."""
-    print(f"parallel2d: dropped a connection from {address}, which does not know this job's secret", file=sys.stderr, flush=True)
+    print(
+        f"parallel2d: dropped a connection from {address}, which does not know this job's secret",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class _Peer:
@@ -345,7 +387,8 @@ class _Peer:
 
 
 class _Wait:
-    """A request that is answered when all of ``missing`` are there, with the values of ``wanted``."""
+    """A request that is answered when all of ``missing`` are there, with the values of
+    ``wanted``."""
 
     def __init__(self, peer: _Peer, wanted: Sequence[bytes], missing: set[bytes]) -> None:
         self.peer, self.wanted, self.missing, self.over = peer, wanted, missing, False

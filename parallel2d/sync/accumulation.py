@@ -1,8 +1,9 @@
 """Gradient accumulation: which micro-batch moves gradients over which axis.
 
-[Note: once per global batch] The sum of gradients over micro-batches commutes with the reduction over replicas, so one reduction of
-the sum is enough. ``reduce_scatter_only`` adds up sharded gradients and averages them over the replicas after the last micro-batch:
-the slow axis moves once. ``none`` keeps full gradients and moves nothing before the last (least bytes, most memory). ``full``
+[Note: once per global batch] The sum of gradients over micro-batches commutes with the reduction
+over replicas, so one reduction of the sum is enough. ``reduce_scatter_only`` adds up sharded
+gradients and averages them over the replicas after the last micro-batch: the slow axis moves once.
+``none`` keeps full gradients and moves nothing before the last (least bytes, most memory). ``full``
 reduces every micro-batch over both axes.
 """
 
@@ -23,12 +24,15 @@ Batch = TypeVar("Batch")
 MODES = ("full", "reduce_scatter_only", "none")
 
 
-def accumulate(model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only") -> Iterator[Batch]:
-    """Yields the micro-batches of one global batch; ``model`` is set up for each before it is yielded.
+def accumulate(
+    model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only"
+) -> Iterator[Batch]:
+    """Yields the micro-batches of one global batch; ``model`` is set up for each before it is
+    yielded.
 
-    Run forward and backward inside the loop. Whatever ends the loop early, an exception or ``break`` included, what was
-    accumulated apart from ``.grad`` is dropped and the model synchronizes fully afterwards. Raises ValueError for an unknown
-    mode.
+    Run forward and backward inside the loop. Whatever ends the loop early, an exception or
+    ``break`` included, what was accumulated apart from ``.grad`` is dropped and the model
+    synchronizes fully afterwards. Raises ValueError for an unknown mode.
     """
     _check_mode(mode)
     remaining = iter(micro_batches)
@@ -54,7 +58,8 @@ _NOTHING = object()
 
 @contextmanager
 def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[None]:
-    """Backward passes inside accumulate; the first one after the context reduces the sum over the replicate axis.
+    """Backward passes inside accumulate; the first one after the context reduces the sum over the
+    replicate axis.
 
     ``mode="none"`` keeps even the reduce-scatter back. Safe against exceptions.
     """
@@ -70,18 +75,20 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
 
 
 def discard_accumulated(model: nn.Module) -> None:
-    """Drops what an interrupted forward or backward left behind: the sharding engine is ready for the next one, and gradient sums
-    that are kept outside of ``.grad``, where ``zero_grad`` does not reach them, are not added to the next global batch."""
+    """Drops what an interrupted forward or backward left behind: the sharding engine is ready for
+    the next one, and gradient sums that are kept outside of ``.grad``, where ``zero_grad`` does not
+    reach them, are not added to the next global batch."""
     for module in model.modules():
-        if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:  # known from the first forward on
+        # known from the first forward on
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
             module.reset_iter_state()
     for engine in engines_in(model):
         engine.reset()
 
 
 def clear_with_gradients(model: nn.Module) -> None:
-    """Lets ``model.zero_grad()`` drop all gradients: also those of sharded parameters while gathered ones stand in their places, and
-    sums that are kept outside of ``.grad``."""
+    """Lets ``model.zero_grad()`` drop all gradients: also those of sharded parameters while
+    gathered ones stand in their places, and sums that are kept outside of ``.grad``."""
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)

@@ -41,8 +41,8 @@ class Bucket:
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, flat and real: those of this replica before the reduction, their mean after
-        it."""
+        """All gradients, flat and real: those of this replica before the reduction, their mean
+        after it."""
         assert self._flat is not None, "the bucket is not being reduced"
         return torch.view_as_real(self._flat).view(-1) if self._flat.is_complex() else self._flat
 
@@ -75,7 +75,9 @@ class Bucket:
         if self._flat is None:
             self._flat = self._copied(parameters, locals_)
 
-    def _copied(self, parameters: Sequence[GroupParameter], locals_: Sequence[Tensor | None]) -> Tensor:
+    def _copied(
+        self, parameters: Sequence[GroupParameter], locals_: Sequence[Tensor | None]
+    ) -> Tensor:
         device = parameters[0].sharded.device
         dtype = parameters[0].gradient_dtype
         sizes = [parameter.local_size for parameter in parameters]

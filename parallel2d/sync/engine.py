@@ -63,7 +63,8 @@ class Engine(Protocol):
         """Drops what an interrupted global batch left behind."""
 
 
-_ENGINE = "_parallel2d_engine"  # an attribute of the model, which the engine holds too: both go together
+# an attribute of the model, which the engine holds too: both go together
+_ENGINE = "_parallel2d_engine"
 
 
 def register_engine(model: nn.Module, engine: Engine) -> None:
@@ -116,15 +117,17 @@ class _GroupState:
     fired: bool = False  # its reduction over the shard axis has begun in this backward pass
     averaged: bool = False  # what its gradients hold is the mean over all data ranks already
     earlier: list[tuple[GroupParameter, Tensor]] = field(default_factory=list)  # see `_set_aside`
-    hooks: list[tuple[GroupParameter, list[Callable[[Tensor], object]]]] = field(default_factory=list)
+    hooks: list[tuple[GroupParameter, list[Callable[[Tensor], object]]]] = field(
+        default_factory=list
+    )
 
 
 class GradientSync:
     """The engine of one model; made by `parallel2d.parallelize`.
 
-    ``groups``: in the order in which backward ends them. ``final_dtype``: of gradients once they are
-    reduced, if not that in which they are added. ``scalars``: parameters that are whole on every
-    rank.
+    ``groups``: in the order in which backward ends them. ``final_dtype``: of gradients once they
+    are reduced, if not that in which they are added. ``scalars``: parameters that are whole on
+    every rank.
     """
 
     def __init__(
@@ -161,7 +164,10 @@ class GradientSync:
             if mesh.device_type != "cpu":
                 self._stream = torch.Stream(mesh.device_type)
         for state, used in zip(self._states, self._used, strict=True):
-            before, after = functools.partial(self._before, state, used), functools.partial(self._after, state)
+            before, after = (
+                functools.partial(self._before, state, used),
+                functools.partial(self._after, state),
+            )
             state.group.around_backward(before, after)
             state.group.on_forward(functools.partial(self._count_forward, state))
         register_engine(model, self)
@@ -180,7 +186,8 @@ class GradientSync:
         if state.final and any_gradient:
             raise RuntimeError(
                 f"{group.called} got gradients twice in one backward pass, and the first "
-                "were on their way to other replicas: call the module, not parts of it, or use sync.engine=torch"
+                "were on their way to other replicas: call the module, not parts of it, or use "
+                "sync.engine=torch"
             )
         state.repeats = state.repeats or state.fired
         state.fired = self._pending = True
@@ -197,7 +204,9 @@ class GradientSync:
         # All ranks of a shard group run the same groups, so one that did not run here ran nowhere.
         group.fill_unused(any_gradient or state.forwards > 0)
         _make_uniform(group.trained)
-        state.hooks = [(parameter, hooks) for parameter in group.trained if (hooks := parameter.take_hooks())]
+        state.hooks = [
+            (parameter, hooks) for parameter in group.trained if (hooks := parameter.take_hooks())
+        ]
 
     def _set_aside(self, state: _GroupState) -> None:
         """Takes gradients out that are averaged already, where sending them once more would round
@@ -274,7 +283,10 @@ class GradientSync:
 
     def _start(self, bucket: Bucket, fill: Callable[[], None]) -> None:
         reduction = self._reduction_of(bucket)
-        while reduction.most_in_flight is not None and len(self._in_flight) >= reduction.most_in_flight:
+        while (
+            reduction.most_in_flight is not None
+            and len(self._in_flight) >= reduction.most_in_flight
+        ):
             self._await_oldest()
         with self._on_stream():
             for group in bucket.groups:
@@ -298,7 +310,8 @@ class GradientSync:
                 state.earlier = []
 
     def _complete(self, state: _GroupState) -> None:
-        """The group's gradients are those of all data ranks: casts them to the dtype they are kept in."""
+        """The group's gradients are those of all data ranks: casts them to the dtype they are kept
+        in."""
         if self._final_dtype is not None:
             for parameter in state.group.trained:
                 local = parameter.local_gradient
@@ -312,7 +325,9 @@ class GradientSync:
             assert self._group is not None
             if self._hook is not None:
                 state, hook = self._hook
-                self._reductions[dtypes] = HookReduction(self._group if state is None else state, hook)
+                self._reductions[dtypes] = HookReduction(
+                    self._group if state is None else state, hook
+                )
             else:
                 self._reductions[dtypes] = reduction_for(self._group, *dtypes)
         return self._reductions[dtypes]
@@ -376,11 +391,13 @@ class GradientSync:
     def vector(self) -> Tensor:
         """fp64, on CPU: whether this rank cannot go on, per parameter whether it used it, then what
         must be equal on the ranks of a shard group."""
-        return torch.cat([torch.tensor([float(bool(self._fault))]).double(), self._flags(), self._digests()])
+        return torch.cat(
+            [torch.tensor([float(bool(self._fault))]).double(), self._flags(), self._digests()]
+        )
 
     def agree_on(self, summed: Tensor) -> None:
-        """Takes away the gradients of parameters that no rank used. Raises `ConfigError` when a rank
-        cannot go on, and when ranks of a shard group differ."""
+        """Takes away the gradients of parameters that no rank used. Raises `ConfigError` when a
+        rank cannot go on, and when ranks of a shard group differ."""
         if summed[0] > 0:
             raise self._told_by_all(self._fault)
         count = 1 + sum(map(len, self._used))
@@ -398,13 +415,15 @@ class GradientSync:
         self._agreed = True
 
     def _hook_never_called(self) -> str:
-        """The message for a hook that sits where autograd never comes by; empty when there is none."""
+        """The message for a hook that sits where autograd never comes by; empty when there is
+        none."""
         for state in self._states:
             for parameter in state.group.trained:
                 if parameter.sharded._backward_hooks:
                     return (
                         f"register_hook was called on a parameter of {state.group.called} of "
-                        f"shape {tuple(parameter.sharded.shape)}: autograd computes gradients of gathered "
+                        f"shape {tuple(parameter.sharded.shape)}: autograd computes gradients of "
+                        "gathered "
                         "parameters and would never call it; use register_post_accumulate_grad_hook"
                     )
         return ""
@@ -433,7 +452,8 @@ class GradientSync:
         raise self._told_by_all(text)
 
     def _agree(self) -> None:
-        """Sums `vector` and the gradients of scalars over the data ranks, and does what they say."""
+        """Sums `vector` and the gradients of scalars over the data ranks, and does what they
+        say."""
         parts = [self.vector()]
         for scalar in self._scalars:
             gradient = scalar.gradient
@@ -522,7 +542,8 @@ def engine_of(model: nn.Module) -> Engine:
     found: Engine | None = vars(model).get(_ENGINE)
     if found is None:
         raise ConfigError(
-            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that it returned, not a module of it"
+            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model "
+            "that it returned, not a module of it"
         )
     return found
 
@@ -558,7 +579,8 @@ def _with_replicas(model: nn.Module) -> GradientSync:
     engine = engine_of(model)
     if not isinstance(engine, GradientSync) or engine.replicate_group is None:
         raise ConfigError(
-            "no gradients cross a replicate axis here: the mesh has one replica, or sync.engine=torch reduces over it"
+            "no gradients cross a replicate axis here: the mesh has one replica, or "
+            "sync.engine=torch reduces over it"
         )
     return engine
 
@@ -569,7 +591,8 @@ def _refuse_second_derivatives(group: ParameterGroup) -> None:
         raise RuntimeError(
             f"backward(create_graph=True) reached {group.called}: second derivatives "
             "are not possible here, because its parameters are released after the first; the "
-            "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
+            "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such "
+            "penalties"
         )
 
 
@@ -583,8 +606,8 @@ def _note_use(group: ParameterGroup, used: list[bool]) -> None:
 
 
 def _make_uniform(parameters: Sequence[GroupParameter]) -> None:
-    """Gives a group's gradients one dtype: sums of micro-batches are wide, and a module may cast its
-    own weights."""
+    """Gives a group's gradients one dtype: sums of micro-batches are wide, and a module may cast
+    its own weights."""
     dtypes = {parameter.whole_gradient_dtype for parameter in parameters} - {None}
     if len(dtypes) > 1 or any(parameter.is_accumulated for parameter in parameters):
         for parameter in parameters:
@@ -609,7 +632,11 @@ def _sum_parts(parameters: Sequence[GroupParameter]) -> None:
     The sharding engine would add them in the dtype that computes (pytorch issue 190626).
     """
     parts = [(parameter, parameter.part) for parameter in parameters]
-    narrow = [(parameter, part) for parameter, part in parts if part is not None and part.dtype.itemsize < 4]
+    narrow = [
+        (parameter, part)
+        for parameter, part in parts
+        if part is not None and part.dtype.itemsize < 4
+    ]
     if not narrow:
         return
     flat = torch.cat([part.flatten().float() for _, part in narrow])

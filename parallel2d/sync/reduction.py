@@ -81,7 +81,8 @@ class RoundedExchange:
 class HookReduction:
     """A function of the user's; see `parallel2d.register_sync_hook`."""
 
-    most_in_flight = 1  # hooks may go on with other collectives, which all replicas must start in one order
+    # hooks may go on with other collectives, which all replicas must start in one order
+    most_in_flight = 1
 
     def __init__(self, state: Any, hook: Hook) -> None:
         self._state, self._hook = state, hook
@@ -98,7 +99,9 @@ class HookReduction:
                 if result.data_ptr() != flat.data_ptr():
                     flat.copy_(result.view(-1))
             elif result is not None:
-                raise TypeError(f"a sync hook returns a future of a tensor, a tensor or None, not {result!r}")
+                raise TypeError(
+                    f"a sync hook returns a future of a tensor, a tensor or None, not {result!r}"
+                )
 
         return wait
 

@@ -1,4 +1,5 @@
-"""Weights as people handle them: read from a folder into a sharded model, spread from one rank, looked at and changed whole.
+"""Weights as people handle them: read from a folder into a sharded model, spread from one rank,
+looked at and changed whole.
 
 Parallelized models flow in. States that outlive the process are `parallel2d.checkpoint`'s.
 """

@@ -18,9 +18,10 @@ from parallel2d.parallelize.weights import scatter
 def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: int = 0) -> None:
     """Loads ``state``, canonical name -> tensor, into a parallelized ``model``. Collective.
 
-    Whole tensors are needed on rank ``source`` alone; the others pass None and get their parts piece by piece
-    (`parallel2d.parallelize.weights.PIECE_BYTES`), so none of them ever holds a whole one. `DTensor`s, as ``model.state_dict()`` gives
-    them on every rank, are copied, or redistributed one at a time where they are split differently.
+    Whole tensors are needed on rank ``source`` alone; the others pass None and get their parts
+    piece by piece (`parallel2d.parallelize.weights.PIECE_BYTES`), so none of them ever holds a
+    whole one. `DTensor`s, as ``model.state_dict()`` gives them on every rank, are copied, or
+    redistributed one at a time where they are split differently.
 
     Raises `ConfigError` when names or shapes differ.
     """
@@ -30,15 +31,27 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
         buffers = [(canonical_name(name), buffer) for name, buffer in model.named_buffers()]
         tables = {name: buffer for name, buffer in buffers if name not in persistent}
         # Not part of a state dict: every rank has its own already.
-        full = {canonical_name(name): tensor for name, tensor in state.items()} | tables if state is not None else None
+        full = (
+            {canonical_name(name): tensor for name, tensor in state.items()} | tables
+            if state is not None
+            else None
+        )
         scatter(model, full, source)
         return
     assert state is not None
     given = {canonical_name(name): tensor for name, tensor in state.items()}
-    here: dict[str, Tensor] = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-    wrong = [name for name, tensor in here.items() if name not in given or given[name].shape != tensor.shape]
+    here: dict[str, Tensor] = {
+        canonical_name(name): parameter for name, parameter in model.named_parameters()
+    }
+    wrong = [
+        name
+        for name, tensor in here.items()
+        if name not in given or given[name].shape != tensor.shape
+    ]
     if wrong:
-        raise ConfigError(f"the sharded state does not fit: {', '.join(wrong[:5])}{' ...' if wrong[5:] else ''}")
+        raise ConfigError(
+            f"the sharded state does not fit: {', '.join(wrong[:5])}{' ...' if wrong[5:] else ''}"
+        )
     for name, tensor in here.items():
         copy_part(tensor, given[name])
     for name, buffer in model.named_buffers():
@@ -48,8 +61,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
 
 @torch.no_grad()
 def copy_part(tensor: Tensor, other: Tensor) -> None:
-    """Copies ``other``, of the same whole shape, into ``tensor``; a `DTensor` that is split differently is redistributed first, or, on
-    another mesh, made whole for a moment."""
+    """Copies ``other``, of the same whole shape, into ``tensor``; a `DTensor` that is split
+    differently is redistributed first, or, on another mesh, made whole for a moment."""
     if isinstance(tensor, DTensor) and isinstance(other, DTensor):
         if other.device_mesh != tensor.device_mesh:
             copy_slice(tensor, other.full_tensor())

@@ -1,7 +1,8 @@
-"""Whole parameters for a moment: `summon_full_params` and `apply_full`, to look at or change what is sharded.
+"""Whole parameters for a moment: `summon_full_params` and `apply_full`, to look at or change what
+is sharded.
 
-A parallelized model flows in; inside the context its parameters are plain whole tensors, afterwards they are sharded again, with the
-changes where they are wanted.
+A parallelized model flows in; inside the context its parameters are plain whole tensors, afterwards
+they are sharded again, with the changes where they are wanted.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Inside, the parameters of ``model``, a parallelized model or a module of one, are whole plain tensors. Collective.
+    """Inside, the parameters of ``model``, a parallelized model or a module of one, are whole plain
+    tensors. Collective.
 
     Args:
         recurse: also those of submodules; False: only those that ``model`` owns itself.
-        writeback: changes made inside are kept, each rank's part of its own copy (they must be equal on all ranks); with
-            ``rank0_only`` those of rank 0, sent to the others. False: they are dropped.
-        rank0_only: other ranks keep their sharded parameters and pay the memory of one whole parameter, while it is gathered.
+        writeback: changes made inside are kept, each rank's part of its own copy (they must be
+            equal on all ranks); with ``rank0_only`` those of rank 0, sent to the others. False:
+            they are dropped.
+        rank0_only: other ranks keep their sharded parameters and pay the memory of one whole
+            parameter, while it is gathered.
         offload_to_cpu: whole tensors are moved to CPU memory one by one.
         with_grads: ``.grad`` is whole as well, and written back like the parameters.
 
-    Call neither forward nor backward inside: the hooks expect sharded parameters. Memory: the whole parameters (and gradients) of
-    what is summoned. Raises `ConfigError` inside another such context on the same parameters.
+    Call neither forward nor backward inside: the hooks expect sharded parameters. Memory: the whole
+    parameters (and gradients) of what is summoned. Raises `ConfigError` inside another such context
+    on the same parameters.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -54,7 +59,10 @@ def summon_full_params(
             if parameter is None:
                 continue
             if hasattr(parameter, _MARK):
-                raise ConfigError(f"summon_full_params: {name} of {type(module).__name__} is whole already, in an outer context")
+                raise ConfigError(
+                    f"summon_full_params: {name} of {type(module).__name__} is whole already, in "
+                    "an outer context"
+                )
             places.setdefault(id(parameter), []).append((module, name))
             sharded[id(parameter)] = parameter
     keep = not rank0_only or dist.get_rank() == 0
@@ -62,7 +70,11 @@ def summon_full_params(
     with torch.no_grad():
         for key, parameter in sharded.items():
             full = _gather(parameter, keep, offload_to_cpu)
-            gradient = _gather(parameter.grad, keep, offload_to_cpu) if with_grads and parameter.grad is not None else None
+            gradient = (
+                _gather(parameter.grad, keep, offload_to_cpu)
+                if with_grads and parameter.grad is not None
+                else None
+            )
             if full is not None:
                 whole[key] = nn.Parameter(full, parameter.requires_grad)
                 setattr(whole[key], _MARK, True)
@@ -84,15 +96,19 @@ def summon_full_params(
                 changed = whole.get(key)
                 _write(parameter, changed.detach() if changed is not None else None, rank0_only)
                 if with_grads and parameter.grad is not None:
-                    _write(parameter.grad, changed.grad if changed is not None else None, rank0_only)
+                    _write(
+                        parameter.grad, changed.grad if changed is not None else None, rank0_only
+                    )
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
-    """``model.apply(function)`` with whole parameters: children first, one module's own parameters at a time. Collective.
+    """``model.apply(function)`` with whole parameters: children first, one module's own parameters
+    at a time. Collective.
 
-    ``function(module)`` sees the parameters that ``module`` owns itself as plain whole tensors, those below it sharded. It must do the
-    same on every rank, random numbers included; each rank keeps its part of its own result. Memory: the parameters of the module that
-    owns most. Returns ``model``.
+    ``function(module)`` sees the parameters that ``module`` owns itself as plain whole tensors,
+    those below it sharded. It must do the same on every rank, random numbers included; each rank
+    keeps its part of its own result. Memory: the parameters of the module that owns most. Returns
+    ``model``.
     """
     for child in model.children():
         apply_full(child, function)
@@ -102,11 +118,15 @@ def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.
 
 
 def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(canonical name, module) of the modules with a hook that gathers parameters, ``model`` itself (name ``""``) included.
+    """(canonical name, module) of the modules with a hook that gathers parameters, ``model`` itself
+    (name ``""``) included.
 
-    One per bucket, and one per module of a bucket of several. The order is that of ``named_modules``.
+    One per bucket, and one per module of a bucket of several. The order is that of
+    ``named_modules``.
     """
-    found: list[tuple[str, nn.Module]] = [(canonical_name(name), module) for name, module in model.named_modules()]
+    found: list[tuple[str, nn.Module]] = [
+        (canonical_name(name), module) for name, module in model.named_modules()
+    ]
     return [(name, module) for name, module in found if isinstance(module, FSDPModule)]
 
 
@@ -118,7 +138,8 @@ def _gather(tensor: Tensor, keep: bool, offload: bool) -> Tensor | None:
     if not keep:
         return None
     moved = full.cpu() if offload else full
-    # With one rank, or unsharded, "whole" may be the parameter's own storage, in which a change could not be dropped.
+    # With one rank, or unsharded, "whole" may be the parameter's own storage, in which a change
+    # could not be dropped.
     return moved.clone() if moved.untyped_storage().data_ptr() == _storage(tensor) else moved
 
 

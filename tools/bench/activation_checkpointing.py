@@ -18,7 +18,15 @@ from typing import Any
 
 import torch
 
-LLAMA = {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 704, "vocab_size": 320, "max_seq_len": 256}
+LLAMA = {
+    "dim": 256,
+    "n_layers": 6,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "hidden_dim": 704,
+    "vocab_size": 320,
+    "max_seq_len": 256,
+}
 BATCH = 2
 
 
@@ -44,10 +52,14 @@ def build(config: Any, compiled: bool) -> torch.nn.Module:
 
 def allocated(run: Any) -> tuple[float, float, Any]:
     """MiB that ``run()`` leaves allocated, the most it had allocated at once, and its result."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         result = run()
     assert profile.profiler is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -58,14 +70,19 @@ def allocated(run: Any) -> tuple[float, float, Any]:
 def main() -> int:
     from parallel2d.config import ActivationCheckpointingConfig as Config
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="steps of each mode that are timed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = {
         "none": (Config(), False),
         "selective": (Config("selective"), False),
-        "selective, keep=[scaled_dot_product_*]": (Config("selective", keep=["scaled_dot_product_*"]), False),
+        "selective, keep=[scaled_dot_product_*]": (
+            Config("selective", keep=["scaled_dot_product_*"]),
+            False,
+        ),
         "full, blocks=[FeedForward]": (Config("full", blocks=["FeedForward"]), False),
         "full, every=2": (Config("full", every=2), False),
         "full": (Config("full"), False),
@@ -74,7 +91,12 @@ def main() -> int:
         "budget, memory_budget=0, compile": (Config("budget", memory_budget=0.0), True),
     }
     models = {name: build(*case) for name, case in cases.items()}
-    tokens = torch.randint(0, LLAMA["vocab_size"], (BATCH, LLAMA["max_seq_len"]), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0,
+        LLAMA["vocab_size"],
+        (BATCH, LLAMA["max_seq_len"]),
+        generator=torch.Generator().manual_seed(0),
+    )
 
     def forward(model: torch.nn.Module) -> torch.Tensor:
         return model(tokens).float().square().mean()
@@ -94,7 +116,9 @@ def main() -> int:
             begin = time.process_time()
             step(model)
             seconds[name].append(time.process_time() - begin)
-    print("| activation_checkpointing | kept for backward, MiB | peak of a step, MiB | CPU-s per step |")
+    print(
+        "| activation_checkpointing | kept for backward, MiB | peak of a step, MiB | CPU-s per step |"
+    )
     print("|---|---|---|---|")
     for name, (kept, peak) in rows.items():
         print(f"| {name} | {kept:.1f} | {peak:.1f} | {statistics.median(seconds[name]):.3f} |")

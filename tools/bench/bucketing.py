@@ -29,7 +29,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WORLD, SEQ, BATCH = 4, 64, 2
-LLAMA = {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 704, "vocab_size": 320, "max_seq_len": SEQ}
+LLAMA = {
+    "dim": 256,
+    "n_layers": 6,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "hidden_dim": 704,
+    "vocab_size": 320,
+    "max_seq_len": SEQ,
+}
 KINDS = ("allgather", "reduce_scatter", "allreduce")
 
 
@@ -41,10 +49,16 @@ class Collectives(TorchDispatchMode):
         self.calls: dict[str, int] = defaultdict(int)
         self.bytes: dict[str, int] = defaultdict(int)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.namespace == "c10d":
             kind = next(kind for kind in KINDS if kind in str(function))
-            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            tensors = [
+                t
+                for t in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(t, torch.Tensor)
+            ]
             self.calls[kind] += 1
             self.bytes[kind] += max(t.nbytes for t in tensors)
         return function(*args, **(kwargs or {}))
@@ -59,7 +73,9 @@ class SlowLink(AllGather):
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
         self.free = max(self.free, time.perf_counter()) + self.seconds
         work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         if async_op:
@@ -96,7 +112,9 @@ def build(bucketing: Any, forward: int, backward: int) -> torch.nn.Module:
     with build_on_meta():
         model = Llama(**LLAMA)
     config = ParallelConfig("hybrid", bucketing, prefetch=PrefetchConfig(forward, backward))
-    return parallelize(model, build_mesh(MeshSpec(), "hybrid"), config, seed=0, init=model.init_weights)
+    return parallelize(
+        model, build_mesh(MeshSpec(), "hybrid"), config, seed=0, init=model.init_weights
+    )
 
 
 def step(model: torch.nn.Module, tokens: torch.Tensor) -> None:
@@ -111,10 +129,14 @@ def peak_mib(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 
 
 def _peak(model: torch.nn.Module, tokens: torch.Tensor) -> float:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step(model, tokens)
     assert profile.profiler is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -122,7 +144,9 @@ def _peak(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     return peak / 2**20
 
 
-def take_turns(models: dict[Any, torch.nn.Module], tokens: torch.Tensor, rounds: int) -> dict[Any, tuple[float, float]]:
+def take_turns(
+    models: dict[Any, torch.nn.Module], tokens: torch.Tensor, rounds: int
+) -> dict[Any, tuple[float, float]]:
     """Median of CPU-seconds (all ranks) and least wall seconds of a step, per model."""
     cpu: dict[Any, list[float]] = defaultdict(list)
     wall: dict[Any, list[float]] = defaultdict(list)
@@ -149,7 +173,11 @@ def bucketing_table(tokens: torch.Tensor, rounds: int, say: Any) -> None:
         "size 8": BucketingConfig("size", 8.0),
         "size inf": BucketingConfig("size", float("inf")),
     }
-    models = {(name, ahead): build(case, ahead, ahead) for name, case in cases.items() for ahead in (0, 1, 2)}
+    models = {
+        (name, ahead): build(case, ahead, ahead)
+        for name, case in cases.items()
+        for ahead in (0, 1, 2)
+    }
     rows = {}
     for key, model in models.items():
         step(model, tokens)
@@ -157,13 +185,17 @@ def bucketing_table(tokens: torch.Tensor, rounds: int, say: Any) -> None:
             step(model, tokens)
         rows[key] = (seen, peak_mib(model, tokens))
     times = take_turns(models, tokens, rounds)
-    say("| bucketing | prefetch | all-gathers | reduce-scatters | all-reduces | KiB per all-gather | peak MiB | CPU-s per step |")
+    say(
+        "| bucketing | prefetch | all-gathers | reduce-scatters | all-reduces | KiB per all-gather | peak MiB | CPU-s per step |"
+    )
     say("|---|---|---|---|---|---|---|---|")
     for (name, ahead), (seen, peak) in rows.items():
         calls = [seen.calls[kind] for kind in KINDS]
         size = seen.bytes["allgather"] / 2**10 / calls[0]
         counts = " | ".join(map(str, calls))
-        say(f"| {name} | {ahead} | {counts} | {size:.0f} | {peak:.1f} | {times[name, ahead][0]:.3f} |")
+        say(
+            f"| {name} | {ahead} | {counts} | {size:.0f} | {peak:.1f} | {times[name, ahead][0]:.3f} |"
+        )
 
 
 def overlap_table(tokens: torch.Tensor, rounds: int, link_ms: float, say: Any) -> None:
@@ -182,11 +214,15 @@ def overlap_table(tokens: torch.Tensor, rounds: int, link_ms: float, say: Any) -
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(link)
     slow = take_turns(models, tokens, rounds)
-    say(f"\n| forward, backward | all-gathers | CPU-s per step | s per step | s per step, {link_ms:g} ms per all-gather |")
+    say(
+        f"\n| forward, backward | all-gathers | CPU-s per step | s per step | s per step, {link_ms:g} ms per all-gather |"
+    )
     say("|---|---|---|---|---|")
     for (forward, backward, blocking), (cpu, wall) in plain.items():
         kind = "block" if blocking else "asynchronous"
-        say(f"| {forward}, {backward} | {kind} | {cpu:.3f} | {wall:.3f} | {slow[forward, backward, blocking][1]:.3f} |")
+        say(
+            f"| {forward}, {backward} | {kind} | {cpu:.3f} | {wall:.3f} | {slow[forward, backward, blocking][1]:.3f} |"
+        )
 
 
 def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
@@ -194,7 +230,9 @@ def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     store = dist.FileStore(os.path.join(folder, "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     say = (lambda line: print(line, flush=True)) if rank == 0 else (lambda _line: None)
-    tokens = torch.randint(0, LLAMA["vocab_size"], (BATCH, SEQ), generator=torch.Generator().manual_seed(rank))
+    tokens = torch.randint(
+        0, LLAMA["vocab_size"], (BATCH, SEQ), generator=torch.Generator().manual_seed(rank)
+    )
     if arguments.table in ("both", "bucketing"):
         bucketing_table(tokens, arguments.rounds, say)
     if arguments.table in ("both", "overlap"):
@@ -204,9 +242,13 @@ def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6, help="steps of each model that are timed")
-    parser.add_argument("--link-ms", type=float, default=10.0, help="milliseconds that an emulated all-gather takes")
+    parser.add_argument(
+        "--link-ms", type=float, default=10.0, help="milliseconds that an emulated all-gather takes"
+    )
     parser.add_argument("--table", choices=("both", "bucketing", "overlap"), default="both")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

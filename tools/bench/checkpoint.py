@@ -47,7 +47,9 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    state = 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    state = 3 * sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters()
+    )
 
     savers = {
         name: Checkpointer(
@@ -60,7 +62,11 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
         for name in ("synchronous", "asynchronous")
     }
     savers["memory"] = Checkpointer(
-        CheckpointConfig(every=0, memory_every=1), os.path.join(folder, "memory"), mesh, model, optimizer
+        CheckpointConfig(every=0, memory_every=1),
+        os.path.join(folder, "memory"),
+        mesh,
+        model,
+        optimizer,
     )
     blocked: dict[str, list[float]] = {name: [] for name in savers}
     published: dict[str, list[float]] = {name: [] for name in savers}
@@ -82,7 +88,13 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
     restored = time.perf_counter() - begin
     dist.barrier()
     in_memory = used(os.environ[VARIABLE])
-    again = Checkpointer(CheckpointConfig(every=0, memory_every=1), os.path.join(folder, "memory"), mesh, model, optimizer)
+    again = Checkpointer(
+        CheckpointConfig(every=0, memory_every=1),
+        os.path.join(folder, "memory"),
+        mesh,
+        model,
+        optimizer,
+    )
     dist.barrier()
     begin = time.perf_counter()
     found = again.restore(restarted=True)
@@ -102,18 +114,25 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, default=64, help="MiB of parameters")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="where to save; default: the temporary folder")
+    parser.add_argument(
+        "--folder", default=None, help="where to save; default: the temporary folder"
+    )
     parser.add_argument("--memory", default="/dev/shm", help="where copies in memory go")
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.folder)
     os.environ[VARIABLE] = memory = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.memory)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=measure, args=(rank, options, folder, results)) for rank in range(options.ranks)]
+    ranks = [
+        context.Process(target=measure, args=(rank, options, folder, results))
+        for rank in range(options.ranks)
+    ]
     try:
         for process in ranks:
             process.start()
-        blocked, published, restored, restored_memory, written, in_memory, state = results.get(timeout=600)
+        blocked, published, restored, restored_memory, written, in_memory, state = results.get(
+            timeout=600
+        )
         for process in ranks:
             process.join()
     finally:
@@ -121,14 +140,18 @@ def main() -> None:
             process.kill()
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(memory, ignore_errors=True)
-    print(f"{options.ranks} ranks, {state / 2**20:.0f} MiB of state, {options.rounds} rounds after the first\n")
+    print(
+        f"{options.ranks} ranks, {state / 2**20:.0f} MiB of state, {options.rounds} rounds after the first\n"
+    )
     print("| save | loop blocked: first | median | worst | until published: median |")
     print("|---|---|---|---|---|")
     for name in blocked:
         first, *rest = blocked[name]
         print(f"| {name} | {first:.3f} s | {statistics.median(rest):.3f} s | {max(rest):.3f} s "
               f"| {statistics.median(published[name][1:]):.3f} s |")  # fmt: skip
-    ratio = statistics.median(blocked["asynchronous"][1:]) / statistics.median(blocked["synchronous"][1:])
+    ratio = statistics.median(blocked["asynchronous"][1:]) / statistics.median(
+        blocked["synchronous"][1:]
+    )
     print(f"\nblocked, asynchronous over synchronous: {ratio:.3f}")
     ratio = statistics.median(blocked["memory"][1:]) / statistics.median(blocked["synchronous"][1:])
     print(f"blocked, memory over synchronous: {ratio:.3f}")

@@ -42,7 +42,10 @@ ROUNDS = 5
 
 def cpu_seconds() -> float:
     """CPU seconds of this process and of the children it waited for."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    own, children = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
@@ -60,7 +63,9 @@ def rate(function: Callable[[int], object], tokens: int, seconds: float) -> floa
 
 def reader(folder: Path, seconds: float) -> None:
     """Tokens per second of `SampleStream.read` and of slicing a memmap."""
-    print("| micro-batch | memmap slicing | reader | reader without hash | share |\n|---|---|---|---|---|")
+    print(
+        "| micro-batch | memmap slicing | reader | reader without hash | share |\n|---|---|---|---|---|"
+    )
     for rows, length in ((8, 128), (8, 2048), (1, 8192)):
         stream = open_data(DataConfig(cache_dir=str(folder)), seq_len=length, seed=0).train
         store = next(iter(Path(folder).glob("stdlib-*")))
@@ -102,7 +107,9 @@ def feed(folder: Path) -> None:
     weight = torch.randn(512, 512)
     for batch, length in ((32, 128), (32, 2048)):
         stream = open_data(DataConfig(cache_dir=str(folder)), seq_len=length, seed=0).train
-        plan = BatchPlan(global_batch_size=batch, micro_batch_size="auto", data_rank=0, data_ranks=1)
+        plan = BatchPlan(
+            global_batch_size=batch, micro_batch_size="auto", data_rank=0, data_ranks=1
+        )
         batches = BatchFeed(stream, plan, "cpu")
         waits, steps = [], []
         for _ in range(200):
@@ -127,10 +134,17 @@ def preparing(folder: Path) -> None:
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     special = ["<|endoftext|>"]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=4096, special_tokens=special, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=4096, special_tokens=special, show_progress=False
+    )
     units = plan_units(standard_library())
     options = ReadOptions(document_bytes=1 << 30)
-    texts = [item.text for unit in units for item in read_unit(unit, options) if isinstance(item, Document)]
+    texts = [
+        item.text
+        for unit in units
+        for item in read_unit(unit, options)
+        if isinstance(item, Document)
+    ]
     library.train_from_iterator(texts[:100], trainer)
     library.save(str(folder / "tokenizer.json"))
     size = sum(len(text.encode()) for text in texts) / 1e6
@@ -151,7 +165,9 @@ def preparing(folder: Path) -> None:
             prepare(units, PrepareOptions(name, read=options), output, source="stdlib")
             whole.append(cpu_seconds() - begin)
         one, other = statistics.median(alone), statistics.median(whole)
-        print(f"| {tokenizer.name} | {size / one:.1f} MB/s | {size / other:.1f} MB/s | {one / other:.2f} |")
+        print(
+            f"| {tokenizer.name} | {size / one:.1f} MB/s | {size / other:.1f} MB/s | {one / other:.2f} |"
+        )
 
 
 def tensor_group(folder: Path) -> None:
@@ -172,7 +188,9 @@ def tensor_group(folder: Path) -> None:
                     tensors = torch.empty(2, rows, length, dtype=torch.int64)
                 else:
                     batch = stream.read(range(step * rows, (step + 1) * rows))
-                    tensors = torch.stack([batch.inputs, batch.targets]) if broadcast else batch.inputs
+                    tensors = (
+                        torch.stack([batch.inputs, batch.targets]) if broadcast else batch.inputs
+                    )
                 if broadcast:
                     dist.broadcast(tensors, src=0)
                 times[broadcast].append(time.perf_counter() - begin)
@@ -188,7 +206,9 @@ def main() -> None:
     """Runs every measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=2.0, help="per measured rate")
-    parser.add_argument("--folder", type=Path, help="where data is prepared; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where data is prepared; default: a temporary folder"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:

@@ -51,7 +51,9 @@ def main() -> None:
             writer.begin(0)
             cost = microseconds(lambda writer=writer: writer.write({**row, "step": 1}, [1.0] * 4))  # type: ignore[misc]
             writer.close()
-            print(f"a row written          {cost:8.1f}   {'with' if tensorboard else 'without'} TensorBoard")
+            print(
+                f"a row written          {cost:8.1f}   {'with' if tensorboard else 'without'} TensorBoard"
+            )
         dist.destroy_process_group()
 
 

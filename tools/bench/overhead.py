@@ -30,7 +30,11 @@ from torch.distributed.fsdp import fully_shard
 SEQ, MICRO, GLOBAL = 128, 8, 32
 WORLD = 4
 OTHERS = {  # this trainer once more, with these words
-    "unmeasured": ["metrics.communication=false", "metrics.tensorboard=false", "metrics.log_every=1000"],
+    "unmeasured": [
+        "metrics.communication=false",
+        "metrics.tensorboard=false",
+        "metrics.log_every=1000",
+    ],
     "torch": ["sync.engine=torch"],
 }
 
@@ -52,7 +56,9 @@ class HandWritten:
         for block in self.model.layers:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
         self.stream, self.plan, self.position = stream, plan, 0
 
     def step(self) -> None:
@@ -130,7 +136,9 @@ def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> A
         return Ours(folder, words, Place(rank, WORLD, rank, 0, 1, "torchrun"))
     config = compose_config(words)
     model = {k: v for k, v in vars(config.model).items() if k != "family"}
-    plan = plan_batches(config, MeshShape(replicate=2, shard=2, tensor=1), data_rank=rank, pad=False)
+    plan = plan_batches(
+        config, MeshShape(replicate=2, shard=2, tensor=1), data_rank=rank, pad=False
+    )
     return HandWritten(model, open_training_data(config, build_model(config.model)).train, plan)
 
 
@@ -160,7 +168,9 @@ def start(kind: str, arguments: argparse.Namespace, folder: str) -> list[tuple[A
     workers = []
     for rank in range(WORLD):
         ours, theirs = context.Pipe()
-        process = context.Process(target=worker, args=(kind, rank, arguments, folder, theirs), daemon=True)
+        process = context.Process(
+            target=worker, args=(kind, rank, arguments, folder, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         workers.append((process, ours))
@@ -177,11 +187,15 @@ def turn(workers: list[tuple[Any, Any]], steps: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--against", choices=("hand-written", *OTHERS), default="hand-written")
-    parser.add_argument("overrides", nargs="*", help="config overrides for the trainer, as for parallel2d.train")
+    parser.add_argument(
+        "overrides", nargs="*", help="config overrides for the trainer, as for parallel2d.train"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         worlds = {kind: start(kind, arguments, folder) for kind in (arguments.against, "ours")}
@@ -202,7 +216,9 @@ def main() -> int:
                 process.join()
         median = statistics.median(used["ours"] / used[arguments.against] for used in pairs)
         total = sum(used["ours"] for used in pairs) / sum(used[arguments.against] for used in pairs)
-        print(f"CPU-seconds per step, all ranks: median ratio {median:.4f}, ratio of sums {total:.4f}")
+        print(
+            f"CPU-seconds per step, all ranks: median ratio {median:.4f}, ratio of sums {total:.4f}"
+        )
     return 0
 
 

@@ -27,7 +27,9 @@ def main() -> int:
         for strategy in ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid"):
             for tensor in (1, 2):
                 config = {"strategy": strategy, "precision": precision}
-                losses = pools.run(4, training.train, {"tensor": tensor}, config, steps=STEPS)[0]["losses"]
+                losses = pools.run(4, training.train, {"tensor": tensor}, config, steps=STEPS)[0][
+                    "losses"
+                ]
                 worst = max(abs(a - b) / b for a, b in zip(losses, exact, strict=True))
                 print(f"{precision:17} {strategy:13} {tensor}       {worst:.2e}", flush=True)
     pools.close()

@@ -38,7 +38,14 @@ def build() -> nn.Module:
     from parallel2d.models.llama import Llama
 
     torch.manual_seed(0)
-    sizes = {"dim": DIM, "n_layers": LAYERS, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 3 * DIM, "max_seq_len": SEQ}
+    sizes = {
+        "dim": DIM,
+        "n_layers": LAYERS,
+        "n_heads": 8,
+        "n_kv_heads": 8,
+        "hidden_dim": 3 * DIM,
+        "max_seq_len": SEQ,
+    }
     return Llama(vocab_size=VOCABULARY, **sizes)
 
 
@@ -51,7 +58,9 @@ def stepper(strategy: str, engine: str) -> Callable[[], None]:
     settings = ParallelConfig(strategy, sync=SyncConfig(engine=engine), allow_cross_node=True)
     model = parallelize(build(), mesh, settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    tokens = torch.randint(0, VOCABULARY, (1, SEQ + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
+    tokens = torch.randint(
+        0, VOCABULARY, (1, SEQ + 1), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
 
     def step() -> None:
         F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -98,7 +107,9 @@ def worker(rounds: int, steps: int, trace: str | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     elements = sum(parameter.numel() for parameter in build().parameters())
-    kinds = {name: stepper(*layout) for name, layout in LAYOUTS.items()} | {"bare wire": bare_wire(elements)}
+    kinds = {name: stepper(*layout) for name, layout in LAYOUTS.items()} | {
+        "bare wire": bare_wire(elements)
+    }
     for step in kinds.values():
         step()
     found: dict[str, list[tuple[list[float], float]]] = {name: [] for name in kinds}
@@ -113,7 +124,10 @@ def worker(rounds: int, steps: int, trace: str | None) -> None:
             profile.export_chrome_trace(os.path.join(trace, "slow_link.json"))
             found_in_trace = overlap(profile)
     if dist.get_rank() == 0:
-        print(MARK + json.dumps({"elements": elements, "found": found, "overlap": found_in_trace}), flush=True)
+        print(
+            MARK + json.dumps({"elements": elements, "found": found, "overlap": found_in_trace}),
+            flush=True,
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -124,21 +138,41 @@ def overlap(profile: torch.profiler.profile) -> str:
     first = events[0].time_range.start
     buckets = [event for event in events if event.name.startswith("replicate: bucket")]
     begun = ", ".join(f"{(event.time_range.start - first) / 1000:.0f}" for event in buckets)
-    reduced = max(event.time_range.end for event in events if event.name.startswith("FSDP::post_backward_reduce"))
+    reduced = max(
+        event.time_range.end
+        for event in events
+        if event.name.startswith("FSDP::post_backward_reduce")
+    )
     return f"buckets begin after {begun} ms; backward has reduced its last group after {(reduced - first) / 1000:.0f} ms"
 
 
 def table(elements: int, found: dict[str, list[tuple[list[float], float]]], overlap: str) -> str:
-    medians = {name: statistics.median(t for seconds, _ in rounds for t in seconds) for name, rounds in found.items()}
-    units = {name: statistics.mean(sent for _, sent in rounds) / (4 * elements) for name, rounds in found.items()}
+    medians = {
+        name: statistics.median(t for seconds, _ in rounds for t in seconds)
+        for name, rounds in found.items()
+    }
+    units = {
+        name: statistics.mean(sent for _, sent in rounds) / (4 * elements)
+        for name, rounds in found.items()
+    }
     rows = [
-        f"| {name} | {medians[name]:.3f} | {medians[name] / medians['flat sharding']:.3f} | {units[name]:.3f} |" for name in found
+        f"| {name} | {medians[name]:.3f} | {medians[name] / medians['flat sharding']:.3f} | {units[name]:.3f} |"
+        for name in found
     ]
-    return "\n".join([overlap, "| layout | step (s) | share of flat | sent per node (gradients) |", "|---|---|---|---|", *rows])
+    return "\n".join(
+        [
+            overlap,
+            "| layout | step (s) | share of flat | sent per node (gradients) |",
+            "|---|---|---|---|",
+            *rows,
+        ]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--ranks", type=int, default=2, help="per node")
     parser.add_argument("--rounds", type=int, default=4)
@@ -152,7 +186,14 @@ def main() -> int:
     from tools.cluster import Cluster
 
     root = Path(__file__).resolve().parents[2]
-    words = [__file__, "--worker", "--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
+    words = [
+        __file__,
+        "--worker",
+        "--rounds",
+        str(arguments.rounds),
+        "--steps",
+        str(arguments.steps),
+    ]
     if arguments.trace:
         os.makedirs(arguments.trace, exist_ok=True)
         words += ["--trace", os.path.abspath(arguments.trace)]

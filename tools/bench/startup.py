@@ -19,7 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
-TRAIN = (sys.executable, "-m", "parallel2d.train", "strategy=hybrid", "launch.nproc_per_node=4", "metrics.console=silent")
+TRAIN = (
+    sys.executable,
+    "-m",
+    "parallel2d.train",
+    "strategy=hybrid",
+    "launch.nproc_per_node=4",
+    "metrics.console=silent",
+)
 HERE = Path(__file__).resolve().parents[2]
 
 
@@ -31,7 +38,9 @@ def start_up(checkout: Path) -> float:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         words = [*TRAIN, "train.steps=2", f"hydra.run.dir={folder}/run"]
-        subprocess.run(words, cwd=checkout, env=environment(checkout), check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            words, cwd=checkout, env=environment(checkout), check=True, stderr=subprocess.DEVNULL
+        )
         return time.monotonic() - begin
 
 
@@ -53,13 +62,24 @@ def children(process: int) -> list[int]:
 def restart(checkout: Path) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        words = [*TRAIN, "train.steps=1000000", "checkpoint.every=10", "metrics.log_every=1", "launch.max_restarts=5"]
+        words = [
+            *TRAIN,
+            "train.steps=1000000",
+            "checkpoint.every=10",
+            "metrics.log_every=1",
+            "launch.max_restarts=5",
+        ]
         job = subprocess.Popen(
-            [*words, f"hydra.run.dir={run}"], cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL
+            [*words, f"hydra.run.dir={run}"],
+            cwd=checkout,
+            env=environment(checkout),
+            stderr=subprocess.DEVNULL,
         )
         while last_row(run)["step"] < 15:
             time.sleep(0.05)
-        rank = next(p for p in children(job.pid) if Path(f"/proc/{p}/comm").read_text().strip() == "rank 1")
+        rank = next(
+            p for p in children(job.pid) if Path(f"/proc/{p}/comm").read_text().strip() == "rank 1"
+        )
         os.kill(rank, signal.SIGKILL)
         while not last_row(run)["goodput/lost_restart_s"]:
             time.sleep(0.05)
@@ -70,7 +90,9 @@ def restart(checkout: Path) -> float:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("--against", type=Path, metavar="FOLDER")
     words.add_argument("--rounds", type=int, default=6)
     options = words.parse_args()
@@ -82,7 +104,10 @@ def main() -> None:
             for checkout, folder in checkouts.items():
                 seconds[checkout].append(measure(folder))
         for checkout, found in seconds.items():
-            print(f"| {name} | {checkout} | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} |", flush=True)
+            print(
+                f"| {name} | {checkout} | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def client(kind: str, address: str, secret: str, number: int, seconds: float, an
 def measure(kind: str, address: str, secret: str, clients: int, seconds: float) -> float:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    processes = [context.Process(target=client, args=(kind, address, secret, n, seconds, answers)) for n in range(clients)]
+    processes = [
+        context.Process(target=client, args=(kind, address, secret, n, seconds, answers))
+        for n in range(clients)
+    ]
     for process in processes:
         process.start()
     total = sum(answers.get(timeout=120) for _ in processes)
@@ -52,7 +55,9 @@ def measure(kind: str, address: str, secret: str, clients: int, seconds: float) 
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("--clients", type=int, default=4)
     words.add_argument("--seconds", type=float, default=2.0)
     options = words.parse_args()
@@ -63,11 +68,17 @@ def main() -> None:
     ours = StoreServer.at("127.0.0.1", 0, secret)
     with tempfile.TemporaryDirectory() as folder:
         within = StoreServer.within(folder, secret)
-        rows = [("torch's TCPStore", "torch", f"127.0.0.1:{torchs.port}"), ("ours, TCP", "ours", ours.address)]
+        rows = [
+            ("torch's TCPStore", "torch", f"127.0.0.1:{torchs.port}"),
+            ("ours, TCP", "ours", ours.address),
+        ]
         rows.append(("ours, Unix socket", "ours", within.address))
         print(f"| store | requests per second, {options.clients} clients |\n|---|---|")
         for name, kind, address in rows:
-            print(f"| {name} | {measure(kind, address, secret, options.clients, options.seconds):,.0f} |", flush=True)
+            print(
+                f"| {name} | {measure(kind, address, secret, options.clients, options.seconds):,.0f} |",
+                flush=True,
+            )
         within.close()
     ours.close()
 

@@ -35,7 +35,9 @@ def why_not() -> str | None:
     """Why no cluster can be made on this machine, in one line; None if nothing that can be seen without trying is missing."""
     if sys.platform != "linux":
         return "nodes are Linux network namespaces; this is not Linux"
-    missing = [program for program in ("ip", "tc", "unshare", "nsenter") if shutil.which(program) is None]
+    missing = [
+        program for program in ("ip", "tc", "unshare", "nsenter") if shutil.which(program) is None
+    ]
     if missing:
         return f"nodes need the programs {', '.join(missing)} (iproute2, util-linux), which are not installed here"
     if os.geteuid() != 0:
@@ -71,7 +73,9 @@ class Cluster:
     ) -> None:
         self.ranks = [ranks] * nodes if isinstance(ranks, int) else list(ranks)
         if not 1 <= nodes <= 200 or len(self.ranks) != nodes or min(self.ranks) < 1:
-            raise ClusterError(f"nodes={nodes} ranks={ranks}: 1 to 200 nodes, and at least one rank for each")
+            raise ClusterError(
+                f"nodes={nodes} ranks={ranks}: 1 to 200 nodes, and at least one rank for each"
+            )
         if store not in ("node0", "outside"):
             raise ClusterError(f"store={store} must be node0 or outside")
         self.rate = parse_rate(rate)
@@ -99,7 +103,12 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self.open()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def open(self) -> Cluster:
@@ -115,18 +124,25 @@ class Cluster:
             self.network.create()
             lines = ["127.0.0.1 localhost"]
             for host, link in self.network.links.items():
-                lines += [f"{link.address} {host}", f"::ffff:{link.address} {host}.peer"]  # the latter: as IPv6 sockets see it
+                lines += [
+                    f"{link.address} {host}",
+                    f"::ffff:{link.address} {host}.peer",
+                ]  # the latter: as IPv6 sockets see it
             names = self._folder / "hosts"
             names.write_text("\n".join(lines) + "\n")
             machines = [
-                Node(host, link.address, self.network.namespace(host), self._folder / "nodes", names)
+                Node(
+                    host, link.address, self.network.namespace(host), self._folder / "nodes", names
+                )
                 for host, link in self.network.links.items()
             ]
             self.nodes = machines[: len(self._names)]
             self._store = machines[-1] if self.store_outside else None
             for machine in machines:
                 machine.boot()
-                self._logs[machine.name] = (self.output / f"{machine.name}.log").open("wb", buffering=0)
+                self._logs[machine.name] = (self.output / f"{machine.name}.log").open(
+                    "wb", buffering=0
+                )
             for index in range(len(self.nodes)):
                 self.set_rate(index, self.rate)
             self._begun = time.monotonic()
@@ -162,7 +178,15 @@ class Cluster:
         assert self._store is not None
         log = self.output / f"{STORE}.log"
         before = log.stat().st_size
-        ours = ["-m", "parallel2d.launch", "store", "--host", self._store.address, "--port", str(PORT)]
+        ours = [
+            "-m",
+            "parallel2d.launch",
+            "store",
+            "--host",
+            self._store.address,
+            "--port",
+            str(PORT),
+        ]
         processes = [
             self._start(self._store, [sys.executable, *words], {}, os.getcwd())
             for words in (ours, ["-c", _STORE_FOR_TORCHRUN, self._store.address, str(PORT + 1)])
@@ -170,7 +194,9 @@ class Cluster:
         while log.read_bytes()[before:].count(b"listens") < len(processes):
             for process in processes:
                 if process.poll() is not None:
-                    raise ClusterError(f"the store ended with {process.wait()}: {log.read_text(errors='replace').strip()}")
+                    raise ClusterError(
+                        f"the store ended with {process.wait()}: {log.read_text(errors='replace').strip()}"
+                    )
             time.sleep(0.05)
 
     # Running
@@ -211,32 +237,47 @@ class Cluster:
             "nodes": len(self.nodes), "min_nodes": min_nodes or len(self.nodes), "job_id": self.tag, "endpoint": self._endpoint(launcher),
             "max_restarts": max_restarts,
         }  # fmt: skip
-        self.job = Job(self, words, launcher, options, environment or {}, os.path.abspath(cwd or os.getcwd()))
+        self.job = Job(
+            self, words, launcher, options, environment or {}, os.path.abspath(cwd or os.getcwd())
+        )
         for node in range(len(self.nodes)):
             self.job.start(node)
         return self.job
 
     def start(
-        self, node: int, words: Sequence[str], *, environment: Mapping[str, str] | None = None, cwd: str | None = None
+        self,
+        node: int,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        cwd: str | None = None,
     ) -> Process:
         """Starts a command on a node; its output goes to the node's log."""
         return self._start(self._node(node), words, environment or {}, cwd or os.getcwd())
 
-    def _start(self, machine: Node, words: Sequence[str], environment: Mapping[str, str], cwd: str) -> Process:
+    def _start(
+        self, machine: Node, words: Sequence[str], environment: Mapping[str, str], cwd: str
+    ) -> Process:
         variables = node_environment({**self.environment, **environment})
         process = machine.start(words, variables, cwd, lambda line: self._write(machine.name, line))
         self._processes.append(process)
         return process
 
-    def execute(self, node: int, words: Sequence[str], *, timeout: float = 60.0, cwd: str | None = None) -> str:
+    def execute(
+        self, node: int, words: Sequence[str], *, timeout: float = 60.0, cwd: str | None = None
+    ) -> str:
         """Runs a command on a node and returns its output. Raises `ClusterError` if it fails."""
         lines: list[bytes] = []
-        process = self._node(node).start(words, node_environment(self.environment), cwd or os.getcwd(), lines.append)
+        process = self._node(node).start(
+            words, node_environment(self.environment), cwd or os.getcwd(), lines.append
+        )
         self._processes.append(process)
         code = process.wait(timeout)
         text = b"".join(lines).decode(errors="replace")
         if code:
-            raise ClusterError(f"{self._node(node).name}: {' '.join(words)} ended with {code}: {text.strip()}")
+            raise ClusterError(
+                f"{self._node(node).name}: {' '.join(words)} ended with {code}: {text.strip()}"
+            )
         return text
 
     def _node(self, index: int) -> Node:
@@ -269,7 +310,11 @@ class Cluster:
         path = self.output / "counters.jsonl"
 
         def describe() -> dict[str, Any]:
-            return {"step": self.job.step()} if self.job is not None and self.job.run_dir is not None else {}
+            return (
+                {"step": self.job.step()}
+                if self.job is not None and self.job.run_dir is not None
+                else {}
+            )
 
         self._series = Series(path, interval, self.counters, describe)
         return path
@@ -277,7 +322,9 @@ class Cluster:
     # Faults
 
     def _event(self, what: str, **details: Any) -> None:
-        self.events.append({"seconds": round(time.monotonic() - self._begun, 3), "fault": what, **details})
+        self.events.append(
+            {"seconds": round(time.monotonic() - self._begun, 3), "fault": what, **details}
+        )
         if self._echo is not None:
             self._echo(
                 f"[cluster] {self.events[-1]['seconds']:8.3f} s  {what} {' '.join(f'{k}={v}' for k, v in details.items())}"
@@ -330,14 +377,22 @@ class Cluster:
     def kill_store(self) -> None:
         """The machine of the rendezvous store dies, and what the store held is lost. Raises `ClusterError` when it is inside node 0."""
         if self._store is None or not self._store.alive:
-            raise ClusterError("there is no store outside of the nodes" if self._store is None else "the store is down already")
+            raise ClusterError(
+                "there is no store outside of the nodes"
+                if self._store is None
+                else "the store is down already"
+            )
         self._store.kill()
         self._event("kill-store")
 
     def restore_store(self) -> None:
         """A new, empty store at the same address."""
         if self._store is None or self._store.alive:
-            raise ClusterError("there is no store outside of the nodes" if self._store is None else "the store is up")
+            raise ClusterError(
+                "there is no store outside of the nodes"
+                if self._store is None
+                else "the store is up"
+            )
         self._store.boot()
         self._start_store()
         self._event("restore-store")

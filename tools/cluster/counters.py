@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Counters = dict[str, dict[str, dict[str, int]]]  # node -> interface (eth0, lo) -> {tx,rx}_{bytes,packets}
+Counters = dict[
+    str, dict[str, dict[str, int]]
+]  # node -> interface (eth0, lo) -> {tx,rx}_{bytes,packets}
 
 
 def difference(after: Counters, before: Counters) -> Counters:
@@ -27,7 +29,13 @@ class Series:
     """Writes a snapshot every ``interval`` seconds, one JSON object per line: ``seconds`` since the start, ``step`` (what
     ``describe`` adds), ``nodes``."""
 
-    def __init__(self, path: Path, interval: float, read: Callable[[], Counters], describe: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        interval: float,
+        read: Callable[[], Counters],
+        describe: Callable[[], dict[str, Any]],
+    ) -> None:
         self._path, self._interval, self._read, self._describe = path, interval, read, describe
         self._begun = time.monotonic()
         self._over = threading.Event()
@@ -38,7 +46,11 @@ class Series:
         due = self._begun
         with self._path.open("a") as file:
             while True:
-                row = {"seconds": round(time.monotonic() - self._begun, 3), **self._describe(), "nodes": self._read()}
+                row = {
+                    "seconds": round(time.monotonic() - self._begun, 3),
+                    **self._describe(),
+                    "nodes": self._read(),
+                }
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 due += self._interval

@@ -85,7 +85,10 @@ class Fault:
         rank = int(values.get("rank", 0))  # type: ignore[call-overload]
         table: dict[str, list[Callable[[], None]]] = {
             "kill-worker": [lambda: cluster.kill_worker(node, rank)],
-            "stop-worker": [lambda: cluster.stop_worker(node, rank), lambda: cluster.continue_worker(node, rank)],
+            "stop-worker": [
+                lambda: cluster.stop_worker(node, rank),
+                lambda: cluster.continue_worker(node, rank),
+            ],
             "continue-worker": [lambda: cluster.continue_worker(node, rank)],
             "kill-node": [
                 lambda: cluster.kill_node(node, power_loss=bool(values.get("power_loss", False))),
@@ -96,9 +99,18 @@ class Fault:
             "restore-store": [cluster.restore_store],
             "partition": [lambda: cluster.partition(node), lambda: cluster.heal(node)],
             "heal": [lambda: cluster.heal(node)],
-            "rate": [lambda: cluster.set_rate(node, str(values["rate"])), lambda: cluster.set_rate(node, cluster.rate)],
-            "loss": [lambda: cluster.set_loss(node, float(str(values["share"]))), lambda: cluster.set_loss(node, 0.0)],
-            "delay": [lambda: cluster.set_delay(node, float(str(values["delay"]))), lambda: cluster.set_delay(node, 0.0)],
+            "rate": [
+                lambda: cluster.set_rate(node, str(values["rate"])),
+                lambda: cluster.set_rate(node, cluster.rate),
+            ],
+            "loss": [
+                lambda: cluster.set_loss(node, float(str(values["share"]))),
+                lambda: cluster.set_loss(node, 0.0),
+            ],
+            "delay": [
+                lambda: cluster.set_delay(node, float(str(values["delay"]))),
+                lambda: cluster.set_delay(node, 0.0),
+            ],
         }
         return table[self.kind][: 2 if "for" in values else 1]
 
@@ -112,7 +124,9 @@ def parse_fault(text: str) -> Fault:
         key, equals, value = word.partition("=")
         if not equals:
             if kind is not None:
-                raise ClusterError(f"--fault {text!r}: {kind} and {word} are two faults; give --fault twice")
+                raise ClusterError(
+                    f"--fault {text!r}: {kind} and {word} are two faults; give --fault twice"
+                )
             kind = word
         elif key == "at":
             when = value
@@ -136,7 +150,9 @@ def parse_fault(text: str) -> Fault:
         try:
             values[key] = allowed[key](value)
         except (ValueError, KeyError, ClusterError):
-            raise ClusterError(f"--fault {text!r}: {key}={value} must be {_EXPECTED[allowed[key]]}") from None
+            raise ClusterError(
+                f"--fault {text!r}: {key}={value} must be {_EXPECTED[allowed[key]]}"
+            ) from None
     if when is None:
         raise ClusterError(f"--fault {text!r}: say when, at=30s or at=step:20")
     try:
@@ -144,7 +160,9 @@ def parse_fault(text: str) -> Fault:
             return Fault(kind, values, step=int(when.removeprefix("step:")))
         return Fault(kind, values, seconds=_seconds(when))
     except ValueError:
-        raise ClusterError(f"--fault {text!r}: at={when} must be seconds (30s) or a step (step:20)") from None
+        raise ClusterError(
+            f"--fault {text!r}: at={when} must be seconds (30s) or a step (step:20)"
+        ) from None
 
 
 class Schedule:
@@ -158,7 +176,9 @@ class Schedule:
         for fault in faults:
             node = int(str(fault.values["node"]))
             if not 0 <= node < len(cluster.nodes):
-                raise ClusterError(f"{fault.kind} node={node}: there are nodes 0 to {len(cluster.nodes) - 1}")
+                raise ClusterError(
+                    f"{fault.kind} node={node}: there are nodes 0 to {len(cluster.nodes) - 1}"
+                )
         self._cluster, self._waiting = cluster, list(faults)
         self._ends: list[tuple[float, Callable[[], None]]] = []
         self._begun = time.monotonic()
@@ -187,7 +207,9 @@ class Schedule:
                     begin, *end = fault.actions(self._cluster)
                     begin()
                     if end:
-                        self._ends.append((time.monotonic() + float(str(fault.values["for"])), end[0]))
+                        self._ends.append(
+                            (time.monotonic() + float(str(fault.values["for"])), end[0])
+                        )
                 for entry in [entry for entry in self._ends if time.monotonic() >= entry[0]]:
                     self._ends.remove(entry)
                     entry[1]()

@@ -40,8 +40,17 @@ def launcher_words(
     the whole command."""
     count = str(nodes) if min_nodes == nodes else f"{min_nodes}:{nodes}"
     if launcher == "torchrun":
-        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={job_id}", f"--rdzv-conf={_DETECTION}"]
-        size = [f"--nnodes={count}", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts or 0}"]
+        rendezvous = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-id={job_id}",
+            f"--rdzv-conf={_DETECTION}",
+        ]
+        size = [
+            f"--nnodes={count}",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={max_restarts or 0}",
+        ]
         # Without the variable, restarted ranks read the addresses of dead peers from the agent's store.
         return [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *words], {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
@@ -54,7 +63,11 @@ def launcher_words(
             "max_restarts": max_restarts,
             "job_id": job_id,
         }
-        return [sys.executable, *words, *(f"launch.{key}={value}" for key, value in settings.items() if value is not None)], {}
+        return [
+            sys.executable,
+            *words,
+            *(f"launch.{key}={value}" for key, value in settings.items() if value is not None),
+        ], {}
     return list(words), {}
 
 
@@ -85,8 +98,12 @@ class Job:
         running = self.processes.get(node)
         if running is not None and running.poll() is None:
             raise ClusterError(f"{self.cluster.nodes[node].name}: the launcher still runs")
-        words, extra = launcher_words(self.launcher, self.words, ranks=self.cluster.ranks[node], **self._options)
-        self.processes[node] = self.cluster.start(node, words, environment={**self._environment, **extra}, cwd=self.cwd)
+        words, extra = launcher_words(
+            self.launcher, self.words, ranks=self.cluster.ranks[node], **self._options
+        )
+        self.processes[node] = self.cluster.start(
+            node, words, environment={**self._environment, **extra}, cwd=self.cwd
+        )
 
     def poll(self) -> dict[int, int | None]:
         """node -> exit code of its launcher, None while it runs."""
@@ -97,8 +114,14 @@ class Job:
         deadline = None if timeout is None else time.monotonic() + timeout
         while any(code is None for code in self.poll().values()):
             if deadline is not None and time.monotonic() > deadline:
-                running = [self.cluster.nodes[node].name for node, code in self.poll().items() if code is None]
-                raise ClusterError(f"after {timeout:g} s the job still runs on {', '.join(running)}\n{self.tail()}")
+                running = [
+                    self.cluster.nodes[node].name
+                    for node, code in self.poll().items()
+                    if code is None
+                ]
+                raise ClusterError(
+                    f"after {timeout:g} s the job still runs on {', '.join(running)}\n{self.tail()}"
+                )
             time.sleep(0.05)
         return {node: process.wait() for node, process in self.processes.items()}
 
@@ -111,7 +134,9 @@ class Job:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.jsonl`` so far; a row that is half written is left out."""
         if self.run_dir is None:
-            raise ClusterError("the job's words name no hydra.run.dir=, so its metrics.jsonl is unknown")
+            raise ClusterError(
+                "the job's words name no hydra.run.dir=, so its metrics.jsonl is unknown"
+            )
         try:
             text = (self.run_dir / "metrics.jsonl").read_text()
         except FileNotFoundError:
@@ -132,9 +157,13 @@ class Job:
             if newest >= step:
                 return newest
             if ended:
-                raise ClusterError(f"the job ended at step {newest}, before step {step}: {self.poll()}\n{self.tail()}")
+                raise ClusterError(
+                    f"the job ended at step {newest}, before step {step}: {self.poll()}\n{self.tail()}"
+                )
             if time.monotonic() > deadline:
-                raise ClusterError(f"step {step} was not reached within {timeout:g} s, only {newest}\n{self.tail()}")
+                raise ClusterError(
+                    f"step {step} was not reached within {timeout:g} s, only {newest}\n{self.tail()}"
+                )
             time.sleep(0.05)
 
     def send_signal(self, number: int, node: int | None = None) -> None:
@@ -148,4 +177,7 @@ class Job:
 
     def tail(self, characters: int = 3000) -> str:
         """The end of every node's output."""
-        return "\n".join(f"--- {self.cluster.nodes[node].name}\n{self.output(node)[-characters:]}" for node in self.processes)
+        return "\n".join(
+            f"--- {self.cluster.nodes[node].name}\n{self.output(node)[-characters:]}"
+            for node in self.processes
+        )

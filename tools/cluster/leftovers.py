@@ -62,7 +62,12 @@ def claim(hosts: list[str]) -> tuple[str, Path, Any]:
         subnet = free_subnet(random.SystemRandom().sample(range(1, 65535), 64), taken)
         folder = ROOT / f"{_FOLDER}{tag}"
         folder.mkdir(mode=0o755)
-        state = {"pid": os.getpid(), "started": _started(os.getpid()), "subnet": str(subnet), "hosts": hosts}
+        state = {
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+            "subnet": str(subnet),
+            "hosts": hosts,
+        }
         (folder / "state.json").write_text(json.dumps(state))
     return tag, folder, subnet
 
@@ -86,7 +91,14 @@ def clean() -> list[str]:
             prefix, _, rest = name.partition("-")
             tag, _, host = rest.rpartition("-")
             owner = tag.partition("x")[0]
-            if prefix == PREFIX and host and owner.isdigit() and "x" in tag and tag not in known and _started(int(owner)) is None:
+            if (
+                prefix == PREFIX
+                and host
+                and owner.isdigit()
+                and "x" in tag
+                and tag not in known
+                and _started(int(owner)) is None
+            ):
                 tags.add(tag)
         failures, removed = [], []
         for tag in sorted(tags):

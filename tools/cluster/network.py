@@ -36,7 +36,9 @@ def parse_rate(rate: str | int | None) -> int | None:
         return rate
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?bit)", rate.strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise ClusterError(f"rate={rate} must be a number and a unit out of bit, kbit, mbit, gbit, such as 200mbit")
+        raise ClusterError(
+            f"rate={rate} must be a number and a unit out of bit, kbit, mbit, gbit, such as 200mbit"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -44,7 +46,9 @@ def command(*words: str, stdin: str | None = None) -> str:
     """Runs a command and returns its standard output. Raises `ClusterError` with what it said."""
     done = subprocess.run(words, input=stdin, capture_output=True, text=True)
     if done.returncode:
-        raise ClusterError(f"{' '.join(words)}{' <<< ' + stdin if stdin else ''}: {done.stderr.strip() or done.stdout.strip()}")
+        raise ClusterError(
+            f"{' '.join(words)}{' <<< ' + stdin if stdin else ''}: {done.stderr.strip() or done.stdout.strip()}"
+        )
     return done.stdout
 
 
@@ -77,7 +81,9 @@ class Link:
     delay_ms: float = 0.0  # one way
     loss: float = 0.0  # share of packets
     netem_loss: float = 0.0  # the same, where netem does it
-    carried: dict[str, dict[str, int]] = field(default_factory=dict)  # counters of earlier lives of this host's namespace
+    carried: dict[str, dict[str, int]] = field(
+        default_factory=dict
+    )  # counters of earlier lives of this host's namespace
 
 
 class Network:
@@ -86,7 +92,10 @@ class Network:
     def __init__(self, tag: str, hosts: Sequence[str], subnet: ipaddress.IPv4Network) -> None:
         self.tag = tag
         self.subnet = subnet
-        self.links = {host: Link(host, str(subnet[index + 1]), f"port{index}") for index, host in enumerate(hosts)}
+        self.links = {
+            host: Link(host, str(subnet[index + 1]), f"port{index}")
+            for index, host in enumerate(hosts)
+        }
         self.limitations: list[str] = []
 
     def namespace(self, host: str) -> str:
@@ -99,7 +108,9 @@ class Network:
     def create(self) -> None:
         self._add_namespace(self._switch)
         # A bridge that listens for multicast members also reports to all ports, which would be counted as traffic.
-        command("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
+        command(
+            "ip", "-n", self._switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0"
+        )
         command("ip", "-n", self._switch, "link", "set", "br0", "up")
         for link in self.links.values():
             self._connect(link)
@@ -107,17 +118,28 @@ class Network:
     def _add_namespace(self, namespace: str) -> None:
         command("ip", "netns", "add", namespace)
         # No IPv6: router solicitations and duplicate detection would be counted as traffic.
-        off = "for f in all default; do [ ! -e $0/$f ] || echo 1 > $0/$f/disable_ipv6 || exit 1; done"
+        off = (
+            "for f in all default; do [ ! -e $0/$f ] || echo 1 > $0/$f/disable_ipv6 || exit 1; done"
+        )
         command("ip", "netns", "exec", namespace, "sh", "-c", off, "/proc/sys/net/ipv6/conf")
 
     def _connect(self, link: Link) -> None:
         inside = self.namespace(link.host)
         self._add_namespace(inside)
         number = int(ipaddress.IPv4Address(link.address))
-        mac = "02:50:" + ":".join(f"{byte:02x}" for byte in number.to_bytes(4, "big"))  # a host that comes back keeps its card
+        mac = "02:50:" + ":".join(
+            f"{byte:02x}" for byte in number.to_bytes(4, "big")
+        )  # a host that comes back keeps its card
         command("ip", "-n", self._switch, "link", "add", link.port, "type", "veth",
                 "peer", "name", "eth0", "address", mac, "netns", inside)  # fmt: skip
-        command("ip", "-n", self._switch, "-batch", "-", stdin=f"link set {link.port} master br0\nlink set {link.port} up\n")
+        command(
+            "ip",
+            "-n",
+            self._switch,
+            "-batch",
+            "-",
+            stdin=f"link set {link.port} master br0\nlink set {link.port} up\n",
+        )
         command("ip", "-n", inside, "-batch", "-",
                 stdin=f"link set lo up\naddr add {link.address}/{self.subnet.prefixlen} dev eth0\nlink set eth0 up\n")  # fmt: skip
         self._apply_queues(link)
@@ -158,16 +180,40 @@ class Network:
 
     def _apply_queues(self, link: Link) -> None:
         for namespace, device in self._ends(link):
-            subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
+            subprocess.run(
+                ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True
+            )
             parent = ["root"]
             if link.rate is not None and self._shape(namespace, device, link.rate):
                 parent = ["parent", "1:1"]
             if link.delay_ms or link.netem_loss:
-                words = ["netem", "delay", f"{link.delay_ms}ms", "loss", f"{100 * link.netem_loss}%", "limit", "100000"]
+                words = [
+                    "netem",
+                    "delay",
+                    f"{link.delay_ms}ms",
+                    "loss",
+                    f"{100 * link.netem_loss}%",
+                    "limit",
+                    "100000",
+                ]
                 try:
-                    command("tc", "-n", namespace, "qdisc", "add", "dev", device, *parent, "handle", "10:", *words)
+                    command(
+                        "tc",
+                        "-n",
+                        namespace,
+                        "qdisc",
+                        "add",
+                        "dev",
+                        device,
+                        *parent,
+                        "handle",
+                        "10:",
+                        *words,
+                    )
                 except ClusterError as error:
-                    raise ClusterError(f"this kernel cannot delay packets (no netem): {error}") from None
+                    raise ClusterError(
+                        f"this kernel cannot delay packets (no netem): {error}"
+                    ) from None
 
     def _shape(self, namespace: str, device: str, rate: int) -> bool:
         # A burst above the largest segmentation-offload frame (64 KiB): otherwise the shaper cuts frames into MTU-sized ones and
@@ -185,8 +231,13 @@ class Network:
                 self._note("no tbf in this kernel: links are shaped by htb")
                 return True
             except ClusterError as htb_missing:
-                subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
-                self._note(f"links are NOT shaped: neither tbf ({tbf_missing}) nor htb ({htb_missing})")
+                subprocess.run(
+                    ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"],
+                    capture_output=True,
+                )
+                self._note(
+                    f"links are NOT shaped: neither tbf ({tbf_missing}) nor htb ({htb_missing})"
+                )
                 return False
 
     def _note(self, text: str) -> None:
@@ -198,12 +249,27 @@ class Network:
     def _filter(self, link: Link, priority: str, bytecode: str | None) -> None:
         """Both directions of the port pass ``bytecode`` (None: no longer)."""
         port = ["dev", link.port]
-        subprocess.run(["tc", "-n", self._switch, "qdisc", "add", *port, "clsact"], capture_output=True)  # it may be there
+        subprocess.run(
+            ["tc", "-n", self._switch, "qdisc", "add", *port, "clsact"], capture_output=True
+        )  # it may be there
         for direction in ("ingress", "egress"):
             where = [*port, direction, "pref", priority]
             subprocess.run(["tc", "-n", self._switch, "filter", "del", *where], capture_output=True)
             if bytecode is not None:
-                command("tc", "-n", self._switch, "filter", "add", *where, "protocol", "all", "bpf", "bytecode", bytecode, "da")
+                command(
+                    "tc",
+                    "-n",
+                    self._switch,
+                    "filter",
+                    "add",
+                    *where,
+                    "protocol",
+                    "all",
+                    "bpf",
+                    "bytecode",
+                    bytecode,
+                    "da",
+                )
 
     def cut(self, host: str) -> None:
         """From now on nothing passes this link, in either direction; both sides only hear silence."""
@@ -211,7 +277,9 @@ class Network:
         try:
             self._filter(link, _CUT, _DROP_ALL)
         except ClusterError:
-            self._note("no BPF classifier in this kernel: a cut link is a port that is down, and the host sees its carrier go")
+            self._note(
+                "no BPF classifier in this kernel: a cut link is a port that is down, and the host sees its carrier go"
+            )
             command("ip", "-n", self._switch, "link", "set", link.port, "down")
 
     def heal(self, host: str) -> None:
@@ -242,7 +310,9 @@ class Network:
         """``{"eth0": {"tx_bytes", "rx_bytes", "tx_packets", "rx_packets"}, "lo": {...}}`` since `create`, as the kernel counts.
         Bytes are those of Ethernet frames (headers included) of segmentation-offload size."""
         found = {}
-        for link in json.loads(command("ip", "-n", self.namespace(host), "-s", "-j", "link", "show")):
+        for link in json.loads(
+            command("ip", "-n", self.namespace(host), "-s", "-j", "link", "show")
+        ):
             if link["ifname"] in ("eth0", "lo"):
                 earlier = self.links[host].carried.get(link["ifname"], {})
                 found[link["ifname"]] = {

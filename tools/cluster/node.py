@@ -34,7 +34,11 @@ _OF_A_LAUNCHER = (
 
 def node_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what an outer launcher put there, then ``extra``."""
-    kept = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith(("TORCHELASTIC_", "SLURM_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in _OF_A_LAUNCHER and not k.startswith(("TORCHELASTIC_", "SLURM_"))
+    }
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1", **extra}
 
 
@@ -56,7 +60,12 @@ class Process:
     """A command that runs on a node. Its output goes line by line to ``sink`` until the last writer closed it."""
 
     def __init__(
-        self, node: Node, words: Sequence[str], environment: Mapping[str, str], cwd: str, sink: Callable[[bytes], None]
+        self,
+        node: Node,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str,
+        sink: Callable[[bytes], None],
     ) -> None:
         self.node = node
         self.words = list(words)
@@ -82,7 +91,9 @@ class Process:
         try:
             code = self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"{self.node.name}: still running after {timeout:g} s: {' '.join(self.words)}") from None
+            raise ClusterError(
+                f"{self.node.name}: still running after {timeout:g} s: {' '.join(self.words)}"
+            ) from None
         self._reader.join(timeout=5)  # a process it left behind may keep the stream open
         return code
 
@@ -93,7 +104,9 @@ class Process:
             for pid, (parent, _) in processes_of_machine().items():
                 if parent == self._popen.pid:
                     return pid
-        raise ClusterError(f"{self.node.name}: the process has ended with code {self._popen.poll()}")
+        raise ClusterError(
+            f"{self.node.name}: the process has ended with code {self._popen.poll()}"
+        )
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -123,7 +136,19 @@ class Node:
         assert not self.alive
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir(parents=True)
-        words = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _INIT, "init"]
+        words = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            _INIT,
+            "init",
+        ]
         self._holder = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, *words, self.name, str(self.hosts)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -133,8 +158,12 @@ class Node:
         if first != b"up\n":
             rest = self._holder.stdout.read()
             self.kill()
-            raise ClusterError(f"{self.name} does not start: {(first + rest).decode(errors='replace').strip()}")
-        self.init_pid = next(pid for pid, (parent, _) in processes_of_machine().items() if parent == self._holder.pid)
+            raise ClusterError(
+                f"{self.name} does not start: {(first + rest).decode(errors='replace').strip()}"
+            )
+        self.init_pid = next(
+            pid for pid, (parent, _) in processes_of_machine().items() if parent == self._holder.pid
+        )
 
     @property
     def alive(self) -> bool:
@@ -155,7 +184,13 @@ class Node:
                 pipe.close()
         self._holder, self.init_pid = None, 0
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str], cwd: str, sink: Callable[[bytes], None]) -> Process:
+    def start(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str,
+        sink: Callable[[bytes], None],
+    ) -> Process:
         """Starts a command on this node. ``sink`` gets each line of its output."""
         if not self.alive:
             raise ClusterError(f"{self.name} is down")
@@ -169,8 +204,16 @@ class Node:
         if self.init_pid not in found:
             return []
         mine = found[self.init_pid][1]
-        helpers = {pid for pid, (parent, _) in found.items() if parent == self.init_pid and _words(pid) == ["cat"]}
-        return [pid for pid, (_, space) in found.items() if space == mine and pid != self.init_pid and pid not in helpers]
+        helpers = {
+            pid
+            for pid, (parent, _) in found.items()
+            if parent == self.init_pid and _words(pid) == ["cat"]
+        }
+        return [
+            pid
+            for pid, (_, space) in found.items()
+            if space == mine and pid != self.init_pid and pid not in helpers
+        ]
 
     def worker(self, local_rank: int) -> int:
         """The process id, as seen from outside, of the worker with this LOCAL_RANK. Raises `ClusterError` if there is none.
@@ -179,11 +222,21 @@ class Node:
         """
         parents = processes_of_machine()
         started = {pid: _environment(pid).get("LOCAL_RANK") for pid in self.processes()}
-        workers = {rank: pid for pid, rank in started.items() if rank and started.get(parents.get(pid, (0,))[0]) is None}
-        forked = sorted((int(name.split()[1]), pid) for pid in started if (name := _name(pid)).startswith("rank "))
+        workers = {
+            rank: pid
+            for pid, rank in started.items()
+            if rank and started.get(parents.get(pid, (0,))[0]) is None
+        }
+        forked = sorted(
+            (int(name.split()[1]), pid)
+            for pid in started
+            if (name := _name(pid)).startswith("rank ")
+        )
         workers |= {str(position): pid for position, (_, pid) in enumerate(forked)}
         if str(local_rank) not in workers:
-            raise ClusterError(f"{self.name} has no worker with local rank {local_rank}, only {sorted(workers) or 'none at all'}")
+            raise ClusterError(
+                f"{self.name} has no worker with local rank {local_rank}, only {sorted(workers) or 'none at all'}"
+            )
         return workers[str(local_rank)]
 
 

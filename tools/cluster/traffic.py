@@ -58,11 +58,20 @@ class Traffic:
     step_s: float
 
 
-def _train(cluster: Cluster, strategy: str, steps: int, run_dir: Path, words: Sequence[str], timeout: float) -> None:
+def _train(
+    cluster: Cluster, strategy: str, steps: int, run_dir: Path, words: Sequence[str], timeout: float
+) -> None:
     micro, rest = divmod(GLOBAL_BATCH, sum(cluster.ranks))
     if rest:
-        raise ClusterError(f"{sum(cluster.ranks)} ranks do not divide the global batch of {GLOBAL_BATCH} sequences")
-    settings = [f"strategy={strategy}", f"train.micro_batch_size={micro}", f"train.steps={steps}", f"hydra.run.dir={run_dir}"]
+        raise ClusterError(
+            f"{sum(cluster.ranks)} ranks do not divide the global batch of {GLOBAL_BATCH} sequences"
+        )
+    settings = [
+        f"strategy={strategy}",
+        f"train.micro_batch_size={micro}",
+        f"train.steps={steps}",
+        f"hydra.run.dir={run_dir}",
+    ]
     cluster.run(["-m", "parallel2d.train", *words, *settings]).check(timeout)
 
 
@@ -70,7 +79,9 @@ def _rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def reference_losses(steps: int, folder: Path, words: Sequence[str] = WORDS, timeout: float = 300.0) -> list[float]:
+def reference_losses(
+    steps: int, folder: Path, words: Sequence[str] = WORDS, timeout: float = 300.0
+) -> list[float]:
     """Losses of the same job on one node with two ranks."""
     with Cluster(1, 2) as cluster:
         _train(cluster, "ddp", steps, folder / "reference", words, timeout)
@@ -94,7 +105,9 @@ def measure(
             print(limitation, file=sys.stderr)
         for length in (FEW, FEW + steps):
             before = cluster.counters()
-            _train(cluster, strategy, length, folder / f"{strategy}-{nodes}-{length}", words, timeout)
+            _train(
+                cluster, strategy, length, folder / f"{strategy}-{nodes}-{length}", words, timeout
+            )
             counted.append(difference(cluster.counters(), before))
     long = folder / f"{strategy}-{nodes}-{FEW + steps}"
     gradient = 4 * json.loads((long / "layout.json").read_text())["parameters"]
@@ -113,7 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="can be repeated; default: all")
+    parser.add_argument(
+        "--strategy", action="append", choices=STRATEGIES, help="can be repeated; default: all"
+    )
     options = parser.parse_args(arguments)
     try:
         return until_signalled(lambda: _table(options))
@@ -126,14 +141,20 @@ def _table(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="p2d-traffic-") as name:
         folder = Path(name)
         expected = reference_losses(FEW + options.steps, folder)
-        print("| nodes x ranks | strategy | theory | measured | off | step (s) | largest loss difference |")
+        print(
+            "| nodes x ranks | strategy | theory | measured | off | step (s) | largest loss difference |"
+        )
         print("|---|---|---|---|---|---|---|", flush=True)
         for nodes in options.nodes or [2]:
             for strategy in options.strategy or STRATEGIES:
                 found = measure(strategy, nodes, options.ranks, options.rate, options.steps, folder)
                 low, high = min(found.units), max(found.units)
-                deviation = max(abs(loss - other) for loss, other in zip(found.losses, expected, strict=True))
-                measured = f"{low:.4f}" if f"{low:.4f}" == f"{high:.4f}" else f"{low:.4f}–{high:.4f}"
+                deviation = max(
+                    abs(loss - other) for loss, other in zip(found.losses, expected, strict=True)
+                )
+                measured = (
+                    f"{low:.4f}" if f"{low:.4f}" == f"{high:.4f}" else f"{low:.4f}–{high:.4f}"
+                )
                 off = max(abs(value / found.expected - 1) for value in found.units)
                 print(f"| {nodes} x {options.ranks} | {strategy} | {found.expected:g} | {measured} | {off:.2%} | "
                       f"{found.step_s:.2f} | {deviation:.1e} |", flush=True)  # fmt: skip

@@ -39,7 +39,9 @@ def run(kind: str) -> list[dict[str, Any]]:
         results = os.path.join(folder, "times.jsonl")
         words = [] if kind == "default" else ["-m", kind]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), RESULTS: results}
-        subprocess.run([sys.executable, "-m", "pytest", "-p", "measure", *words], cwd=ROOT, env=environment)
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "measure", *words], cwd=ROOT, env=environment
+        )
         with open(results) as file:
             return [json.loads(line) for line in file]
 
@@ -49,11 +51,15 @@ def show(kind: str, rows: list[dict[str, Any]], slowest: int) -> None:
     for row in rows:
         files[row["test"].partition("::")[0].rpartition("/")[2]].append(row)
     guards = guarded()
-    print(f"\n{kind}: {len(rows)} tests, {sum(r['wall'] for r in rows):.0f} s, {sum(r['cpu'] for r in rows):.0f} CPU-s")
+    print(
+        f"\n{kind}: {len(rows)} tests, {sum(r['wall'] for r in rows):.0f} s, {sum(r['cpu'] for r in rows):.0f} CPU-s"
+    )
     print(f"{'tests':>5} {'s':>6} {'CPU-s':>6}  file and what it guards")
     for name, own in sorted(files.items(), key=lambda item: -sum(row["wall"] for row in item[1])):
         wall, cpu = (sum(row[key] for row in own) for key in ("wall", "cpu"))
-        print(f"{len(own):5} {wall:6.1f} {cpu:6.1f}  {name}: {guards.get(name, 'not in tests/README.md')}")
+        print(
+            f"{len(own):5} {wall:6.1f} {cpu:6.1f}  {name}: {guards.get(name, 'not in tests/README.md')}"
+        )
     for row in sorted(rows, key=lambda row: -row["wall"])[:slowest]:
         print(f"      {row['wall']:6.1f} {row['cpu']:6.1f}  {row['test']}")
 
@@ -61,15 +67,27 @@ def show(kind: str, rows: list[dict[str, Any]], slowest: int) -> None:
 def list_tests() -> None:
     for name, guards in guarded().items():
         print(f"{name}: {guards}")
-        for found in re.findall(r"^def test_(\w+)", (ROOT / "tests" / name).read_text(), re.MULTILINE):
+        for found in re.findall(
+            r"^def test_(\w+)", (ROOT / "tests" / name).read_text(), re.MULTILINE
+        ):
             print(f"    {found.replace('_', ' ')}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=["default"], metavar="KIND", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--slowest", type=int, default=0, help="how many single tests to print, the slowest first")
-    parser.add_argument("--list", action="store_true", help="print what each file guards, and its tests, and run nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "kinds", nargs="*", default=["default"], metavar="KIND", help=f"of {', '.join(KINDS)}"
+    )
+    parser.add_argument(
+        "--slowest", type=int, default=0, help="how many single tests to print, the slowest first"
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print what each file guards, and its tests, and run nothing",
+    )
     options = parser.parse_args()
     if unknown := set(options.kinds) - set(KINDS):
         parser.error(f"{', '.join(unknown)} is not one of {', '.join(KINDS)}")

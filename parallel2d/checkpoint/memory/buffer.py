@@ -1,8 +1,9 @@
 """One rank's copy in shared memory: filled, sealed, found again, checked.
 
-Tensors flow in and land in a file that is mapped once and used again for every copy, so that a copy costs one pass over the state
-and no other memory. A small ``record.json`` says what the copy holds. It is removed before the first byte changes and renamed into
-place after the last one was summed up, so a copy with a record is whole, whatever was killed and when.
+Tensors flow in and land in a file that is mapped once and used again for every copy, so that a copy
+costs one pass over the state and no other memory. A small ``record.json`` says what the copy holds.
+It is removed before the first byte changes and renamed into place after the last one was summed up,
+so a copy with a record is whole, whatever was killed and when.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from torch import Tensor
 
 from parallel2d.checkpoint.folder import LocalFolder
 from parallel2d.checkpoint.geometry import Region
-from parallel2d.checkpoint.manifest import MAX_BYTES, Manifest, StoredFile, chunk_key, content_digest
+from parallel2d.checkpoint.manifest import (
+    MAX_BYTES,
+    Manifest,
+    StoredFile,
+    chunk_key,
+    content_digest,
+)
 from parallel2d.checkpoint.tensor_file import (
     DTYPE_NAMES,
     DamagedCheckpointError,
@@ -36,12 +43,14 @@ from parallel2d.checkpoint.tensor_file import (
 
 RECORD = "record.json"
 _BLOCK = 4 * 2**20  # bytes under one CRC-32
-_COMMON = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")  # of a manifest, the same on all ranks
+# of a manifest, the same on all ranks
+_COMMON = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle of a tensor that this rank copies. ``base``: the rectangle that it and its node's other holders share."""
+    """A rectangle of a tensor that this rank copies. ``base``: the rectangle that it and its node's
+    other holders share."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,11 +88,14 @@ class Buffer:
         self._parts: list[list[Any]] = []
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Copies ``parts`` from any device; what was in here is void from the first byte on. Raises OSError when shared memory is
-        full."""
+        """Copies ``parts`` from any device; what was in here is void from the first byte on. Raises
+        OSError when shared memory is full."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, RECORD))
-        ordered = sorted((part for part in parts if part.values.numel()), key=lambda part: -part.values.element_size())
+        ordered = sorted(
+            (part for part in parts if part.values.numel()),
+            key=lambda part: -part.values.element_size(),
+        )
         self._prepare(ordered)
         on_device = False
         for view, part in zip(self._views, ordered, strict=True):
@@ -94,7 +106,10 @@ class Buffer:
         self._parts = [_describe(part, self.name) for part in ordered]
 
     def _prepare(self, parts: Sequence[Part]) -> None:
-        entries = [(chunk_key(p.name, p.shape, p.region), DTYPE_NAMES[p.values.dtype], p.values.shape) for p in parts]
+        entries = [
+            (chunk_key(p.name, p.shape, p.region), DTYPE_NAMES[p.values.dtype], p.values.shape)
+            for p in parts
+        ]
         head = encode_header(entries, {"format": "pt"})
         if head == self._head and self._bytes is not None:
             return
@@ -110,12 +125,21 @@ class Buffer:
             self._views.append(view.view(part.values.shape))
             position += count
         if any(part.values.is_cuda for part in parts):
-            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0)) == 0
+            self._pinned = (
+                int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0)) == 0
+            )
         self._head = head
 
-    def seal(self, incarnation: str, manifest: Manifest, tensors: Sequence[list[Any]], rng: Mapping[str, Tensor]) -> None:
-        """Sums up what `fill` copied and publishes the record. ``tensors``: [name, dtype, whole shape] of all of the job's tensors,
-        so that one of which nothing is left is missed. ``rng``: random generators, this rank's and those it keeps for another."""
+    def seal(
+        self,
+        incarnation: str,
+        manifest: Manifest,
+        tensors: Sequence[list[Any]],
+        rng: Mapping[str, Tensor],
+    ) -> None:
+        """Sums up what `fill` copied and publishes the record. ``tensors``: [name, dtype, whole
+        shape] of all of the job's tensors, so that one of which nothing is left is missed. ``rng``:
+        random generators, this rank's and those it keeps for another."""
         assert self._bytes is not None, "fill() comes first"
         data = memoryview(self._bytes.numpy().data)
         files = {self.name: {"bytes": len(data), "digest": digest(data)}}
@@ -124,7 +148,10 @@ class Buffer:
             blob = b"".join(encode(list(stored.items()), {"format": "pt"}))
             _write(os.path.join(self.folder, self.rng_name), blob)
             files[self.rng_name] = {"bytes": len(blob), "digest": digest(memoryview(blob))}
-        whole = [(n, Part(n, tuple(t.shape), Region.whole(t.shape), Region.whole(t.shape), t)) for n, t in rng.items()]
+        whole = [
+            (n, Part(n, tuple(t.shape), Region.whole(t.shape), Region.whole(t.shape), t))
+            for n, t in rng.items()
+        ]
         common = json.loads(manifest.encode())
         record: dict[str, Any] = {
             "incarnation": incarnation,
@@ -150,15 +177,27 @@ class Buffer:
 def _describe(part: Part, file: str) -> list[Any]:
     region, base = part.region, part.base
     dtype = DTYPE_NAMES[part.values.dtype]
-    return [part.name, dtype, part.shape, region.offsets, region.lengths, base.offsets, base.lengths, file]
+    return [
+        part.name,
+        dtype,
+        part.shape,
+        region.offsets,
+        region.lengths,
+        base.offsets,
+        base.lengths,
+        file,
+    ]
 
 
 def map_new_file(path: str, size: int) -> Tensor:
-    """A new file of ``size`` bytes, in place of any that was there, as a tensor of bytes. Its memory is taken now: a full file system
-    is an OSError here, instead of a signal that ends the process at the first write."""
+    """A new file of ``size`` bytes, in place of any that was there, as a tensor of bytes. Its
+    memory is taken now: a full file system is an OSError here, instead of a signal that ends the
+    process at the first write."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     try:
         if not size:
             return torch.empty(0, dtype=torch.uint8)
@@ -172,8 +211,8 @@ def map_new_file(path: str, size: int) -> Tensor:
 
 
 def digest(data: memoryview) -> str:
-    """SHA-256 in hex over the CRC-32s of ``data``'s blocks: as fast as memory, and good against accidents, the only thing that
-    memory of our own is checked for."""
+    """SHA-256 in hex over the CRC-32s of ``data``'s blocks: as fast as memory, and good against
+    accidents, the only thing that memory of our own is checked for."""
     sums = hashlib.sha256()
     for begin in range(0, len(data), _BLOCK):
         sums.update(zlib.crc32(data[begin : begin + _BLOCK]).to_bytes(4, "little"))
@@ -189,13 +228,15 @@ class _Bytes:
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """Small CPU tensors with their names as bytes; `unpack` takes them, with anything behind them, back."""
+    """Small CPU tensors with their names as bytes; `unpack` takes them, with anything behind them,
+    back."""
     blob = b"".join(encode(list(tensors.items())))
     return len(blob).to_bytes(8, "little") + blob
 
 
 def unpack(data: bytes) -> dict[str, Tensor]:
-    """What `pack` was given; nothing from zeros. Raises `DamagedCheckpointError` for anything else."""
+    """What `pack` was given; nothing from zeros. Raises `DamagedCheckpointError` for anything
+    else."""
     length = int.from_bytes(data[:8], "little")
     if not length:
         return {}
@@ -211,14 +252,18 @@ def check_file(folder: str, name: str, expected: StoredFile) -> None:
     """Raises `DamagedCheckpointError` unless the file has the size and the digest of its record."""
     source = LocalFolder(folder).source(name)
     if source.size != expected.bytes:
-        raise DamagedCheckpointError(f"{name}: {source.size} bytes, its record says {expected.bytes}")
+        raise DamagedCheckpointError(
+            f"{name}: {source.size} bytes, its record says {expected.bytes}"
+        )
     if digest(memoryview(source.buffer(0, source.size))) != expected.sha256:
-        raise DamagedCheckpointError(f"{name}: its checksum is not that of its record: altered or damaged")
+        raise DamagedCheckpointError(
+            f"{name}: its checksum is not that of its record: altered or damaged"
+        )
 
 
 def find_copies(root: str) -> tuple[list[Found], list[str]]:
-    """All sealed copies below ``root``, and a line for each that has no sound record. A missing record is no fault to report: that
-    copy was being written."""
+    """All sealed copies below ``root``, and a line for each that has no sound record. A missing
+    record is no fault to report: that copy was being written."""
     found, faults = [], []
     for incarnation in _folders(root):
         for rank in _folders(incarnation):
@@ -251,7 +296,11 @@ def _read_record(slot: str, incarnation: str) -> dict[str, Any]:
         if record["incarnation"] != incarnation or not all(map(is_size, numbers)):
             raise DamagedCheckpointError(f"{RECORD}: it is that of another copy")
         for name, file in record["files"].items():
-            if os.path.basename(name) != name or not is_size(file["bytes"]) or not isinstance(file["digest"], str):
+            if (
+                os.path.basename(name) != name
+                or not is_size(file["bytes"])
+                or not isinstance(file["digest"], str)
+            ):
                 raise DamagedCheckpointError(f"{RECORD}: its files are not described")
         if not isinstance(record["parts"], list) or not isinstance(record["tensors"], list):
             raise DamagedCheckpointError(f"{RECORD}: its parts are not listed")
@@ -263,6 +312,8 @@ def _read_record(slot: str, incarnation: str) -> dict[str, Any]:
 def _write(path: str, data: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

@@ -1,9 +1,10 @@
-"""Which copies in memory belong to the run as it stands: its incarnations, and the step from which each one went on.
+"""Which copies in memory belong to the run as it stands: its incarnations, and the step from which
+each one went on.
 
-A run directory flows in and a `Lineage` flows out. Every start of a run gets a random name and writes it, with the step it starts
-from, into ``memory.json``. A copy counts only when its writer is named there and no later start went back behind its step. So the
-copies of another run, and those of steps that the run has left for an older checkpoint, are never loaded, whichever node brings
-them.
+A run directory flows in and a `Lineage` flows out. Every start of a run gets a random name and
+writes it, with the step it starts from, into ``memory.json``. A copy counts only when its writer is
+named there and no later start went back behind its step. So the copies of another run, and those of
+steps that the run has left for an older checkpoint, are never loaded, whichever node brings them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Lineage:
     starts: tuple[tuple[str, int], ...] = ()
 
     def holds(self, incarnation: str, step: int) -> bool:
-        """Whether the copy of ``step`` that ``incarnation`` wrote is a state that this run passed through and did not leave."""
+        """Whether the copy of ``step`` that ``incarnation`` wrote is a state that this run passed
+        through and did not leave."""
         names = [name for name, _ in self.starts]
         if incarnation not in names:
             return False
@@ -41,7 +43,8 @@ class Lineage:
 
     @classmethod
     def read(cls, run_dir: str) -> Lineage:
-        """Empty when there is none. Raises `DamagedCheckpointError` when it is damaged, OSError when it cannot be read."""
+        """Empty when there is none. Raises `DamagedCheckpointError` when it is damaged, OSError
+        when it cannot be read."""
         try:
             with open(os.path.join(run_dir, NAME), "rb") as file:
                 starts = parse_json(file.read(MAX_BYTES), NAME).get("starts")
@@ -50,11 +53,18 @@ class Lineage:
         if not isinstance(starts, list):
             raise DamagedCheckpointError(f"{NAME}: starts is missing or not a list")
         for start in starts:
-            if not isinstance(start, list) or len(start) != 2 or not isinstance(start[0], str) or not is_size(start[1]):
+            if (
+                not isinstance(start, list)
+                or len(start) != 2
+                or not isinstance(start[0], str)
+                or not is_size(start[1])
+            ):
                 raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
         return cls(tuple((name, base) for name, base in starts))
 
     def write(self, run_dir: str) -> None:
         """Replaces the file in one rename."""
         os.makedirs(run_dir, exist_ok=True)
-        files.replace(os.path.join(run_dir, NAME), json.dumps({"starts": self.starts}), durable=True)
+        files.replace(
+            os.path.join(run_dir, NAME), json.dumps({"starts": self.starts}), durable=True
+        )

@@ -1,8 +1,10 @@
-"""`MemoryNet`: when copies are made, how ranks agree on them, which one is found again. See [Note: memory net].
+"""`MemoryNet`: when copies are made, how ranks agree on them, which one is found again. See [Note:
+memory net].
 
-Settings and mesh flow in at the start of a run, tensors after each step; sealed copies in the nodes' shared memory flow out, and
-after a restart a `Checkpoint` to load. All ranks call alike. A fault that all ranks heard of turns the net off, with one warning, and
-frees the memory; a rank that no longer answers leaves everything as it is, since that is what the copies are for.
+Settings and mesh flow in at the start of a run, tensors after each step; sealed copies in the
+nodes' shared memory flow out, and after a restart a `Checkpoint` to load. All ranks call alike. A
+fault that all ranks heard of turns the net off, with one warning, and frees the memory; a rank that
+no longer answers leaves everything as it is, since that is what the copies are for.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _RNG_BYTES = 64 * 2**10  # that one rank's random generators may have, to be kep
 
 
 def wanted(config: CheckpointConfig, group: Group) -> int:
-    """Steps between copies, 0 for none; rank 0's answer on every rank, since environments may differ. Collective."""
+    """Steps between copies, 0 for none; rank 0's answer on every rank, since environments may
+    differ. Collective."""
     every, why = _decide(config)
     if group.rank == 0 and why:
         log.info("memory net off: %s", why)
@@ -51,16 +54,23 @@ def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
     if not config.enabled:
         return 0, "checkpoint.enabled=false"
     if config.memory_every != "auto":
-        return int(config.memory_every), None if int(config.memory_every) else "checkpoint.memory_every=0"
+        return int(config.memory_every), None if int(
+            config.memory_every
+        ) else "checkpoint.memory_every=0"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdecimal() or not int(restarts):
-        return 0, "nothing restarts this job's workers (TORCHELASTIC_MAX_RESTARTS is 0); checkpoint.memory_every=N turns it on"
+        return (
+            0,
+            "nothing restarts this job's workers (TORCHELASTIC_MAX_RESTARTS is 0); "
+            "checkpoint.memory_every=N turns it on",
+        )
     return AUTO_EVERY, None
 
 
 @dataclass
 class _Outcome:
-    """Of one copy. ``error``: what all ranks agreed went wrong. ``heard``: whether they answered at all."""
+    """Of one copy. ``error``: what all ranks agreed went wrong. ``heard``: whether they answered at
+    all."""
 
     step: int
     error: str | None = None
@@ -68,16 +78,19 @@ class _Outcome:
 
 
 class MemoryNet:
-    """Copies of one run's state in shared memory. Collective: every rank makes one and calls its methods at the same points.
+    """Copies of one run's state in shared memory. Collective: every rank makes one and calls its
+    methods at the same points.
 
     Args:
-        every: steps between copies, see `wanted`. run_dir: the run's folder, the same on all ranks. answers: a group that only the
+        every: steps between copies, see `wanted`. run_dir: the run's folder, the same on all ranks.
+            answers: a group that only the
         training loop's thread uses, and not while a method of this object runs in another.
 
     Attributes:
-        on: whether copies are made. newest: the step of the newest copy known to be complete on all nodes. skipped: copies that fell
-        out because the one before was not finished. blocked_s: seconds the last `save` kept the loop waiting. node_bytes: of one
-        buffer of this node, once the first copy was made.
+        on: whether copies are made. newest: the step of the newest copy known to be complete on all
+            nodes. skipped: copies that fell
+        out because the one before was not finished. blocked_s: seconds the last `save` kept the
+        loop waiting. node_bytes: of one buffer of this node, once the first copy was made.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, answers: Group) -> None:
@@ -109,14 +122,17 @@ class MemoryNet:
         tokens = list(dict.fromkeys(token for token, _ in found))
         self.nodes = Nodes(tuple(tokens.index(token) for token, _ in found), answers.rank)
         name = hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]
-        self.folder = os.path.join(self.place.root if self.place else "", f"run-{answers.broadcast(name)}")
+        self.folder = os.path.join(
+            self.place.root if self.place else "", f"run-{answers.broadcast(name)}"
+        )
         if errors := [error for _, error in found if error]:
             self._turn_off(errors[0])
 
     # What a start of the run finds
 
     def steps(self) -> list[int]:
-        """Steps that can be asked of `open`, ascending: those of this run that some node still holds a part of."""
+        """Steps that can be asked of `open`, ascending: those of this run that some node still
+        holds a part of."""
         if not self.on:
             return []
         lineage, error = Lineage(), None
@@ -130,7 +146,9 @@ class MemoryNet:
         self._search = Search(self.folder, self.answers, self.nodes, self._lineage)
         return self._search.steps()
 
-    def open(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Checkpoint:
+    def open(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Checkpoint:
         """See `Search.open`."""
         assert self._search is not None, "steps() comes first"
         return self._search.open(step, model, optimizer)
@@ -142,8 +160,8 @@ class MemoryNet:
         self._loaded = loaded
 
     def begin(self, base: int) -> None:
-        """The run goes on from step ``base``: copies of any other state are dropped. What was loaded stays until there is a newer
-        one. Collective."""
+        """The run goes on from step ``base``: copies of any other state are dropped. What was
+        loaded stays until there is a newer one. Collective."""
         if not self.on:
             return
         self._incarnation = self.answers.broadcast(os.urandom(8).hex())
@@ -152,12 +170,18 @@ class MemoryNet:
             try:
                 self._lineage.followed_by(self._incarnation, base).write(self.run_dir)
             except OSError as fault:
-                error = f"its record in the run directory cannot be written: {describe_error(fault)}"
+                error = (
+                    f"its record in the run directory cannot be written: {describe_error(fault)}"
+                )
         error = self.answers.broadcast(error)
         own = os.path.join(self.folder, self._incarnation)
         if error is None:
             try:
-                self._old = self._search.kept(self._loaded) if self._search is not None and self._loaded is not None else []
+                self._old = (
+                    self._search.kept(self._loaded)
+                    if self._search is not None and self._loaded is not None
+                    else []
+                )
                 if self.nodes.is_first:
                     self._drop_all_but(self._old)
                     os.makedirs(own, mode=0o700)
@@ -174,7 +198,12 @@ class MemoryNet:
         self._search = None
         if rank == 0:
             assert self.place is not None
-            log.info("memory net on: a copy every %d steps in %s, %d nodes", self.every, self.place.root, max(self.nodes.of) + 1)
+            log.info(
+                "memory net on: a copy every %d steps in %s, %d nodes",
+                self.every,
+                self.place.root,
+                max(self.nodes.of) + 1,
+            )
 
     def _drop_all_but(self, kept: list[str]) -> None:
         assert self.place is not None
@@ -185,7 +214,9 @@ class MemoryNet:
                     remove(entry.path)
         for entry in list(os.scandir(self.folder)):
             for rank in list(os.scandir(entry.path)) if entry.is_dir(follow_symlinks=False) else []:
-                for slot in list(os.scandir(rank.path)) if rank.is_dir(follow_symlinks=False) else []:
+                for slot in (
+                    list(os.scandir(rank.path)) if rank.is_dir(follow_symlinks=False) else []
+                ):
                     if slot.path not in kept:
                         remove(slot.path)
             if not any(path.startswith(entry.path + os.sep) for path in kept):
@@ -197,10 +228,14 @@ class MemoryNet:
         """Whether `save` is called after ``step``."""
         return self.on and (step % self.every == 0 or self._due_now)
 
-    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]) -> None:
-        """Copies the state; the loop waits for the copy alone. Never raises for a fault of the memory. Collective.
+    def save(
+        self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]
+    ) -> None:
+        """Copies the state; the loop waits for the copy alone. Never raises for a fault of the
+        memory. Collective.
 
-        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them, ``rng`` this rank's.
+        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them, ``rng``
+        this rank's.
         """
         begin = time.perf_counter()
         self.blocked_s = 0.0
@@ -211,15 +246,19 @@ class MemoryNet:
             self.skipped += 1
             if self.answers.rank == 0:
                 level = logging.WARNING if self.skipped == 1 else logging.DEBUG
-                log.log(level, "no copy of step %d in memory: the one before is not finished yet. A higher "
-                        "checkpoint.memory_every than %d would fit", manifest.step, self.every)  # fmt: skip
+                log.log(level, "no copy of step %d in memory: the one before is not finished yet. "
+                               "A higher "
+                        "checkpoint.memory_every than %d would "
+                        "fit", manifest.step, self.every)  # fmt: skip
             return
         self._join()
         if self.on and self._start(manifest, tensors, rng):
             self._due_now = False
         self.blocked_s = time.perf_counter() - begin
 
-    def _start(self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]) -> bool:
+    def _start(
+        self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]
+    ) -> bool:
         assert self._buffers is not None
         nodes = self.nodes.of if self.mesh is not None else None
         parts = [
@@ -233,7 +272,10 @@ class MemoryNet:
             buffer.fill(parts)
         except Exception as fault:  # whatever it is, the others are told and training goes on
             error = f"{socket.gethostname()}: {describe_error(fault)}"
-        described = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+        described = [
+            [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
+            for name, tensor in tensors.items()
+        ]
         incarnation = self._incarnation
         assert incarnation is not None
 
@@ -247,7 +289,9 @@ class MemoryNet:
                         buffer.seal(incarnation, manifest, described, {**rng, **others})
                     except Exception as fault:  # the others wait for an answer, whatever happened
                         failed = f"{socket.gethostname()}: {describe_error(fault)}"
-                outcome.error = next((answer for answer in self._group.all_gather(failed) if answer), None)
+                outcome.error = next(
+                    (answer for answer in self._group.all_gather(failed) if answer), None
+                )
                 if outcome.error is None and self.nodes.is_first:
                     while self._old:
                         remove(self._old.pop())
@@ -255,7 +299,9 @@ class MemoryNet:
                 outcome.heard = False
             self._outcome = outcome
 
-        self._thread = threading.Thread(target=finish, name=f"memory copy {manifest.step}", daemon=True)
+        self._thread = threading.Thread(
+            target=finish, name=f"memory copy {manifest.step}", daemon=True
+        )
         self._thread.start()
         return True
 
@@ -272,23 +318,28 @@ class MemoryNet:
                 self.node_bytes = max(need // 2, 1)
             if need > free:
                 self._turn_off(
-                    f"{host} has {free / 2**20:.1f} MiB of shared memory to give and two copies need {need / 2**20:.1f} MiB; "
+                    f"{host} has {free / 2**20:.1f} MiB of shared memory to give and two copies "
+                    f"need {need / 2**20:.1f} MiB; "
                     "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
                 )
                 return False
         if self.answers.rank == 0:
-            log.info("memory net: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20)
+            log.info(
+                "memory net: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20
+            )
         return True
 
     def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The random generators of the same rank of the replica before this one, which gets this rank's: every other part of the
-        state is in each replica already."""
+        """The random generators of the same rank of the replica before this one, which gets this
+        rank's: every other part of the state is in each replica already."""
         names = (self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
         if self.mesh is None or "replicate" not in names:
             return {}
         axis, place = names.index("replicate"), self.mesh.get_coordinate()
         assert place is not None
-        line = self.mesh.mesh[tuple(slice(None) if a == axis else place[a] for a in range(len(place)))].tolist()
+        line = self.mesh.mesh[
+            tuple(slice(None) if a == axis else place[a] for a in range(len(place)))
+        ].tolist()
         if len(line) == 1:
             return {}
         following, before = line[(place[axis] + 1) % len(line)], line[place[axis] - 1]
@@ -315,7 +366,8 @@ class MemoryNet:
         self._join()
 
     def finish(self) -> None:
-        """The run has ended well: its copies are removed. Never for a run that ends with an error. Collective."""
+        """The run has ended well: its copies are removed. Never for a run that ends with an error.
+        Collective."""
         self._join()
         if self.on:
             self._remove()
@@ -324,7 +376,11 @@ class MemoryNet:
         """On all ranks alike."""
         self.on = False
         if self.answers.rank == 0:
-            log.warning("memory net off: %s. Training goes on; a lost worker costs the steps since the last checkpoint", why)
+            log.warning(
+                "memory net off: %s. Training goes on; a lost worker costs the steps since the "
+                "last checkpoint",
+                why,
+            )
         self._remove()
 
     def _remove(self) -> None:
@@ -336,10 +392,15 @@ class MemoryNet:
             remove_place(self.place)
 
 
-def exchange_tensors(tensors: Mapping[str, Tensor], to: int, source: int, group: Group) -> dict[str, Tensor]:
-    """Gives small CPU tensors to rank ``to`` and returns those of rank ``source``, at most 64 KiB with their names; nothing when
-    there are more. Collective over a ring of ranks."""
-    sent, received = torch.zeros(_RNG_BYTES, dtype=torch.uint8), torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+def exchange_tensors(
+    tensors: Mapping[str, Tensor], to: int, source: int, group: Group
+) -> dict[str, Tensor]:
+    """Gives small CPU tensors to rank ``to`` and returns those of rank ``source``, at most 64 KiB
+    with their names; nothing when there are more. Collective over a ring of ranks."""
+    sent, received = (
+        torch.zeros(_RNG_BYTES, dtype=torch.uint8),
+        torch.zeros(_RNG_BYTES, dtype=torch.uint8),
+    )
     if len(data := pack(tensors)) <= _RNG_BYTES:
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     work = dist.isend(sent, to, group=group.group)

@@ -1,4 +1,5 @@
-"""The folder in shared memory that outlives a node's workers: named, made private, told apart, cleaned up.
+"""The folder in shared memory that outlives a node's workers: named, made private, told apart,
+cleaned up.
 
 The environment flows in; a `Place` flows out, or `OSError` when there is none that is safe to use.
 """
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 from parallel2d import folders
 
-VARIABLE = "PARALLEL2D_MEMORY_DIR"  # set by a launcher, one folder per node's agent, which it removes when the job ends
+# set by a launcher, one folder per node's agent, which it removes when the job ends
+VARIABLE = "PARALLEL2D_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 _TOKEN = "node"
 _CGROUPS = "/sys/fs/cgroup"
@@ -22,8 +24,9 @@ _CGROUPS = "/sys/fs/cgroup"
 
 @dataclass(frozen=True)
 class Place:
-    """A node's folder. ``token``: equal on two ranks if and only if they see the same folder. ``own``: it is named after the process
-    that started the workers, so nobody else's files are in it."""
+    """A node's folder. ``token``: equal on two ranks if and only if they see the same folder.
+    ``own``: it is named after the process that started the workers, so nobody else's files are in
+    it."""
 
     root: str
     token: str
@@ -31,17 +34,23 @@ class Place:
 
 
 def open_place() -> Place:
-    """The folder of this node, made if it does not exist. Raises OSError when it is not ours alone."""
+    """The folder of this node, made if it does not exist. Raises OSError when it is not ours
+    alone."""
     path = os.environ.get(VARIABLE)
     if path:
         with contextlib.suppress(FileNotFoundError):
             mode = os.lstat(path).st_mode
-            if stat.S_ISDIR(mode) and mode & 0o022:  # /tmp, /dev/shm: making it private would close it for others
-                raise PermissionError(errno.EPERM, "others may write to it; name a folder inside it", path)
+            # /tmp, /dev/shm: making it private would close it for others
+            if stat.S_ISDIR(mode) and mode & 0o022:
+                raise PermissionError(
+                    errno.EPERM, "others may write to it; name a folder inside it", path
+                )
         folders.make_private(path)
         return Place(os.path.abspath(path), _token(path), own=False)
     if not os.path.isdir(SHARED_MEMORY):
-        raise FileNotFoundError(errno.ENOENT, f"no shared memory folder; set {VARIABLE} to one", SHARED_MEMORY)
+        raise FileNotFoundError(
+            errno.ENOENT, f"no shared memory folder; set {VARIABLE} to one", SHARED_MEMORY
+        )
     path = folders.open_folder(os.getppid(), SHARED_MEMORY)
     return Place(path, _token(path), own=True)
 
@@ -52,7 +61,8 @@ def remove(path: str) -> None:
 
 
 def remove_place(place: Place) -> None:
-    """Removes a folder of our own naming, and the one around it when that was the last; of another only our mark in it."""
+    """Removes a folder of our own naming, and the one around it when that was the last; of another
+    only our mark in it."""
     if place.own:
         folders.remove(place.root)
     else:
@@ -61,8 +71,8 @@ def remove_place(place: Place) -> None:
 
 
 def room(root: str) -> int:
-    """Bytes that may be put into ``root`` now: free in its file system, and in the memory that this machine or container has left,
-    of which a tenth stays free."""
+    """Bytes that may be put into ``root`` now: free in its file system, and in the memory that this
+    machine or container has left, of which a tenth stays free."""
     free = os.statvfs(root)
     return min(free.f_bavail * free.f_frsize, int(0.9 * _free_memory()))
 
@@ -110,7 +120,12 @@ def _token(root: str) -> str:
     path = os.path.join(root, _TOKEN)
     if not os.path.lexists(path):  # there is one after a restart, when the file system may be full
         draft = os.path.join(root, f".{_TOKEN}-{os.urandom(8).hex()}")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as file:
+        with open(
+            os.open(
+                draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            ),
+            "w",
+        ) as file:
             file.write(os.urandom(16).hex())
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)

@@ -1,9 +1,11 @@
-"""After a restart: which copies the nodes hold, the one that is whole, and its files where a node lacks them.
+"""After a restart: which copies the nodes hold, the one that is whole, and its files where a node
+lacks them.
 
-What lies in shared memory flows in; a verified `Checkpoint` that every rank can read flows out, or a reason. The first rank of each
-node speaks for its folder. Rank 0 puts a copy together from what all nodes have; the nodes' ranks sum up the files that were chosen,
-side by side; a file that is damaged is done without when another node holds the same rectangles. A node is sent the files that hold
-something its ranks need, in pieces, from rank to rank.
+What lies in shared memory flows in; a verified `Checkpoint` that every rank can read flows out, or
+a reason. The first rank of each node speaks for its folder. Rank 0 puts a copy together from what
+all nodes have; the nodes' ranks sum up the files that were chosen, side by side; a file that is
+damaged is done without when another node holds the same rectangles. A node is sent the files that
+hold something its ranks need, in pieces, from rank to rank.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ class Nodes:
 @sendable
 @dataclass(frozen=True)
 class _Chosen:
-    """A copy as rank 0 put it together. ``holders``: for each of its files the nodes that have it, each with the name it has there:
-    replicas write the same bytes under the names of their own ranks."""
+    """A copy as rank 0 put it together. ``holders``: for each of its files the nodes that have it,
+    each with the name it has there: replicas write the same bytes under the names of their own
+    ranks."""
 
     manifest: bytes
     holders: dict[str, dict[int, str]]
@@ -68,7 +71,8 @@ class _Chosen:
 
 @dataclass
 class Search:
-    """One look at what the nodes hold. Collective; made once, after a restart. ``folder``: this run's in shared memory."""
+    """One look at what the nodes hold. Collective; made once, after a restart. ``folder``: this
+    run's in shared memory."""
 
     folder: str
     group: Group
@@ -86,21 +90,38 @@ class Search:
                 self._mine, faults = find_copies(self.folder)
             except OSError as fault:
                 faults = [describe_error(fault)]
-        answers = self.group.all_gather(([(found.record["incarnation"], found.step) for found in self._mine], faults))
+        answers = self.group.all_gather(
+            ([(found.record["incarnation"], found.step) for found in self._mine], faults)
+        )
         for rank, (_, lines) in enumerate(answers):
             for line in lines:
-                self._say(f"passing over a copy in memory (rank {rank}'s node): {line}", logging.WARNING)
+                self._say(
+                    f"passing over a copy in memory (rank {rank}'s node): {line}", logging.WARNING
+                )
         copies = {copy for held, _ in answers for copy in held}
-        self._writers = {step: name for name, step in sorted(copies) if self.lineage.holds(name, step)}
+        self._writers = {
+            step: name for name, step in sorted(copies) if self.lineage.holds(name, step)
+        }
         if left := {step for name, step in copies if not self.lineage.holds(name, step)}:
             listed = ", ".join(map(str, sorted(left)))
-            self._say(f"copies in memory of step {listed} are not of this run as it stands, and are not used", logging.WARNING)
+            self._say(
+                f"copies in memory of step {listed} are not of this run as it stands, and are not "
+                "used",
+                logging.WARNING,
+            )
         return sorted(self._writers)
 
-    def open(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Checkpoint:
-        """The copy of ``step``, verified, with all that this rank's part of ``model`` and ``optimizer`` needs in reach. `close` it
-        when it was loaded. Raises `DamagedCheckpointError` with the reason, on all ranks, when it cannot be had."""
-        held = [found for found in self._mine if found.record["incarnation"] == self._writers[step] and found.step == step]
+    def open(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Checkpoint:
+        """The copy of ``step``, verified, with all that this rank's part of ``model`` and
+        ``optimizer`` needs in reach. `close` it when it was loaded. Raises `DamagedCheckpointError`
+        with the reason, on all ranks, when it cannot be had."""
+        held = [
+            found
+            for found in self._mine
+            if found.record["incarnation"] == self._writers[step] and found.step == step
+        ]
         chosen = self._choose(step, held)
         manifest = Manifest.decode(chosen.manifest, f"{step_name(step)} in memory")
         view = os.path.join(self.folder, f".view-{self.group.broadcast(os.urandom(8).hex())}")
@@ -112,7 +133,11 @@ class Search:
                 os.makedirs(view, mode=0o700)
                 for name, nodes in chosen.holders.items():
                     if there := nodes.get(self.nodes.own):
-                        os.link(os.path.join(own[there], there), os.path.join(view, name), follow_symlinks=False)
+                        os.link(
+                            os.path.join(own[there], there),
+                            os.path.join(view, name),
+                            follow_symlinks=False,
+                        )
 
         try:
             self._agree(link)
@@ -121,10 +146,14 @@ class Search:
             self.close()
             raise
         self._say(
-            f"{step_name(step)} is in memory: {len(manifest.files)} files, {sent / 2**20:.1f} MiB sent to nodes without them"
+            f"{step_name(step)} is in memory: {len(manifest.files)} files, {sent / 2**20:.1f} MiB "
+            "sent to nodes without them"
         )
         if lost := _lost_generators(manifest):
-            self._say(f"random generators of ranks {lost} were lost with their nodes: they start afresh", logging.WARNING)
+            self._say(
+                f"random generators of ranks {lost} were lost with their nodes: they start afresh",
+                logging.WARNING,
+            )
         folder = LocalFolder(view)
         folder.label = f"{step_name(step)} from memory"
         return Checkpoint(folder, manifest, exact=False)
@@ -137,14 +166,20 @@ class Search:
 
     def kept(self, step: int) -> list[str]:
         """This node's folders that hold ``step``; on the first rank of the node."""
-        return [f.folder for f in self._mine if f.step == step and f.record["incarnation"] == self._writers.get(step)]
+        return [
+            f.folder
+            for f in self._mine
+            if f.step == step and f.record["incarnation"] == self._writers.get(step)
+        ]
 
     def _choose(self, step: int, held: Sequence[Found]) -> _Chosen:
-        """A whole copy of sound files. Rank 0 chooses, the holders check, until nothing is wrong."""
+        """A whole copy of sound files. Rank 0 chooses, the holders check, until nothing is
+        wrong."""
         what = f"{step_name(step)} in memory"
         # What all ranks' records have in common is large, so each node sends it once.
         message = [
-            (f.rank, f.record["tensors"], f.record["common"]) if n == 0 else (f.rank, None, None) for n, f in enumerate(held)
+            (f.rank, f.record["tensors"], f.record["common"]) if n == 0 else (f.rank, None, None)
+            for n, f in enumerate(held)
         ]
         parts = [(found.record["parts"], found.record["files"]) for found in held]
         answers = self.group.gather((self.nodes.own, message, parts) if held else None)
@@ -153,11 +188,15 @@ class Search:
             chosen: _Chosen | DamagedCheckpointError | None = None
             if self.group.rank == 0:
                 try:
-                    chosen = _assemble([answer for answer in answers if answer is not None], refused, what)
+                    chosen = _assemble(
+                        [answer for answer in answers if answer is not None], refused, what
+                    )
                 except DamagedCheckpointError as fault:
                     chosen = DamagedCheckpointError(str(fault))
                 except (TypeError, ValueError, KeyError, IndexError) as fault:
-                    chosen = DamagedCheckpointError(f"{what}: its records are damaged ({describe_error(fault)})")
+                    chosen = DamagedCheckpointError(
+                        f"{what}: its records are damaged ({describe_error(fault)})"
+                    )
             chosen = self.group.broadcast(chosen)
             if isinstance(chosen, DamagedCheckpointError):
                 raise chosen
@@ -170,12 +209,17 @@ class Search:
             refused |= set(damaged)
 
     def _check(self, chosen: _Chosen, held: Sequence[Found], what: str) -> dict[str, str]:
-        """File -> fault, over all nodes; each node's ranks share its files. Only the first rank knows where they are: it says so."""
+        """File -> fault, over all nodes; each node's ranks share its files. Only the first rank
+        knows where they are: it says so."""
         where = {name: found.folder for found in held for name in found.record["files"]}
         told = self.group.all_gather(where if self.nodes.is_first and held else {})
         where = told[self.nodes.of.index(self.nodes.own)]
         files = Manifest.decode(chosen.manifest, what).files
-        own = [(nodes[self.nodes.own], files[name]) for name, nodes in chosen.holders.items() if self.nodes.own in nodes]
+        own = [
+            (nodes[self.nodes.own], files[name])
+            for name, nodes in chosen.holders.items()
+            if self.nodes.own in nodes
+        ]
         local = self.nodes.ranks(self.nodes.own)
         faults = {}
         for name, expected in own[local.index(self.group.rank) :: len(local)]:
@@ -196,31 +240,44 @@ class Search:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
     ) -> int:
-        """Sends files to the nodes that need and lack them. Returns the bytes sent over all nodes."""
+        """Sends files to the nodes that need and lack them. Returns the bytes sent over all
+        nodes."""
         wanted = self.group.all_gather(sorted(_needed(manifest, model, optimizer, self.group)))
         lacking: set[tuple[str, int]] = set()
         for rank, names in enumerate(wanted):
-            lacking |= {(name, self.nodes.of[rank]) for name in names if self.nodes.of[rank] not in holders[name]}
+            lacking |= {
+                (name, self.nodes.of[rank])
+                for name in names
+                if self.nodes.of[rank] not in holders[name]
+            }
         plan = []  # (file, sending rank, receiving rank): the nodes' ranks take turns
         for number, (name, node) in enumerate(sorted(lacking)):
             having = list(holders[name])
-            senders, receivers = self.nodes.ranks(having[number % len(having)]), self.nodes.ranks(node)
+            senders, receivers = (
+                self.nodes.ranks(having[number % len(having)]),
+                self.nodes.ranks(node),
+            )
             plan.append((name, senders[number % len(senders)], receivers[number % len(receivers)]))
         targets: dict[str, Tensor] = {}
 
         def allocate() -> None:
             for name, _, receiver in plan:
                 if receiver == self.group.rank:
-                    targets[name] = map_new_file(os.path.join(view, name), manifest.files[name].bytes)
+                    targets[name] = map_new_file(
+                        os.path.join(view, name), manifest.files[name].bytes
+                    )
 
         self._agree(allocate)
-        # All walk through the plan in the same order, so the next transfer always has both of its ends waiting.
+        # All walk through the plan in the same order, so the next transfer always has both of its
+        # ends waiting.
         for name, sender, receiver in plan:
             size = manifest.files[name].bytes
             if self.group.rank == sender:
                 source = LocalFolder(view).source(name)
                 for begin in range(0, size, PIECE):
-                    piece = torch.frombuffer(source.buffer(begin, min(begin + PIECE, size)), dtype=torch.uint8)
+                    piece = torch.frombuffer(
+                        source.buffer(begin, min(begin + PIECE, size)), dtype=torch.uint8
+                    )
                     dist.send(piece, receiver, group=self.group.group)
             elif self.group.rank == receiver:
                 for piece in targets[name].split(PIECE):
@@ -229,7 +286,9 @@ class Search:
         def verify() -> None:
             for name, values in targets.items():
                 if digest(memoryview(values.numpy().data)) != manifest.files[name].sha256:
-                    raise DamagedCheckpointError(f"{name} was damaged on its way to node {self.nodes.own}")
+                    raise DamagedCheckpointError(
+                        f"{name} was damaged on its way to node {self.nodes.own}"
+                    )
 
         self._agree(verify)
         return sum(manifest.files[name].bytes for name, _, _ in plan)
@@ -249,8 +308,9 @@ class Search:
 
 
 def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
-    """The manifest of the copy that the nodes' files make up together. Raises `DamagedCheckpointError`, naming a tensor that is not
-    whole and the ranks whose copies are gone."""
+    """The manifest of the copy that the nodes' files make up together. Raises
+    `DamagedCheckpointError`, naming a tensor that is not whole and the ranks whose copies are
+    gone."""
     pieces: dict[str, dict[Region, dict[Region, str]]] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
     files: dict[str, tuple[StoredFile, int]] = {}
@@ -273,21 +333,32 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
                 if base.numel and file not in refused:
                     region = Region(tuple(offsets), tuple(lengths))
                     regions = pieces.setdefault(name, {}).setdefault(base, {})
-                    if region not in regions or name.startswith(f"rng/{rank:05d}/"):  # the owner's node has its own
+                    # the owner's node has its own
+                    if region not in regions or name.startswith(f"rng/{rank:05d}/"):
                         regions[region] = file
     if common is None:
         raise DamagedCheckpointError(f"{what}: no node holds a part of it")
     lost = sorted(set(range(common["world_size"])) - ranks)
     tensors = {}
     for name, (dtype, shape) in described.items():
-        chunks = [chunk for base, regions in pieces.get(name, {}).items() for chunk in _cover(base, regions)]
+        chunks = [
+            chunk
+            for base, regions in pieces.get(name, {}).items()
+            for chunk in _cover(base, regions)
+        ]
         if sum(chunk.region.numel for chunk in chunks) != Region.whole(shape).numel:
             gone = f"; no copy is left of ranks {lost}" if lost else ""
-            raise DamagedCheckpointError(f"{what} is incomplete: parts of {printable(name)} are on no node that is left{gone}")
+            raise DamagedCheckpointError(
+                f"{what} is incomplete: parts of {printable(name)} are on no node that is "
+                f"left{gone}"
+            )
         tensors[name] = StoredTensor(dtype, shape, tuple(chunks))
     taken = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
     manifest = Manifest(
-        **{key: common[key] for key in ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")},
+        **{
+            key: common[key]
+            for key in ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")
+        },
         tensors=tensors,
         files={name: file for name, (file, _) in sorted(files.items()) if name in taken},
     )
@@ -301,7 +372,8 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
 
 
 def _cover(base: Region, regions: Mapping[Region, str]) -> list[Chunk]:
-    """Parts that make up ``base`` exactly, or nothing. Nodes may have cut it in different numbers of parts, always by rows."""
+    """Parts that make up ``base`` exactly, or nothing. Nodes may have cut it in different numbers
+    of parts, always by rows."""
     if not base.lengths or base in regions:
         return [Chunk(regions[base], base)] if base in regions else []
     begin, end = base.offsets[0], base.offsets[0] + base.lengths[0]
@@ -321,16 +393,26 @@ def _lost_generators(manifest: Manifest) -> list[int]:
     return [rank for rank in range(manifest.world_size) if f"{rank:05d}" not in found]
 
 
-def _needed(manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group) -> set[str]:
+def _needed(
+    manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group
+) -> set[str]:
     """The files in which this rank's parts of model, optimizer and random generators are."""
     here = model_tensors(model)
 
     def files(name: str, region: Region) -> Iterable[str]:
-        return {chunk.file for chunk in manifest.tensors[name].chunks if chunk.region.intersect(region) or not region.lengths}
+        return {
+            chunk.file
+            for chunk in manifest.tensors[name].chunks
+            if chunk.region.intersect(region) or not region.lengths
+        }
 
     found: set[str] = set()
     for name, tensor in here.items():
-        stored = f"model/{name}" if f"model/{name}" in manifest.tensors else f"model/{manifest.tied.get(name)}"
+        stored = (
+            f"model/{name}"
+            if f"model/{name}" in manifest.tensors
+            else f"model/{manifest.tied.get(name)}"
+        )
         if stored in manifest.tensors and manifest.tensors[stored].shape == tuple(tensor.shape):
             found |= set(files(stored, local_region(tensor)))
     for stored, description in manifest.tensors.items():
@@ -338,7 +420,18 @@ def _needed(manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimiz
         if kind == "optimizer" and optimizer is not None:
             owner = here.get(rest.partition("/")[2])
             same = owner is not None and description.shape == tuple(owner.shape)
-            found |= set(files(stored, local_region(owner) if same and owner is not None else Region.whole(description.shape)))
-        elif kind == "rng" and manifest.world_size == group.size and rest.startswith(f"{group.rank:05d}/"):
+            found |= set(
+                files(
+                    stored,
+                    local_region(owner)
+                    if same and owner is not None
+                    else Region.whole(description.shape),
+                )
+            )
+        elif (
+            kind == "rng"
+            and manifest.world_size == group.size
+            and rest.startswith(f"{group.rank:05d}/")
+        ):
             found |= set(files(stored, Region.whole(description.shape)))
     return found
