@@ -8,34 +8,38 @@ loading torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallel2d.checkpoint.whole import (
+    from parallel2d.config import ParallelConfig
+    from parallel2d.errors import ConfigError
+    from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
+    from parallel2d.loss import cross_entropy_sum, token_weight
+    from parallel2d.mesh import MeshSpec, build_mesh, data_coordinate, mesh_shape
+    from parallel2d.optimizer import build_optimizer, set_learning_rate
+    from parallel2d.parallelize import build_on_meta, parallelize
+    from parallel2d.parallelize.context import model_sharded_context
+    from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
+    from parallel2d.sync import accumulate, no_sync, register_sync_hook, replicate_group
+    from parallel2d.topology import Topology
+    from parallel2d.weights import load_pretrained, load_state, summon_full_params
+    from parallel2d.weights.states import (
         full_state,
         load_full_state,
         load_sharded_state,
         rekey_optimizer_state,
         sharded_state,
     )
-    from parallel2d.config import ConfigError, ParallelConfig
-    from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
-    from parallel2d.loss import cross_entropy_sum, token_weight
-    from parallel2d.mesh import MeshSpec, Topology, build_mesh, data_coordinate, mesh_shape
-    from parallel2d.optimizer import build_optimizer, set_learning_rate
-    from parallel2d.parallelize import build_on_meta, parallelize
-    from parallel2d.parallelize.context import model_sharded_context
-    from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
-    from parallel2d.sync import accumulate, no_sync, register_sync_hook, replicate_group
-    from parallel2d.weights import load_pretrained, load_state, summon_full_params
     from parallel2d.weights.summon import apply_full, sharded_modules
 
 _MODULES = {
-    "ConfigError": "config",
+    "ConfigError": "errors",
     "MeshSpec": "mesh",
     "ParallelConfig": "config",
     "Runtime": "runtime",
-    "Topology": "mesh",
+    "Topology": "topology",
     "accumulate": "sync",
     "apply_full": "weights.summon",
     "barrier": "runtime",
@@ -46,11 +50,11 @@ _MODULES = {
     "clip_gradient_value": "gradients",
     "cross_entropy_sum": "loss",
     "data_coordinate": "mesh",
-    "full_state": "checkpoint.whole",
+    "full_state": "weights.states",
     "limit_waiting": "runtime",
-    "load_full_state": "checkpoint.whole",
+    "load_full_state": "weights.states",
     "load_pretrained": "weights",
-    "load_sharded_state": "checkpoint.whole",
+    "load_sharded_state": "weights.states",
     "load_state": "weights",
     "mesh_shape": "mesh",
     "model_sharded_context": "parallelize.context",
@@ -59,11 +63,11 @@ _MODULES = {
     "replicate_group": "sync",
     "parallelize": "parallelize",
     "reduce": "runtime",
-    "rekey_optimizer_state": "checkpoint.whole",
+    "rekey_optimizer_state": "weights.states",
     "set_learning_rate": "optimizer",
     "setup": "runtime",
     "sharded_modules": "weights.summon",
-    "sharded_state": "checkpoint.whole",
+    "sharded_state": "weights.states",
     "summon_full_params": "weights",
     "teardown": "runtime",
     "token_weight": "loss",
@@ -113,3 +117,22 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+class _Face(ModuleType):
+    """This module, in which `parallelize` is the function whatever was imported before.
+
+    A function and the package that it is in have one name here. Python sets a package's attribute
+    when a module inside it is imported, which would hide the function; a property cannot be hidden.
+    """
+
+    @property
+    def parallelize(self) -> Any:
+        return __getattr__("parallelize")
+
+    @parallelize.setter
+    def parallelize(self, _package: ModuleType) -> None:
+        """What an import of the package sets is not kept; imports find it without."""
+
+
+sys.modules[__name__].__class__ = _Face

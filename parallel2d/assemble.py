@@ -22,30 +22,32 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.checkpoint import Checkpointer
-from parallel2d.claim import RunClaim
-from parallel2d.compose import Job, to_yaml
-from parallel2d.config import ConfigError, DataConfig, LlamaModel, TrainConfig
+from parallel2d.config import DataConfig, Job, LlamaModel, TrainConfig
+from parallel2d.config.serialization import to_yaml
+from parallel2d.cost.flops import count_flops, peak_flops
+from parallel2d.cost.tensor_twin import tensor_twin
+from parallel2d.cost.traffic import count_tensor_axis, predict_communication
 from parallel2d.data import BatchPlan, OpenData, open_data
 from parallel2d.data.batch import SampleShape, labelled_images
-from parallel2d.mesh import MeshShape, MeshSpec, Topology, build_mesh, data_coordinate
+from parallel2d.errors import ConfigError
+from parallel2d.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
-from parallel2d.metrics.flops import count_flops, peak_flops
 from parallel2d.metrics.header import RunFacts
-from parallel2d.metrics.prediction import count_tensor_axis, predict_communication
 from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
-from parallel2d.model import ModelParts, build_model, words_of
+from parallel2d.model_families import ModelParts, build_model, words_of
 from parallel2d.optimizer import build_optimizer, plan_groups, update_bytes
 from parallel2d.parallelize import parallelize
 from parallel2d.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallelize.compilation import check_compilation
 from parallel2d.parallelize.float8 import check_float8
-from parallel2d.parallelize.sharding import DTYPES, check_offload
+from parallel2d.parallelize.precision import DTYPES
+from parallel2d.parallelize.sharding import check_offload
 from parallel2d.parallelize.tensor_parallel import resolve_plan
-from parallel2d.parallelize.twin import tensor_twin
-from parallel2d.runtime import Runtime, check_same_data, check_shared_run_dir
+from parallel2d.runtime import Runtime, check_same_data
+from parallel2d.topology import Topology
 from parallel2d.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -71,8 +73,6 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
     """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what
     cannot work."""
     config, device = job.config, runtime.device
-    check_shared_run_dir(job.run_dir)
-    claim = RunClaim(job.run_dir) if runtime.is_first else None
     shape = resolve_mesh(config, runtime.topology)
     mesh = build_mesh(
         shape.spec(),
@@ -152,7 +152,6 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         checkpointer=checkpointer,
         device=device,
         data_fingerprint=data.fingerprint,
-        claim=claim,
     )
     restored = checkpointer.restore(restarted=job.restarted)
     if restored is not None:
@@ -243,6 +242,7 @@ def predict_activations(
         mesh,
         parts.loss,
         functools.partial(sample.example, plan.micro_batch_size, floating=computes_in),
+        CommunicationMeter(mesh, dry=True),
         accumulation=plan.accumulation,
         during_accumulation=config.sync.during_accumulation,
         reduce_dtype=torch.float32 if config.sync.engine == "parallel2d" else None,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 # the names in torch.distributed may be wrapped, to count bytes
 from torch.distributed import distributed_c10d as c10d
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 _Class = TypeVar("_Class", bound=type)
 

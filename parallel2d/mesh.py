@@ -1,17 +1,13 @@
-"""Which ranks form which axis: `MeshSpec`, the found topology, `build_mesh`.
+"""Which ranks form which axis of the mesh: `build_mesh`.
 
-Sizes (numbers or ``auto``) and the hosts of all ranks flow in; a `DeviceMesh` with named axes
-``replicate``, ``shard`` and, where it is larger than one, ``tensor`` flows out. Which ranks share a
-host is asked of the ranks, never assumed from their order. A mesh that puts a shard or tensor group
-on the slow link although it would fit inside a host is refused. Nothing here knows about models.
+`MeshSpec` holds the sizes that were asked for, `MeshShape` those that fit the ranks. A mesh that
+puts a shard or tensor group on the slow link although it would fit inside a host is refused.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import socket
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -19,71 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import ConfigError, MeshConfig, ParallelConfig
-from parallel2d.exchange import all_gather
+from parallel2d.config import MeshConfig, StrategyConfig, named_strategy
+from parallel2d.errors import ConfigError
+from parallel2d.topology import Topology
 
 log = logging.getLogger(__name__)
 
 AXES = ("replicate", "shard", "tensor")
-
-
-def host_identity(override: str | None = None) -> str:
-    """What two ranks share exactly when traffic between them stays inside one machine.
-
-    Host name plus network namespace: containers and namespaces on one kernel count as different
-    hosts, as their traffic does. The boot id would not do: namespaces share it.
-    """
-    if override is not None:
-        return override
-    try:
-        namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:  # not Linux: the name alone
-        namespace = 0
-    return f"{socket.gethostname()}/{namespace}"
-
-
-@dataclass(frozen=True)
-class Topology:
-    """``hosts[rank]`` is the identity of the host that rank runs on."""
-
-    hosts: tuple[str, ...]
-
-    @classmethod
-    def gather(cls, host_id: str | None = None) -> Topology:
-        """Asks every rank of the default process group. Collective: all ranks must call it."""
-        return cls(tuple(all_gather(host_identity(host_id))))
-
-    @classmethod
-    def single_host(cls, world_size: int, host: str = "this host") -> Topology:
-        """All ranks on one machine: what a launcher knows before it starts them."""
-        return cls((host,) * world_size)
-
-    @classmethod
-    def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
-        """``hosts`` machines with ``ranks`` each: what a launcher on one of several nodes
-        expects."""
-        return cls(tuple(f"host {host}" for host in range(hosts) for _ in range(ranks)))
-
-    @property
-    def world_size(self) -> int:
-        return len(self.hosts)
-
-    @property
-    def ranks_by_host(self) -> dict[str, list[int]]:
-        """Host -> its ranks in ascending order; hosts in the order of their first rank."""
-        found: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts):
-            found.setdefault(host, []).append(rank)
-        return found
-
-    def describe(self) -> str:
-        """For messages: ``2 hosts with 4 ranks each`` or ``2 hosts with 4, 2 ranks``."""
-        sizes = [len(ranks) for ranks in self.ranks_by_host.values()]
-        if len(sizes) == 1:
-            return f"1 host with {sizes[0]} rank{'s' if sizes[0] > 1 else ''}"
-        if len(set(sizes)) == 1:
-            return f"{len(sizes)} hosts with {sizes[0]} rank{'s' if sizes[0] > 1 else ''} each"
-        return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"
 
 
 @dataclass(frozen=True)
@@ -104,44 +42,43 @@ class MeshSpec:
     def from_config(cls, config: MeshConfig) -> MeshSpec:
         return cls(config.replicate, config.shard, config.tensor)
 
-    def resolve(self, strategy: str, topology: Topology) -> MeshShape:
+    def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
         """Numbers for every axis, and what was decided on the way. Raises `ConfigError` for any
         impossible size."""
+        strategy = named_strategy(strategy)
+        self._check_sizes()
         world = topology.world_size
-        for axis in AXES:
-            size = getattr(self, axis)
-            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ConfigError(
-                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
-                )
         tensor = 1 if self.tensor == "auto" else int(self.tensor)
         if world % tensor:
             raise ConfigError(
                 f"mesh.tensor={tensor} does not divide the {world} ranks; it may be "
                 f"{_divisors(world)}"
             )
-        rest = world // tensor
         self.refuse_contradiction(strategy)
-        notes: list[str] = []
-        replicate, shard = self._resolve_pair(strategy, topology, tensor, rest, notes)
+        rest = world // tensor
+        replicate, shard, notes = self._resolve_pair(strategy, topology, tensor)
         if replicate * shard != rest:
             raise ConfigError(
                 f"mesh.replicate={self.replicate} x mesh.shard={self.shard} x "
-                f"mesh.tensor={self.tensor} does not fill the "
-                f"{world} ranks: replicate x shard must be {rest}, one of {_factor_pairs(rest)}"
+                f"mesh.tensor={self.tensor} does not fill the {world} ranks: replicate x shard "
+                f"must be {rest}, one of {_factor_pairs(rest)}"
             )
         return MeshShape(replicate, shard, tensor, tuple(notes))
 
-    def resolve_elastic(self, strategy: str, topology: Topology, nodes: int) -> MeshShape:
+    def resolve_elastic(
+        self, strategy: StrategyConfig | str, topology: Topology, nodes: int
+    ) -> MeshShape:
         """As `resolve`, for a job whose nodes come and go, at most ``nodes``: given sizes are those
         with all nodes there. With fewer, the shard groups of a hybrid stay as large as they were,
         since a model that fits must go on fitting, and there are fewer of them.
         """
+        strategy = named_strategy(strategy)
         sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
         expected = self.resolve(strategy, Topology.equal_hosts(nodes, math.gcd(*sizes)))
         if expected.world_size == topology.world_size:
             return self.resolve(strategy, topology)
-        shard = expected.shard if strategy.startswith("hybrid") else "auto"
+        is_hybrid = strategy.replicates and strategy.shards
+        shard = expected.shard if is_hybrid else "auto"
         shape = MeshSpec("auto", shard, self.tensor).resolve(strategy, topology)
         note = (
             f"{len(sizes)} of {nodes} nodes are there: replicate {shape.replicate} x shard "
@@ -149,67 +86,80 @@ class MeshSpec:
         )
         return replace(shape, notes=(note,))
 
-    def refuse_contradiction(self, strategy: str) -> None:
+    def refuse_contradiction(self, strategy: StrategyConfig) -> None:
         """Raises `ConfigError` for an axis that ``strategy`` does not have."""
-        if strategy == "ddp" and self.shard not in ("auto", 1):
+        if not strategy.shards and self.shard not in ("auto", 1):
             raise ConfigError(
-                "strategy=ddp keeps a full copy per rank, so "
-                f"mesh.shard={self.shard} must be 1 or auto; "
-                "did you mean strategy=hybrid_zero2?"
+                f"strategy={strategy.name} keeps a full copy per rank, so mesh.shard={self.shard} "
+                f"must be 1 or auto; did you mean strategy={strategy.with_both_axes}?"
             )
-        if strategy in ("zero2", "zero3") and self.replicate not in ("auto", 1):
+        if not strategy.replicates and self.replicate not in ("auto", 1):
             raise ConfigError(
-                f"strategy={strategy} shards over all ranks, so "
-                f"mesh.replicate={self.replicate} must be 1 or "
-                "auto; did you mean "
-                f"strategy={'hybrid' if strategy == 'zero3' else 'hybrid_zero2'}?"
+                f"strategy={strategy.name} shards over all ranks, so "
+                f"mesh.replicate={self.replicate} must be 1 or auto; did you mean "
+                f"strategy={strategy.with_both_axes}?"
             )
 
+    def _check_sizes(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            is_number = isinstance(size, int) and not isinstance(size, bool)
+            if size != "auto" and not (is_number and size >= 1):
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
+                )
+
     def _resolve_pair(
-        self, strategy: str, topology: Topology, tensor: int, rest: int, notes: list[str]
-    ) -> tuple[int, int]:
-        if strategy == "ddp":
-            return (rest if self.replicate == "auto" else int(self.replicate)), 1
-        if strategy in ("zero2", "zero3"):
-            return 1, (rest if self.shard == "auto" else int(self.shard))
-        for given, other in (("replicate", "shard"), ("shard", "replicate")):
-            size = getattr(self, given)
-            if size != "auto" and rest % size:
+        self, strategy: StrategyConfig, topology: Topology, tensor: int
+    ) -> tuple[int, int, list[str]]:
+        """Sizes of replicate and shard, and notes about what was decided. Their product may be
+        wrong."""
+        rest = topology.world_size // tensor
+        replicate, shard = self.replicate, self.shard
+        if not strategy.shards:
+            return (rest if replicate == "auto" else int(replicate)), 1, []
+        if not strategy.replicates:
+            return 1, (rest if shard == "auto" else int(shard)), []
+        for axis, size in (("replicate", replicate), ("shard", shard)):
+            if size != "auto" and rest % int(size):
                 raise ConfigError(
-                    f"mesh.{given}={size} does not divide the {rest} ranks that tensor={tensor} "
-                    "leaves of "
-                    f"{topology.world_size}; it may be {_divisors(rest)}"
+                    f"mesh.{axis}={size} does not divide the {rest} ranks that tensor={tensor} "
+                    f"leaves of {topology.world_size}; it may be {_divisors(rest)}"
                 )
-            if size != "auto" and getattr(self, other) == "auto":
-                pair = {given: size, other: rest // size}
-                return pair["replicate"], pair["shard"]
-        if self.replicate != "auto":
-            return int(self.replicate), int(self.shard)
-        sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
-        if len(sizes) > 1:
-            inside = math.gcd(*sizes)
-            if inside % tensor:
-                raise ConfigError(
-                    f"mesh.tensor={tensor} does not divide the ranks of every host "
-                    f"({topology.describe()}); set mesh.shard "
-                    f"and mesh.replicate yourself, or let tensor be one of {_divisors(inside)}"
-                )
-            if len(set(sizes)) > 1:
-                notes.append(
-                    f"uneven hosts ({topology.describe()}): shard groups of {inside // tensor}"
-                )
-            return rest // (inside // tensor), inside // tensor
-        replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
-        if replicate > 1:
-            notes.append(
-                f"one host: its {rest} data ranks are split in {replicate} replicas of "
-                f"{rest // replicate}"
+        if replicate == "auto" and shard == "auto":
+            return _pair_from_hosts(topology, tensor)
+        if replicate == "auto":
+            return rest // int(shard), int(shard), []
+        if shard == "auto":
+            return int(replicate), rest // int(replicate), []
+        return int(replicate), int(shard), []
+
+
+def _pair_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[str]]:
+    """Shards inside a host and replicates across hosts. One host is split in two replicas."""
+    rest = topology.world_size // tensor
+    sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
+    if len(sizes) > 1:
+        inside = math.gcd(*sizes)
+        if inside % tensor:
+            raise ConfigError(
+                f"mesh.tensor={tensor} does not divide the ranks of every host "
+                f"({topology.describe()}); set mesh.shard and mesh.replicate yourself, or let "
+                f"tensor be one of {_divisors(inside)}"
             )
-        else:
-            notes.append(
-                f"one host with {rest} data rank{'s' if rest > 1 else ''}: a single replica"
-            )
-        return replicate, rest // replicate
+        shard = inside // tensor
+        notes = []
+        if len(set(sizes)) > 1:
+            notes.append(f"uneven hosts ({topology.describe()}): shard groups of {shard}")
+        return rest // shard, shard, notes
+    # The smallest divisor above 1; there is none for one rank and for a prime number of them.
+    replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
+    shard = rest // replicate
+    if replicate > 1:
+        note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
+    else:
+        note = f"one host with {rest} data rank{'s' if rest > 1 else ''}: a single replica"
+    return replicate, shard, [note]
 
 
 @dataclass(frozen=True)
@@ -283,7 +233,7 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
 
 def build_mesh(
     spec: MeshSpec | MeshConfig | None = None,
-    strategy: str = "hybrid",
+    strategy: StrategyConfig | str = "hybrid",
     *,
     topology: Topology | None = None,
     allow_cross_node: bool = False,
@@ -297,7 +247,7 @@ def build_mesh(
     Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
     by accident, and for another strategy than those of `parallel2d.config.STRATEGIES`.
     """
-    strategy = ParallelConfig(strategy).resolved().strategy.name
+    strategy = named_strategy(strategy)
     if isinstance(spec, MeshConfig):
         allow_cross_node = allow_cross_node or spec.allow_cross_node
         spec = MeshSpec.from_config(spec)

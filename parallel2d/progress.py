@@ -26,7 +26,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """One step, as all ranks agree on it."""
 
     loss: float  # mean over the valid tokens of the global batch

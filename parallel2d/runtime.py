@@ -1,5 +1,4 @@
-"""The ground a rank stands on: store, process group, device, seeds. A `Place` flows in, a `Runtime`
-flows out.
+"""The process group of a rank, its store, its device and its seeds. Start at `setup`.
 
 `process_group` serves the train command; `setup`, `teardown`, `limit_waiting`, `barrier` and
 `reduce` are for one's own loop and stand on the same functions.
@@ -20,7 +19,7 @@ import os
 import random
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,20 +30,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.config import LaunchConfig
+from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather, broadcast
-from parallel2d.launch import Place, find_place
-from parallel2d.launch.place import PREFIX, STORE
-from parallel2d.mesh import Topology
+from parallel2d.rank_environment import PREFIX, STORE, RankIdentity, find_rank
 from parallel2d.store.address import join_endpoint
 from parallel2d.store.client import StoreClient
 from parallel2d.store.secret import VARIABLE, find_secret
 from parallel2d.store.server import StoreServer, say_who_came
+from parallel2d.topology import Topology
 
 log = logging.getLogger(__name__)
 
 
-def connect(place: Place, settings: LaunchConfig | None = None) -> Any:
+def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any:
     """The store of this job's ranks. Under our own launchers it is the one that they have met at;
     under srun rank 0 opens it at MASTER_ADDR; torchrun brings its own.
 
@@ -52,18 +51,18 @@ def connect(place: Place, settings: LaunchConfig | None = None) -> Any:
     does not answer, and under srun without a secret; under our own launchers, which make a new
     store with every start, RuntimeError.
     """
-    if place.launcher in ("self", "nodes"):
+    if identity.launcher in ("self", "nodes"):
         try:
             client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
         except ConfigError as error:
             raise RuntimeError(str(error)) from None
         return dist.PrefixStore(os.environ[PREFIX], client)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if place.launcher == "srun":
+    if identity.launcher == "srun":
         secret = (
             find_secret(settings.secret_file, settings.insecure) if settings else find_secret(None)
         )
-        if place.rank == 0:
+        if identity.rank == 0:
             _servers.append(StoreServer.at(host, port, secret, say_who_came))
         return StoreClient(join_endpoint(host, port), secret)
     try:
@@ -84,13 +83,13 @@ def connect(place: Place, settings: LaunchConfig | None = None) -> Any:
 class Runtime:
     """What a rank knows about itself and the others."""
 
-    place: Place
+    identity: RankIdentity
     device: torch.device
     topology: Topology
 
     @property
     def is_first(self) -> bool:
-        return self.place.rank == 0
+        return self.identity.rank == 0
 
 
 # seconds that ranks may wait for each other until `limit_waiting`, unless told otherwise
@@ -98,6 +97,7 @@ FIRST_STEP_TIMEOUT = 1800.0
 _setups = 0  # of this process; every setup meets under its own keys of the store
 _stores: dict[tuple[str, ...], Any] = {}
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
+_undo: dict[Callable[[], object], None] = {}  # in the order in which they were given
 _hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
 
 
@@ -131,9 +131,11 @@ def setup(
         raise ConfigError(
             f"first_timeout_s={first_timeout_s} must be at least timeout_s={timeout_s}"
         )
-    place = find_place()
-    if place is None:
-        place = Place(rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none")
+    identity = find_rank()
+    if identity is None:
+        identity = RankIdentity(
+            rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none"
+        )
         store: Any = dist.HashStore()
     else:
         key = tuple(
@@ -142,10 +144,10 @@ def setup(
         )
         if key not in _stores:
             _stores.clear()
-            _stores[key] = connect(place)
+            _stores[key] = connect(identity)
         store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
     _setups += 1
-    return _join(place, store, timeout_s, first_timeout_s, host_id)
+    return _join(identity, store, timeout_s, first_timeout_s, host_id)
 
 
 def teardown(wait_s: float = 30.0) -> None:
@@ -158,17 +160,20 @@ def teardown(wait_s: float = 30.0) -> None:
     returned. Drop your own references to model, optimizer and mesh before: what you hold stays.
     Does nothing without a process group.
     """
-    from parallel2d import signals
-    from parallel2d.metrics.communication import remove_installed
-
-    remove_installed()
-    signals.stop_listening()
+    while _undo:
+        _undo.popitem()[0]()
     _leave(wait_s)
+
+
+def on_teardown(undo: Callable[[], object]) -> None:
+    """Has `teardown` call ``undo`` once, however often it was given: for whatever is put into the
+    process (wrapped functions, signal handlers)."""
+    _undo[undo] = None
 
 
 @contextlib.contextmanager
 def process_group(
-    place: Place,
+    identity: RankIdentity,
     store: Any,
     *,
     timeout_s: float,
@@ -177,7 +182,7 @@ def process_group(
 ) -> Iterator[Runtime]:
     """As `setup`, on a store that exists; at the end all ranks wait for each other and leave. After
     an exception nobody waits."""
-    runtime = _join(place, store, timeout_s, first_timeout_s, host_id)
+    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id)
     wait_s = 0.0
     try:
         yield runtime
@@ -187,32 +192,37 @@ def process_group(
 
 
 def _join(
-    place: Place, store: Any, timeout_s: float, first_timeout_s: float | None, host_id: str | None
+    identity: RankIdentity,
+    store: Any,
+    timeout_s: float,
+    first_timeout_s: float | None,
+    host_id: str | None,
 ) -> Runtime:
     global _hosts
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        if place.local_rank >= torch.cuda.device_count():
+        if identity.local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"rank {place.rank} on {socket.gethostname()}: LOCAL_RANK={place.local_rank}, but "
+                f"rank {identity.rank} on {socket.gethostname()}: "
+                f"LOCAL_RANK={identity.local_rank}, but "
                 "this node has "
                 f"{torch.cuda.device_count()} GPUs and two ranks cannot share one; start fewer "
                 "processes per node"
             )
-        device, backend = torch.device("cuda", place.local_rank), "cpu:gloo,cuda:nccl"
+        device, backend = torch.device("cuda", identity.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     seconds = max(FIRST_STEP_TIMEOUT, timeout_s) if first_timeout_s is None else first_timeout_s
     dist.init_process_group(
         backend,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=identity.rank,
+        world_size=identity.world_size,
         timeout=timedelta(seconds=seconds),
     )
     try:
         topology = Topology.gather(host_id)
         _hosts = tuple(host.split("/")[0] for host in topology.hosts)
-        return Runtime(place, device, topology)
+        return Runtime(identity, device, topology)
     except BaseException:
         _leave(0.0)
         raise

@@ -1,8 +1,7 @@
 """``python -m parallel2d.train``: from the command line to a finished run.
 
 A process that is not a rank composes the job, checks all that can be checked before a worker
-exists, and starts the workers. A rank builds the parts, in the order in which the rooms stand, and
-hands them to the `Trainer`.
+exists, and starts the workers. A rank builds the parts (`assemble`) and runs the `Trainer`.
 """
 
 from __future__ import annotations
@@ -11,11 +10,16 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from parallel2d import launch
-from parallel2d.compose import Job, preview, run
-from parallel2d.config import ConfigError, TrainConfig
+from parallel2d.config import Job, TrainConfig
+from parallel2d.config.composition import compose, run_sweep
+from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
+
+if TYPE_CHECKING:
+    from parallel2d.runtime import Runtime
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,14 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        place = launch.find_place()
-        if place is not None:
-            return _run_rank(place, words)
-        config = preview(words)
-        if config is not None and config.launch.node_range != (1, 1):
-            _launch_node(config, words)
+        identity = launch.find_rank()
+        if identity is not None:
+            return _run_rank(identity, words)
+        composition = compose(words)
+        if composition is None:
+            run_sweep(words, _launch)
+        elif composition.config.launch.node_range != (1, 1):
+            _launch_node(composition.config, words)
         else:
-            run(words, _launch)
+            composition.start(_launch)
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
@@ -67,81 +73,103 @@ def _check(config: TrainConfig, nodes: int) -> int:
     import torch
 
     from parallel2d.assemble import check
-    from parallel2d.mesh import Topology
+    from parallel2d.topology import Topology
 
     # ranks are forked from this process, and a fork has none of OpenMP's threads
     torch.set_num_threads(1)
     workers = launch.workers_per_node(config.launch)
-    check(
-        config,
-        Topology.single_host(workers) if nodes == 1 else Topology.equal_hosts(nodes, workers),
-    )
+    if nodes == 1:
+        topology = Topology.single_host(workers)
+    else:
+        topology = Topology.equal_hosts(nodes, workers)
+    check(config, topology)
     return workers
 
 
-def _run_rank(place: launch.Place, words: Sequence[str]) -> int:
-    if place.launcher != "srun":
+def _run_rank(identity: launch.RankIdentity, words: Sequence[str]) -> int:
+    composition = None
+    if identity.launcher != "srun":
         launch.end_with_parent()
-    with launch.failures_told_once(place, None):
+    with launch.failures_told_once(identity, None):
         from parallel2d.runtime import connect
 
-        config = preview(words) if place.launcher == "srun" else None  # it says where the secret is
-        store = connect(place, config.launch if config else None)
-    with launch.failures_told_once(place, store):
-        job = launch.agree_on_job(place, store, words)
-        return 0 if job is None else _train(job, place, store)
+        if identity.launcher == "srun":  # the configuration says where the secret is
+            composition = compose(words)
+        store = connect(identity, composition.config.launch if composition else None)
+    with launch.failures_told_once(identity, store):
+        job = launch.agree_on_job(identity, store, words, composition)
+        return 0 if job is None else _train(job, identity, store)
 
 
-def _train(job: Job, place: launch.Place, store: object) -> int:
-    from parallel2d import signals
-    from parallel2d.assemble import build_trainer
-    from parallel2d.metrics.memory import OutOfMemoryNote
-    from parallel2d.metrics.watch import Watch
-    from parallel2d.runtime import limit_waiting, process_group, seed_everything
+def _train(job: Job, identity: launch.RankIdentity, store: object) -> int:
+    from parallel2d.launch import signals
+    from parallel2d.runtime import process_group, seed_everything
 
     signals.listen()
-    _log_to(job.run_dir, place)
+    _log_to(job.run_dir, identity)
     settings = job.config.launch
-    seed_everything(job.config.train.seed + place.rank, job.config.train.deterministic)
-    first = settings.longest_wait
+    seed_everything(job.config.train.seed + identity.rank, job.config.train.deterministic)
     with process_group(
-        place, store, timeout_s=settings.timeout, host_id=settings.host_id, first_timeout_s=first
+        identity,
+        store,
+        timeout_s=settings.timeout,
+        host_id=settings.host_id,
+        first_timeout_s=settings.longest_wait,
     ) as runtime:
         # inside, so that nothing waits for peers on the way out
-        with launch.failures_told_once(place, store):
-            hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
-            with OutOfMemoryNote(
-                place.rank, hosts[place.rank], job.run_dir, runtime.device, history=history
-            ) as note:
-                trainer = build_trainer(job, runtime)
-                note.position = trainer.recorder.position
-                position = launch.telling_progress(place, trainer.recorder.position)
-                with Watch(store, place.rank, hosts, job.run_dir, first, position) as watch:
-
-                    def tighten(watch: Watch = watch) -> None:
-                        limit_waiting(settings.timeout)
-                        watch.limit(settings.timeout)
-
-                    trainer.after_first_step = tighten
-                    try:
-                        trainer.run()
-                    except RuntimeError as error:
-                        if "imed out" in str(error) or "imeout" in str(error):
-                            error.add_note(watch.explain())
-                        raise
-                trainer.recorder.close()
-    launch.forget_run(place)
-    return settings.requeue_exit_code if trainer.preempted else 0
+        with launch.failures_told_once(identity, store):
+            preempted = _run_trainer(job, runtime, store)
+    launch.forget_run(identity)
+    return settings.requeue_exit_code if preempted else 0
 
 
-def _log_to(run_dir: str, place: launch.Place) -> None:
+def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
+    """Trains to the end; returns whether the run was asked to stop before."""
+    from parallel2d.assemble import build_trainer
+    from parallel2d.launch import signals
+    from parallel2d.launch.run_owner import RunClaim
+    from parallel2d.metrics.memory import OutOfMemoryNote
+    from parallel2d.metrics.watch import Watch
+    from parallel2d.runtime import check_shared_run_dir, limit_waiting
+
+    identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
+    hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
+    host = hosts[identity.rank]
+    check_shared_run_dir(run_dir)
+    claim = RunClaim(run_dir) if runtime.is_first else None
+    with OutOfMemoryNote(identity.rank, host, run_dir, runtime.device, history=history) as note:
+        trainer = build_trainer(job, runtime)
+        trainer.stop_requested = signals.preemption_requested
+        if claim is not None:
+            trainer.before_writing = claim.check
+        note.position = trainer.recorder.position
+        position = launch.telling_progress(identity, trainer.recorder.position)
+        first = settings.longest_wait
+        with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
+
+            def tighten(watch: Watch = watch) -> None:
+                limit_waiting(settings.timeout)
+                watch.limit(settings.timeout)
+
+            trainer.after_first_step = tighten
+            try:
+                trainer.run()
+            except RuntimeError as error:
+                if "imed out" in str(error) or "imeout" in str(error):
+                    error.add_note(watch.explain())
+                raise
+        trainer.recorder.close()
+    return trainer.preempted
+
+
+def _log_to(run_dir: str, identity: launch.RankIdentity) -> None:
     """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
     people goes through the display."""
     logging.getLogger().handlers.clear()  # Hydra's, where this process composed
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)
-    if place.rank == 0:
+    if identity.rank == 0:
         kept = logging.FileHandler(os.path.join(run_dir, "train.log"))
         kept.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         logging.getLogger("parallel2d").setLevel(logging.INFO)

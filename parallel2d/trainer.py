@@ -27,25 +27,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from parallel2d import signals
 from parallel2d.checkpoint import Checkpointer
-from parallel2d.claim import RunClaim
-from parallel2d.config import ConfigError, TrainConfig
+from parallel2d.config import TrainConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
+from parallel2d.errors import ConfigError
 from parallel2d.gradients import scale_gradients, squared_norm_share
 from parallel2d.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.metrics.clock import PhaseClock
 from parallel2d.metrics.recorder import Recorder
-from parallel2d.model import Loss
+from parallel2d.model_families import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
-from parallel2d.parallelize.sharding import DTYPES
-from parallel2d.progress import Outcome, Progress, problems_of_state
+from parallel2d.parallelize.precision import input_dtype
+from parallel2d.progress import Progress, StepOutcome, problems_of_state
 from parallel2d.sync import GradientSync, accumulate
 from parallel2d.sync.engine import engines_in
 
 
 def _nothing() -> None:
     pass
+
+
+def _never() -> bool:
+    return False
 
 
 class Trainer:
@@ -66,7 +69,6 @@ class Trainer:
         checkpointer: Checkpointer,
         device: torch.device,
         data_fingerprint: str,
-        claim: RunClaim | None = None,
     ) -> None:
         self.config, self.model, self.loss, self.mesh, self.optimizer = (
             config,
@@ -77,12 +79,13 @@ class Trainer:
         )
         self.training, self.validation, self.plan = training, validation, plan
         self.recorder, self.checkpointer, self.device = recorder, checkpointer, device
-        self.data_fingerprint, self.claim = data_fingerprint, claim
+        self.data_fingerprint = data_fingerprint
+        # What the command that trains has to say; nothing in a loop of somebody's own.
+        self.stop_requested: Callable[[], bool] = _never
+        self.before_writing: Callable[[], object] = _nothing  # may raise, and nothing is written
         # As sharding casts them where it computes in another dtype than it stores; it casts nothing
         # where both are the same
-        self._input_dtype = (
-            DTYPES[config.precision.param] if config.precision.cast_forward_inputs else None
-        )
+        self._input_dtype = input_dtype(config.precision)
         self.scaler = LossScaler(config.precision.loss_scaling)
         self.clock = PhaseClock(device)
         self.progress = Progress()
@@ -172,8 +175,7 @@ class Trainer:
             begin = time.perf_counter()
             validation_loss = self.validate(self.validation)
             seconds["validation_s"] = time.perf_counter() - begin
-        if self.claim is not None:
-            self.claim.check()  # before anything is written
+        self.before_writing()
         self.preempted = outcome.preempted
         last = self._upcoming is None
         self.checkpointer.save_if_due(
@@ -254,7 +256,7 @@ class Trainer:
             summed += loss.detach()
         return summed
 
-    def _agree(self, summed: Tensor, batch: StepBatch) -> Outcome:
+    def _agree(self, summed: Tensor, batch: StepBatch) -> StepOutcome:
         """See [Note: one agreement per step]."""
         upcoming = self._upcoming.valid_tokens if self._upcoming else 0
         counts = torch.tensor(
@@ -268,7 +270,7 @@ class Trainer:
         sums = torch.cat([torch.cat([summed.reshape(1), counts]) * self._counts, share])
         broken = (~sums.isfinite().all()).reshape(1).double()
         flags = torch.tensor(
-            [signals.preemption_requested(), self.checkpointer.time_is_up()], dtype=torch.float64
+            [self.stop_requested(), self.checkpointer.time_is_up()], dtype=torch.float64
         )
         places = torch.zeros(dist.get_world_size(), len(self._measured), dtype=torch.float64)
         places[dist.get_rank()] = torch.tensor(self._measured, dtype=torch.float64)
@@ -287,7 +289,7 @@ class Trainer:
         self._upcoming_tokens = int(upcoming_tokens)
         if self._engine:
             self._engine.agree_on(vector[8 + places.numel() :].cpu())
-        return Outcome(
+        return StepOutcome(
             loss=math.nan if not_finite else loss_sum / max(tokens, 1.0),
             grad_norm=math.nan if not_finite else math.sqrt(squared_norm) / self.scaler.scale,
             tokens=int(tokens),
@@ -298,7 +300,7 @@ class Trainer:
             ranks=vector[8 : 8 + places.numel()].view(places.shape).tolist(),
         )
 
-    def _update(self, outcome: Outcome) -> None:
+    def _update(self, outcome: StepOutcome) -> None:
         if outcome.finite:
             clip = min(1.0, self.config.optimizer.clip_norm / (outcome.grad_norm + 1e-6))
             if clip != 1.0 or self.scaler.enabled:
@@ -307,7 +309,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.scaler.update(outcome.finite)
 
-    def _count(self, step: int, batch: StepBatch, outcome: Outcome) -> None:
+    def _count(self, step: int, batch: StepBatch, outcome: StepOutcome) -> None:
         progress = self.progress
         progress.step, progress.samples = step, batch.position
         progress.tokens += outcome.tokens

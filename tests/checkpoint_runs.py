@@ -52,7 +52,7 @@ def build(
 ) -> tuple[Any, Any, Any]:
     """(mesh, parallelized model, optimizer)."""
     parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.resolved().strategy.name)
+    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
     with build_on_meta():
         model = build_llama(**llama)
     plan = tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None

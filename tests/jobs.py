@@ -20,7 +20,7 @@ def _with_choices(*choices):
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
-    from parallel2d.compose import register
+    from parallel2d.config.composition import register
 
     register()
     GlobalHydra.instance().clear()
@@ -33,7 +33,8 @@ def config_of(words):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    from parallel2d.compose import _PRESETS, _open_words, to_config
+    from parallel2d.config.composition import _PRESETS, _open_words
+    from parallel2d.config.serialization import to_config
 
     choices = [
         word
@@ -61,9 +62,9 @@ def run(folder, run_dir, words, steps):
     import torch.distributed as dist
 
     from parallel2d.assemble import build_trainer
-    from parallel2d.compose import Job
+    from parallel2d.config import Job
     from parallel2d.data import BatchFeed
-    from parallel2d.launch import Place
+    from parallel2d.launch import RankIdentity
     from parallel2d.mesh import Topology
     from parallel2d.runtime import Runtime
 
@@ -74,9 +75,9 @@ def run(folder, run_dir, words, steps):
     config = config_of([*(word for word in SMALL if not word.startswith(dropped)), *words])
     rank, world = dist.get_rank(), dist.get_world_size()
     os.makedirs(run_dir, exist_ok=True)
-    place = Place(rank, world, rank, 0, 1, "torchrun")
+    identity = RankIdentity(rank, world, rank, 0, 1, "torchrun")
     trainer = build_trainer(
-        Job(config, run_dir, ()), Runtime(place, torch.device("cpu"), Topology.gather())
+        Job(config, run_dir, ()), Runtime(identity, torch.device("cpu"), Topology.gather())
     )
     begun = trainer.progress.step
     feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)

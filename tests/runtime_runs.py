@@ -91,7 +91,7 @@ def soak(times: str) -> dict[str, object]:
 def alone() -> dict[str, object]:
     """Without any environment."""
     from parallel2d import barrier, reduce, setup, teardown
-    from parallel2d.config import ConfigError
+    from parallel2d.errors import ConfigError
 
     runtime = setup()
     barrier("alone")
@@ -101,8 +101,8 @@ def alone() -> dict[str, object]:
     except ConfigError as error:
         told = str(error)
     answer = [
-        runtime.place.rank,
-        runtime.place.world_size,
+        runtime.identity.rank,
+        runtime.identity.world_size,
         reduce(torch.ones(2)).tolist(),
         dist.get_backend(),
         told,
@@ -144,7 +144,7 @@ def late() -> dict[str, object]:
     runtime = setup(timeout_s=60, host_id=f"node{os.environ['RANK']}")
     barrier("ready")
     told = ""
-    if runtime.place.rank < runtime.place.world_size - 1:
+    if runtime.identity.rank < runtime.identity.world_size - 1:
         try:
             barrier("weights loaded", timeout_s=0.5)
         except TimeoutError as error:
@@ -161,7 +161,7 @@ def signals() -> dict[str, object]:
     import signal
 
     from parallel2d import setup, teardown
-    from parallel2d import signals as ours
+    from parallel2d.launch import signals as ours
 
     before = [
         signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

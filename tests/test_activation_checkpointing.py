@@ -12,14 +12,15 @@ from parallel2d.config import (
     ActivationCheckpointingConfig,
     BucketingConfig,
     CompileConfig,
-    ConfigError,
     ParallelConfig,
     PrecisionConfig,
     PrefetchConfig,
 )
+from parallel2d.config.checks import validated
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.activation_checkpointing import checkpoint_activations, kept_operators
 from parallel2d.parallelize.compilation import compile_blocks
-from parallel2d.parallelize.structure import find_blocks
 
 AOT = CompileConfig("block", "aot_eager")
 
@@ -183,7 +184,7 @@ def test_a_budget_keeps_less_the_smaller_it_is():
 ])  # fmt: skip
 def test_contradictions_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
-        ParallelConfig(**config).resolved()
+        validated(ParallelConfig(**config))
 
 
 def _run(cases, tensor, steps, accumulation):

@@ -173,16 +173,16 @@ SLURM_TASK = {
 
 def test_an_srun_task_is_a_rank_and_a_shell_is_not():
     environment = dict(SLURM_TASK)
-    place = launch.find_place(environment)
-    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
-    assert (place.node, place.nodes, place.launcher) == (1, 2, "srun")
+    found = launch.find_rank(environment)
+    assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
+    assert (found.node, found.nodes, found.launcher) == (1, 2, "srun")
     assert environment["MASTER_ADDR"] == "gpu03"
     for shell in (
         {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"},
         {**SLURM_TASK, "SLURM_STEP_ID": str(0xFFFFFFFA)},
         {**SLURM_TASK, "SLURM_STEP_NUM_TASKS": "1"},
     ):
-        assert launch.find_place(shell) is None
+        assert launch.find_rank(shell) is None
 
 
 @pytest.mark.parametrize(("nodes", "first"), [

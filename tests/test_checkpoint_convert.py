@@ -208,7 +208,7 @@ def test_nothing_is_written_over(trained, tmp_path, capsys):
 
 
 def test_a_conversion_that_fails_leaves_nothing(trained, tmp_path, capsys, monkeypatch):
-    from parallel2d.checkpoint import store
+    from parallel2d.checkpoint import storage as store
 
     before = sorted(os.listdir(tmp_path))
 

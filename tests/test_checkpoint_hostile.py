@@ -25,9 +25,9 @@ from test_checkpoint_policy import Small
 
 from parallel2d.checkpoint import Checkpoint, DamagedCheckpointError
 from parallel2d.checkpoint.__main__ import main
-from parallel2d.checkpoint.geometry import Region
 from parallel2d.checkpoint.manifest import check_tiling, content_digest
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
+from parallel2d.weights.geometry import Region
 
 DATA = "rank-00000.safetensors"
 

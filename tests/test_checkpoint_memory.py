@@ -14,12 +14,12 @@ import pytest
 from memory_runs import life
 from workers import WorkerError
 
-from parallel2d import folders
 from parallel2d.checkpoint.manifest import content_digest
 from parallel2d.checkpoint.memory import place
 from parallel2d.checkpoint.memory.buffer import RECORD, find_copies
 from parallel2d.checkpoint.memory.lineage import Lineage
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+from parallel2d.files import private_folders as folders
+from parallel2d.files.tensor_file import DamagedCheckpointError
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
 

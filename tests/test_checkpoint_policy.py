@@ -13,7 +13,8 @@ from checkpoint_runs import Heard, run, steps_in
 from workers import WorkerError
 
 from parallel2d.checkpoint import Checkpoint, Checkpointer, CheckpointError
-from parallel2d.config import CheckpointConfig, ConfigError
+from parallel2d.config import CheckpointConfig
+from parallel2d.errors import ConfigError
 
 HYBRID = {"strategy": "hybrid"}
 MESH = {"replicate": 1, "shard": 2}
@@ -366,7 +367,7 @@ def fail_on_one_rank(folder):
     """Rank 1's disk is full for the first save: all ranks count the failure and none hangs."""
     import torch.distributed as dist
 
-    from parallel2d.checkpoint.store import LocalStore
+    from parallel2d.checkpoint.storage import LocalStore
 
     write = LocalStore.write
     if dist.get_rank() == 1:

@@ -12,7 +12,7 @@ from test_checkpoint_policy import Small
 
 from parallel2d.checkpoint import Checkpoint
 from parallel2d.checkpoint.__main__ import main
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 
 class Bucket(LocalFileSystem):

@@ -29,7 +29,8 @@ from parallel2d import (
     sharded_modules,
     sharded_state,
 )
-from parallel2d.config import OPTIMIZERS, ConfigError
+from parallel2d.config import OPTIMIZERS
+from parallel2d.errors import ConfigError
 from parallel2d.optimizer import build_optimizer
 
 LAYOUTS = [

@@ -126,11 +126,12 @@ def test_old_options_in_code_are_answered(ranks, answers):
 
 def test_old_options_on_the_command_line_are_answered():
     """All at once, by the function that explains wrong words: one line for each."""
-    from parallel2d.compose import _explain, register
+    from parallel2d.config.composition import register
+    from parallel2d.config.explanation import explain
 
     register()
     told = [(words, text) for _, words, text in ANSWERS if WORDS.fullmatch(words)]
-    lines = _explain(sorted({words for words, _ in told}), ValueError("unused")).splitlines()
+    lines = explain(sorted({words for words, _ in told}), ValueError("unused")).splitlines()
     for words, text in told:
         key = words.partition("=")[0]
         said = [
@@ -260,9 +261,9 @@ def saved_llama(tmp_path_factory):
 def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
     """On a rank: two steps of the job; the second row of its metrics and facts about its model."""
     from parallel2d.assemble import build_trainer
-    from parallel2d.compose import Job
+    from parallel2d.config import Job
     from parallel2d.data import BatchFeed
-    from parallel2d.launch import Place
+    from parallel2d.launch import RankIdentity
     from parallel2d.mesh import Topology
     from parallel2d.runtime import Runtime
 
@@ -273,7 +274,9 @@ def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
         os.makedirs(run_dir, exist_ok=True)
         rank, world = dist.get_rank(), dist.get_world_size()
         runtime = Runtime(
-            Place(rank, world, rank, 0, 1, "torchrun"), torch.device("cpu"), Topology.gather()
+            RankIdentity(rank, world, rank, 0, 1, "torchrun"),
+            torch.device("cpu"),
+            Topology.gather(),
         )
         trainer = build_trainer(Job(config, run_dir, ()), runtime)
         feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)

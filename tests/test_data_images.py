@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from images import CLASSES, EACH, Image, opened, write_images
 
-from parallel2d.config import ConfigError, DataConfig
+from parallel2d.config import DataConfig
 from parallel2d.data import IGNORED, BatchFeed, BatchPlan, OpenData, open_data
 from parallel2d.data.batch import token_sequences
 from parallel2d.data.images import SUFFIXES, find_images
 from parallel2d.data.mixture import Schedule
 from parallel2d.data.order import Order
 from parallel2d.data.stream import SampleStream
+from parallel2d.errors import ConfigError
 
 pytestmark = pytest.mark.extras("PIL")
 

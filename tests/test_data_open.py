@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from parallel2d.config import ConfigError, DataConfig
+from parallel2d.config import DataConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, OpenData, SampleStream, open_data
 from parallel2d.data.__main__ import main
-from parallel2d.data.store import ShardWriter
+from parallel2d.data.token_shards import ShardWriter
+from parallel2d.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from parallel2d.config import ConfigError
 from parallel2d.data import BatchPlan
 from parallel2d.data.order import MAXIMUM_SIZE, Order
+from parallel2d.errors import ConfigError
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 10007])

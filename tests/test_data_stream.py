@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from parallel2d.config import ConfigError
 from parallel2d.data import IGNORED, Batch
 from parallel2d.data.batch import SampleHash, token_sequences
 from parallel2d.data.mixture import MAXIMUM_PERIOD, Schedule
 from parallel2d.data.samples import PackedSamples, PaddedSamples
-from parallel2d.data.store import ShardWriter, TokenSplit
 from parallel2d.data.stream import Samples, SampleStream
+from parallel2d.data.token_shards import ShardWriter, TokenSplit
+from parallel2d.errors import ConfigError
 
 END = 256
 Documents = list[list[int]]
@@ -226,7 +226,7 @@ def test_the_end_is_exact(
 def test_a_shard_that_falls_out_of_the_open_maps_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel2d.data.store._OPEN_FILES", 2)
+    monkeypatch.setattr("parallel2d.data.token_shards._OPEN_FILES", 2)
     split = write_split(tmp_path, [[[number] * 9] for number in range(6)])
     stream = packed_stream(split, seq_len=5)
     first = stream.read(list(range(len(stream))))

@@ -25,9 +25,10 @@ from test_checkpoint_hostile import DATA, reseal
 from test_checkpoint_policy import Small
 
 from parallel2d.checkpoint.__main__ import main as checkpoint_command
-from parallel2d.config import ConfigError, DataConfig
+from parallel2d.config import DataConfig
 from parallel2d.data import open_data
-from parallel2d.data.store import verify
+from parallel2d.data.token_shards import verify
+from parallel2d.errors import ConfigError
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.report.__main__ import main as report

@@ -18,16 +18,17 @@ import jobs
 import pytest
 from torch.distributed import HashStore
 
-from parallel2d import folders
-from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.config import LaunchConfig
 from parallel2d.data import BatchPlan
+from parallel2d.errors import ConfigError
+from parallel2d.files import private_folders as folders
 from parallel2d.launch import agreement
 from parallel2d.launch.agent import _Agent, launcher_environment
-from parallel2d.launch.place import AGENT
 from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import LONGEST_PAUSE_S, Restarts
 from parallel2d.mesh import MeshSpec, Topology
 from parallel2d.metrics import watch
+from parallel2d.rank_environment import AGENT
 from parallel2d.store.address import answered_within
 from parallel2d.store.client import StoreClient
 from parallel2d.store.secret import new_secret

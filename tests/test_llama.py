@@ -7,7 +7,7 @@ import pytest
 import torch
 import training
 
-from parallel2d.model import build_model
+from parallel2d.model_families import build_model
 from parallel2d.models.llama import rotary_angles, rotate, tensor_plan
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel2d.config import STRATEGY_NAMES, ConfigError
+from parallel2d.config import STRATEGY_NAMES
+from parallel2d.errors import ConfigError
 from parallel2d.mesh import MeshSpec, Topology, build_mesh, check_placement, draw_mesh
 
 

@@ -27,11 +27,13 @@ from parallel2d import (
     parallelize,
 )
 from parallel2d.config import PrecisionConfig, SyncConfig
+from parallel2d.cost.collectives import sent_bytes
+from parallel2d.cost.tensor_twin import tensor_twin
+from parallel2d.cost.traffic import count_tensor_axis, predict_communication
 from parallel2d.data.batch import token_sequences
-from parallel2d.metrics.communication import KEYS, CommunicationMeter, sent_bytes
-from parallel2d.metrics.prediction import Deviation, count_tensor_axis, predict_communication
+from parallel2d.metrics.communication import KEYS, CommunicationMeter
+from parallel2d.metrics.deviation import Deviation
 from parallel2d.models.llama import tensor_plan
-from parallel2d.parallelize.twin import tensor_twin
 from tools.cluster import Cluster, why_not
 
 LLAMA = {
@@ -84,7 +86,7 @@ def measure(
     ``build(tensor)`` gives model, initializer and tensor plan; the small Llama without it."""
     counted = settled_kernel_bytes if kernel else lambda: (0, 0)
     parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.resolved().strategy.name)
+    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
     shape = mesh_shape(mesh)
     with build_on_meta():
         model, init, plan = (build or build_small_llama)(shape.tensor)
@@ -95,6 +97,7 @@ def measure(
             mesh,
             cross_entropy_sum,
             functools.partial(token_sequences(64).example, 8),
+            CommunicationMeter(mesh, dry=True),
             accumulation=accumulation,
             during_accumulation=mode,
             reduce_dtype=torch.float32,

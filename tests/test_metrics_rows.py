@@ -20,20 +20,20 @@ import torch
 from torch import nn
 
 from parallel2d import build_on_meta, cross_entropy_sum, dashboard
-from parallel2d.config import ConfigError
+from parallel2d.cost.flops import count_flops
 from parallel2d.data.batch import token_sequences
+from parallel2d.errors import ConfigError
 from parallel2d.metrics import goodput
 from parallel2d.metrics import writer as writer_module
 from parallel2d.metrics.communication import KEYS
 from parallel2d.metrics.console import describe, wrap
-from parallel2d.metrics.flops import count_flops
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.recorder import Recorder, measure_rank
 from parallel2d.metrics.stragglers import WINDOW, Stragglers
 from parallel2d.metrics.tensorboard import LAYOUT
 from parallel2d.metrics.watch import describe_late
 from parallel2d.metrics.writer import MetricsWriter
-from parallel2d.progress import Outcome, Progress
+from parallel2d.progress import Progress, StepOutcome
 from parallel2d.report.__main__ import main as report
 from parallel2d.report.runs import read_run
 
@@ -223,7 +223,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     )  # fmt: skip
     recorder.begin(0)
     measured = [measure_rank(torch.device("cpu"), busy_s=seconds)] * ranks
-    outcome = Outcome(
+    outcome = StepOutcome(
         loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip
     for step in (1, 2):

@@ -153,7 +153,7 @@ def _wrong_arguments():
         told.append(str(error.value))
     for configuration in (by_class, ParallelConfig("ddp"), ParallelConfig("zero2")):
         wide = build_mesh(
-            MeshSpec(2, 1) if configuration.strategy == "zero2" else MeshSpec(1, 2), "hybrid"
+            MeshSpec(2, 1) if configuration.strategy.name == "zero2" else MeshSpec(1, 2), "hybrid"
         )
         with pytest.raises(ConfigError) as error:
             parallelize(nn.Sequential(nn.Linear(4, 4)), wide, configuration, broadcast_from=0)

@@ -28,10 +28,11 @@ from parallel2d import (
     parallelize,
 )
 from parallel2d.assemble import plan_tensor_axis
-from parallel2d.config import ConfigError, HuggingFaceModel, TrainConfig
+from parallel2d.config import HuggingFaceModel, TrainConfig
+from parallel2d.errors import ConfigError
 from parallel2d.gradients import clip_gradient_norm
 from parallel2d.mesh import MeshShape
-from parallel2d.model import _given_plan, _own_plan, build_model
+from parallel2d.model_families import _given_plan, _own_plan, build_model
 from parallel2d.models import huggingface
 
 LIBRARY = pytest.mark.extras("transformers")
@@ -103,7 +104,7 @@ def run(
     """Losses, norms and final weights on this process group; on a single rank without any of our code in the loop."""
     alone = torch.distributed.get_world_size() == 1
     parallel = ParallelConfig(precision="fp64", **config)
-    mesh = build_mesh(MeshSpec(**sizes), parallel.resolved().strategy.name)
+    mesh = build_mesh(MeshSpec(**sizes), parallel.strategy.name)
     with build_on_meta():
         model = build(kind, **(changes or {}))
     names = list(dict(model.named_parameters()))
@@ -141,8 +142,8 @@ def run(
 
 
 def _initial(kind: str, changes: dict[str, Any] | None) -> nn.Module:
-    from parallel2d.parallelize.initialization import plan_weights
-    from parallel2d.parallelize.structure import find_blocks
+    from parallel2d.model_structure import find_blocks
+    from parallel2d.weights.initial_values import plan_weights
 
     with build_on_meta():
         model = build(kind, **(changes or {}))

@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from parallel2d import ConfigError, ParallelConfig, parallelize
-from parallel2d.compose import preview
 from parallel2d.config import STRATEGIES, TrainConfig
-from parallel2d.obsolete import OPTIONS, STRATEGY_VALUES, answer, strategy_answer
+from parallel2d.config.composition import compose
+from parallel2d.config.other_frameworks import OPTIONS, STRATEGY_VALUES, answer, strategy_answer
 from parallel2d.train import main
 
 EXPECTED = {
@@ -37,10 +37,11 @@ def test_an_option_in_code_is_answered(name):
 
 def test_every_option_on_the_command_line_is_answered():
     """The words are tried on the real schema, by the function that explains them."""
-    from parallel2d.compose import _explain, register
+    from parallel2d.config.composition import register
+    from parallel2d.config.explanation import explain
 
     register()
-    told = _explain([f"{name}=true" for name in OPTIONS], ValueError("unused")).splitlines()
+    told = explain([f"{name}=true" for name in OPTIONS], ValueError("unused")).splitlines()
     assert told == [
         f"unknown key {name} (given as {name}=true): {answer(name)}" for name in OPTIONS
     ]
@@ -100,7 +101,7 @@ def test_answers_name_keys_that_exist():
 def test_a_strategy_by_another_name_is_answered(theirs, ours):
     assert ours in STRATEGIES
     with pytest.raises(ConfigError, match=f"strategy={ours} here"):
-        ParallelConfig(strategy=theirs.upper()).resolved()
+        ParallelConfig(strategy=theirs.upper())
     assert (
         strategy_answer(f"ShardingStrategy.{theirs.upper()}")
         == f"strategy=ShardingStrategy.{theirs.upper()} is strategy={ours} here"
@@ -118,9 +119,9 @@ def test_a_mistyped_option_gets_the_nearest():
 
 def test_offloading_in_the_words_of_others_is_refused():
     with pytest.raises(ConfigError, match="cpu_offload=.* must be True or False"):
-        ParallelConfig(cpu_offload={"offload_params": True}).resolved()
+        ParallelConfig(cpu_offload={"offload_params": True})
 
 
 def test_words_that_exist_are_left_alone():
-    assert preview(["optimizer.lr=0.5"]).optimizer.lr == 0.5
-    assert ParallelConfig("zero3", precision="bf16").resolved().precision.name == "bf16"
+    assert compose(["optimizer.lr=0.5"]).config.optimizer.lr == 0.5
+    assert ParallelConfig("zero3", precision="bf16").precision.name == "bf16"

@@ -21,13 +21,16 @@ from parallel2d import (
     launch,
     parallelize,
 )
-from parallel2d.config import ConfigError, PrecisionConfig
+from parallel2d.config import PrecisionConfig
+from parallel2d.config.checks import validated
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.float8 import check_float8, convert_to_float8
-from parallel2d.parallelize.initialization import allocate
+from parallel2d.parallelize.precision import Precision
 from parallel2d.parallelize.sharding import check_offload, shard
-from parallel2d.parallelize.structure import find_blocks
 from parallel2d.train import main
+from parallel2d.weights.initial_values import allocate
 
 
 @pytest.mark.parametrize(("word", "reason"), [
@@ -79,7 +82,7 @@ def test_float8_fields_that_contradict_are_refused():
         ),
     ]:
         with pytest.raises(ConfigError, match=message):
-            ParallelConfig(precision=precision).resolved()
+            validated(ParallelConfig(precision=precision))
 
 
 def test_nothing_is_checked_where_nothing_is_asked_for():
@@ -97,10 +100,10 @@ def _offloaded(strategy):
     )
     expected = copy.deepcopy(model)
     mesh = build_mesh(MeshSpec(), strategy)
-    settings = ParallelConfig(strategy, cpu_offload=True).resolved()
-    model = shard(
-        model, mesh, bucket_modules(model, find_blocks(model), settings.bucketing), settings
-    )
+    settings = ParallelConfig(strategy, cpu_offload=True)
+    groups = bucket_modules(model, find_blocks(model), settings.bucketing)
+    precision = Precision.of(settings.precision, model)
+    model = shard(model, mesh, groups, settings, precision)
     allocate(model, "cpu", offload=True)
     offloaded = [
         p.offload_to_cpu

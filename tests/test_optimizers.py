@@ -16,11 +16,12 @@ from torch import nn
 from training import build_llama, global_batch, whole
 
 from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import OPTIMIZERS, CheckpointConfig, ConfigError, OptimizerConfig
+from parallel2d.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
+from parallel2d.errors import ConfigError
 from parallel2d.metrics.communication import KEYS, CommunicationMeter
+from parallel2d.model_structure import find_blocks
 from parallel2d.optimizer import build_optimizer, plan_groups, set_learning_rate, update_bytes
-from parallel2d.parallelize.initialization import build_on_meta, plan_weights
-from parallel2d.parallelize.structure import find_blocks
+from parallel2d.weights.initial_values import build_on_meta, plan_weights
 
 GROUPS = [
     {"pattern": "layers.*.wq.*", "lr_scale": 0.5, "weight_decay": 0.3},

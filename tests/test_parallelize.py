@@ -22,9 +22,10 @@ from parallel2d import (
     mesh_shape,
     parallelize,
 )
-from parallel2d.config import BucketingConfig, ConfigError
+from parallel2d.config import BucketingConfig
+from parallel2d.errors import ConfigError
 from parallel2d.gradients import clip_gradient_norm
-from parallel2d.parallelize.structure import find_blocks
+from parallel2d.model_structure import find_blocks
 
 
 class Gate(nn.Module):
@@ -78,7 +79,7 @@ def _train_strange(config, sizes, steps):
     expected = copy.deepcopy(model).double()
     names = list(dict(model.named_parameters()))
     parallel = ParallelConfig(precision="fp64", **config)
-    mesh = build_mesh(MeshSpec(**sizes), parallel.resolved().strategy.name)
+    mesh = build_mesh(MeshSpec(**sizes), parallel.strategy.name)
     model = parallelize(model, mesh, parallel)
     assert list(dict(model.named_parameters())) == names
     losses = []
@@ -158,7 +159,7 @@ class CollectiveCounter(TorchDispatchMode):
 def _count(config, sizes, accumulation, during):
     """Collectives of one global batch."""
     parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**sizes), parallel.resolved().strategy.name)
+    mesh = build_mesh(MeshSpec(**sizes), parallel.strategy.name)
     with build_on_meta():
         model = Nine()
     model = parallelize(model, mesh, parallel, seed=0)

@@ -59,8 +59,8 @@ LONG = {
 @lru_cache(maxsize=8)
 def initial_model(kind: type[training.Llama] = training.Llama) -> torch.nn.Module:
     """The model with the weights that seed 0 and its names give, built without mesh or process group."""
-    from parallel2d.parallelize.initialization import build_on_meta, plan_weights
-    from parallel2d.parallelize.structure import find_blocks
+    from parallel2d.model_structure import find_blocks
+    from parallel2d.weights.initial_values import build_on_meta, plan_weights
 
     with build_on_meta():
         model = training.build_llama(kind)

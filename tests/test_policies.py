@@ -12,10 +12,12 @@ from torch import nn
 from workers import WorkerError
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
-from parallel2d.config import BucketingConfig, ConfigError, PrecisionConfig
+from parallel2d.config import BucketingConfig, PrecisionConfig
+from parallel2d.config.checks import validated
+from parallel2d.errors import ConfigError
 from parallel2d.gradients import clip_gradient_norm
 from parallel2d.loss import cross_entropy_sum
-from parallel2d.parallelize.structure import find_blocks
+from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.tensor_parallel import resolve_plan
 
 
@@ -53,9 +55,9 @@ def test_a_policy_that_chooses_nothing_lists_candidates_and_sizes():
     with pytest.raises(ConfigError, match=r"bucketing.policy=no.such:thing cannot be imported"):
         find_blocks(Nine(), (), "no.such:thing")
     with pytest.raises(ConfigError, match="give one of them"):
-        ParallelConfig(
-            bucketing=BucketingConfig("block", blocks=["Linear"], policy=nothing)
-        ).resolved()
+        validated(
+            ParallelConfig(bucketing=BucketingConfig("block", blocks=["Linear"], policy=nothing))
+        )
 
 
 class Mixed(nn.Module):
@@ -132,9 +134,9 @@ def test_every_field_of_the_precision_policy_has_its_effect(ranks):
 ])  # fmt: skip
 def test_precision_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        ParallelConfig(precision=PrecisionConfig(**BF16, **changes)).resolved()
+        validated(ParallelConfig(precision=PrecisionConfig(**BF16, **changes)))
     with pytest.raises(ConfigError, match="only with bf16 and fp16"):
-        ParallelConfig(precision=PrecisionConfig(fp32_modules=["LayerNorm"])).resolved()
+        validated(ParallelConfig(precision=PrecisionConfig(fp32_modules=["LayerNorm"])))
 
 
 def test_fp32_modules_that_match_nothing_list_candidates(ranks):
@@ -201,14 +203,16 @@ def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):
 
 
 def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
-    from parallel2d.compose import preview
+    from parallel2d.config.composition import compose
 
     words = ", ".join(f"{pattern}: {word}" for pattern, word in WORDS.items())
     with pytest.raises(
         ConfigError, match="unknown key model.tensor_plan"
     ):  # model=llama_debug brings its own and has no such key
-        preview([f"model.tensor_plan={{{words}}}"])
-    given = preview(["model=hf", "model.architecture=llama", f"model.tensor_plan={{{words}}}"])
+        compose([f"model.tensor_plan={{{words}}}"])
+    given = compose(
+        ["model=hf", "model.architecture=llama", f"model.tensor_plan={{{words}}}"]
+    ).config
     assert given is not None
     assert given.model.tensor_plan == WORDS
 

@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, build_on_meta, parallelize
-from parallel2d.config import BucketingConfig, ConfigError, PrefetchConfig
+from parallel2d.config import BucketingConfig, PrefetchConfig
+from parallel2d.config.checks import validated
+from parallel2d.cost.traffic import predict_communication
+from parallel2d.errors import ConfigError
 from parallel2d.metrics.communication import KEYS, CommunicationMeter
-from parallel2d.metrics.prediction import predict_communication
 
 
 class Reordered(nn.Module):
@@ -333,6 +335,6 @@ def test_prefetch_without_a_shard_axis_is_said_to_have_no_effect(ranks):
 
 def test_wrong_prefetch_is_refused():
     with pytest.raises(ConfigError, match=r"prefetch.forward=-1 must be at least 0"):
-        ParallelConfig(prefetch=PrefetchConfig(forward=-1)).resolved()
+        validated(ParallelConfig(prefetch=PrefetchConfig(forward=-1)))
     with pytest.raises(ConfigError, match="prefetch must be PrefetchConfig, got str"):
-        ParallelConfig(prefetch="auto").resolved()
+        ParallelConfig(prefetch="auto")

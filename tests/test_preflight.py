@@ -18,8 +18,8 @@ import pytest
 import yaml
 from listening import in_table, listeners
 
-from parallel2d.config import ConfigError
-from parallel2d.interface import choose_interface, list_interfaces, matches_nccl
+from parallel2d.errors import ConfigError
+from parallel2d.launch.network_interface import choose_interface, list_interfaces, matches_nccl
 from parallel2d.preflight.__main__ import main
 from parallel2d.preflight.check import NotFit, Request, check
 from parallel2d.preflight.facts import Facts, code_digest

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from listening import listeners
 
-from parallel2d import folders
+from parallel2d.files import private_folders as folders
 
 sys.path.insert(
     0, os.path.dirname(os.path.dirname(__file__))

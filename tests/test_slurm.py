@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel2d.interface import is_loopback, list_interfaces
+from parallel2d.launch.network_interface import is_loopback, list_interfaces
 
 SCRIPT = Path(__file__).parent.parent / "tools" / "slurm" / "train.sbatch"
 WORDS = [

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from listening import in_table, listeners
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.config import LaunchConfig
+from parallel2d.errors import ConfigError
 from parallel2d.launch import rendezvous, round
 from parallel2d.launch.__main__ import main
 from parallel2d.store import channel as channel_module

@@ -17,7 +17,7 @@ from workers import WorkerError
 from parallel2d import launch
 from parallel2d.assemble import fit_images
 from parallel2d.config import DataConfig, HuggingFaceModel
-from parallel2d.model import build_model
+from parallel2d.model_families import build_model
 from parallel2d.train import main
 
 pytestmark = pytest.mark.extras("PIL", "transformers")
@@ -57,9 +57,9 @@ class Perceptron(nn.Module):
 def _plain_losses(path: str, steps: int) -> list[float]:
     """The same job without any of our code in its loop: one process, the whole global batch, torch's loss and optimizer."""
     from parallel2d import build_on_meta
+    from parallel2d.model_structure import find_blocks
     from parallel2d.models import huggingface
-    from parallel2d.parallelize.initialization import plan_weights
-    from parallel2d.parallelize.structure import find_blocks
+    from parallel2d.weights.initial_values import plan_weights
 
     with build_on_meta():
         model = huggingface.build(architecture="vit", arguments=SIZES)

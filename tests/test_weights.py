@@ -192,7 +192,7 @@ class LargeRows(nn.Module):
 
 
 def _load_large(megabytes):
-    from parallel2d.parallelize import weights
+    from parallel2d.weights import scatter as weights
 
     rows = megabytes * 2**20 // 4096
     with build_on_meta():

@@ -28,7 +28,7 @@ from parallel2d import (
 from parallel2d.config import PrecisionConfig
 from parallel2d.mesh import sum_over_data_ranks
 from parallel2d.models.llama import Block, Llama, tensor_plan
-from parallel2d.parallelize.sharding import DTYPES
+from parallel2d.parallelize.precision import DTYPES
 
 VOCAB = 67
 LLAMA = {
@@ -132,8 +132,7 @@ def train(
 
     ``llama``: changes to its sizes, or another ``kind``; ``descent``: with `Descent` instead of AdamW."""
     parallel = ParallelConfig(**config)
-    resolved = parallel.resolved()
-    mesh = build_mesh(MeshSpec(**mesh_sizes), resolved.strategy.name)
+    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
     with build_on_meta():
         model = build_llama(**(llama or {}))
     plan = tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None

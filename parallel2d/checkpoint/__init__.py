@@ -4,8 +4,8 @@
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.checkpointer import Checkpointer
 from parallel2d.checkpoint.state import load_model, load_optimizer
-from parallel2d.checkpoint.store import CheckpointError
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+from parallel2d.checkpoint.storage import CheckpointError
+from parallel2d.files.tensor_file import DamagedCheckpointError
 
 __all__ = [
     "Checkpoint",

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from parallel2d.checkpoint import huggingface
+from parallel2d.checkpoint import huggingface_format as huggingface
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.convert import DTYPE_CHOICES, FORMATS, Progress, convert, guess_format
 from parallel2d.checkpoint.sources import open_source
-from parallel2d.checkpoint.store import describe_error, find_checkpoint
-from parallel2d.checkpoint.tensor_file import DTYPES, printable
-from parallel2d.config import ConfigError
+from parallel2d.checkpoint.storage import describe_error, find_checkpoint
+from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
+from parallel2d.files.tensor_file import DTYPES, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

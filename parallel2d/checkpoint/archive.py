@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel2d.checkpoint.folder import Folder, Progress, open_folder
-from parallel2d.checkpoint.geometry import Region
 from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest, StoredTensor, chunk_key
-from parallel2d.checkpoint.tensor_file import (
+from parallel2d.files.folder import Folder, Progress, open_folder
+from parallel2d.files.tensor_file import (
     DTYPES,
     ByteSource,
     DamagedCheckpointError,
@@ -22,6 +21,7 @@ from parallel2d.checkpoint.tensor_file import (
     read_header,
     read_rows,
 )
+from parallel2d.weights.geometry import Region
 
 
 class Checkpoint:

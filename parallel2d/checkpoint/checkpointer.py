@@ -22,17 +22,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.folder import is_remote
 from parallel2d.checkpoint.manifest import Manifest
 from parallel2d.checkpoint.memory import MemoryNet
 from parallel2d.checkpoint.memory.net import wanted
 from parallel2d.checkpoint.resume import Resume
 from parallel2d.checkpoint.rng import rng_tensors
 from parallel2d.checkpoint.save import Group, Staging, write_checkpoint
-from parallel2d.checkpoint.state import describe_optimizer, reshard, saved_tensors, tied_names
-from parallel2d.checkpoint.store import CheckpointError, describe_error, open_store, step_name
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
-from parallel2d.config import CheckpointConfig, ConfigError
+from parallel2d.checkpoint.state import saved_tensors
+from parallel2d.checkpoint.storage import CheckpointError, describe_error, open_store, step_name
+from parallel2d.config import CheckpointConfig
+from parallel2d.errors import ConfigError
+from parallel2d.files.folder import is_remote
+from parallel2d.files.tensor_file import DamagedCheckpointError
+from parallel2d.weights.named_tensors import describe_optimizer, reshard, tied_names
 
 log = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel2d.checkpoint import huggingface
-from parallel2d.checkpoint.geometry import Region
+from parallel2d.checkpoint import huggingface_format as huggingface
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from parallel2d.checkpoint.sources import INDEX, TORCH_SUFFIXES, Source, cast, facts_text
-from parallel2d.checkpoint.store import LocalStore, flush_folder
-from parallel2d.checkpoint.tensor_file import DTYPES, encode_header, tensor_bytes
+from parallel2d.checkpoint.storage import LocalStore, flush_folder
 from parallel2d.checkpoint.torch_file import TorchWriter
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
+from parallel2d.files.tensor_file import DTYPES, encode_header, tensor_bytes
+from parallel2d.weights.geometry import Region
 
 FORMATS = ("parallel2d", "safetensors", "hf", "torch")
 _HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel2d import files
-from parallel2d.checkpoint.geometry import Region
-from parallel2d.checkpoint.tensor_file import (
+from parallel2d.exchange import sendable
+from parallel2d.files.tensor_file import (
     DamagedCheckpointError,
     check_description,
     is_size,
     parse_json,
     printable,
 )
-from parallel2d.exchange import sendable
 from parallel2d.progress import LARGEST_COUNT, problems_of_state
+from parallel2d.weights.geometry import Region
 
 FORMAT = 1
 NAME = "manifest.json"

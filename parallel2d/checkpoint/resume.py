@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.folder import is_remote, open_folder
 from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest
 from parallel2d.checkpoint.memory import MemoryNet
 from parallel2d.checkpoint.rng import restore_rng
 from parallel2d.checkpoint.save import Group
-from parallel2d.checkpoint.settings import Settings, put_settings
 from parallel2d.checkpoint.state import (
     check_model,
     check_optimizer,
@@ -30,9 +28,12 @@ from parallel2d.checkpoint.state import (
     load_optimizer,
     stored_settings,
 )
-from parallel2d.checkpoint.store import Store, describe_error, find_checkpoint, step_name
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
-from parallel2d.config import CheckpointConfig, ConfigError
+from parallel2d.checkpoint.storage import Store, describe_error, find_checkpoint, step_name
+from parallel2d.config import CheckpointConfig
+from parallel2d.errors import ConfigError
+from parallel2d.files.folder import is_remote, open_folder
+from parallel2d.files.tensor_file import DamagedCheckpointError
+from parallel2d.weights.optimizer_settings import Settings, put_settings
 
 log = logging.getLogger(__name__)
 

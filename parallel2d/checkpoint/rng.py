@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+from parallel2d.files.tensor_file import DamagedCheckpointError
 
 _TWISTER = 624  # words of a Mersenne Twister's state, in Python and in NumPy's legacy generator
 

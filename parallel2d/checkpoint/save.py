@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import exchange
-from parallel2d.checkpoint.geometry import Region, plan_writes
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor, chunk_key
-from parallel2d.checkpoint.store import CheckpointError, Store, describe_error
-from parallel2d.checkpoint.tensor_file import DTYPE_NAMES, encode
+from parallel2d.checkpoint.storage import CheckpointError, Store, describe_error
+from parallel2d.checkpoint.write_plan import plan_writes
+from parallel2d.files.tensor_file import DTYPE_NAMES, encode
+from parallel2d.weights.geometry import Region
 
 log = logging.getLogger(__name__)
 

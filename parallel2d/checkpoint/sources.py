@@ -16,13 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel2d.checkpoint import huggingface
+from parallel2d.checkpoint import huggingface_format as huggingface
 from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.folder import LocalFolder, is_remote
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import check_depth
-from parallel2d.checkpoint.store import find_checkpoint
-from parallel2d.checkpoint.tensor_file import (
+from parallel2d.checkpoint.storage import find_checkpoint
+from parallel2d.checkpoint.torch_file import TorchReader, tensors_of
+from parallel2d.errors import ConfigError
+from parallel2d.files.folder import LocalFolder, is_remote
+from parallel2d.files.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
     ByteSource,
@@ -35,8 +37,6 @@ from parallel2d.checkpoint.tensor_file import (
     read_header,
     read_rows,
 )
-from parallel2d.checkpoint.torch_file import TorchReader, tensors_of
-from parallel2d.config import ConfigError
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 INDEX = "model.safetensors.index.json"

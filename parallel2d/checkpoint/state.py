@@ -13,96 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.geometry import local_region
-from parallel2d.checkpoint.settings import Settings, match_settings, plain_settings
-from parallel2d.checkpoint.tensor_file import DTYPES, DamagedCheckpointError, printable
-from parallel2d.config import ConfigError
-from parallel2d.parallelize.structure import canonical_name
+from parallel2d.errors import ConfigError
+from parallel2d.files.tensor_file import DTYPES, DamagedCheckpointError, printable
+from parallel2d.weights.geometry import local_region
+from parallel2d.weights.named_tensors import (
+    SCALARS,
+    describe_optimizer,
+    model_tensors,
+    optimizer_tensors,
+    reshard,
+    tied_names,
+    trained_parameters,
+)
+from parallel2d.weights.optimizer_settings import Settings, match_settings
 
-SCALARS = (bool, int, float, str)
 SHOWN = 20  # differences that a message lists in full
-
-
-def reshard(model: nn.Module) -> None:
-    """Frees gathered parameters (after a forward without backward), so that every parameter is the
-    sharded one again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> parameter or persistent buffer; a shared one once, under its first name."""
-    found: dict[str, Tensor] = {canonical_name(name): p for name, p in model.named_parameters()}
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    for name, buffer in model.named_buffers():
-        if name not in transient:
-            found[canonical_name(name)] = buffer
-    return found
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further canonical names of shared parameters -> the name they are stored under."""
-    first = {id(p): canonical_name(name) for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {
-        canonical_name(name): first[id(p)]
-        for name, p in every
-        if canonical_name(name) != first[id(p)]
-    }
-
-
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Canonical name -> parameter, for those the optimizer steps, in the model's order."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {canonical_name(name): p for name, p in model.named_parameters() if id(p) in known}
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """``<key>/<parameter>`` -> optimizer state that is a tensor. Empty before the first step."""
-    return {
-        f"{key}/{name}": value
-        for name, parameter in _trained(model, optimizer).items()
-        for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor)
-    }
-
-
-def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The manifest's part: class, parameter groups by name with their settings, and state that is
-    not tensors."""
-    names = {id(p): name for name, p in _trained(model, optimizer).items()}
-    groups = [
-        {
-            "settings": {
-                key: value for key, value in plain_settings(group).items() if _is_plain(value)
-            },
-            "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
-        }
-        for group in optimizer.param_groups
-    ]
-    scalars: dict[str, dict[str, Any]] = {}
-    for name, parameter in _trained(model, optimizer).items():
-        plain = {
-            k: v for k, v in optimizer.state.get(parameter, {}).items() if isinstance(v, SCALARS)
-        }
-        if plain:
-            scalars[name] = plain
-    return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, SCALARS)
 
 
 def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -152,7 +80,7 @@ def optimizer_differences(
             f"optimizer {type(optimizer).__name__} here, {printable(stored.get('class'))} in the "
             "checkpoint"
         )
-    trained = set(_trained(model, optimizer))
+    trained = set(trained_parameters(model, optimizer))
     before = set(_stored_parameters(checkpoint))
     lines += [
         f"{name}: trained here, not trained in the checkpoint" for name in sorted(trained - before)
@@ -296,7 +224,7 @@ def load_optimizer(
     scalars = stored.get("scalars") if isinstance(stored.get("scalars"), dict) else {}
     assert isinstance(scalars, dict)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in _trained(model, optimizer).items():
+    for name, parameter in trained_parameters(model, optimizer).items():
         source = _stored_name(name, checkpoint)
         if source is None or checkpoint.tensors[source].shape != tuple(parameter.shape):
             continue

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, printable, tensor_bytes
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
+from parallel2d.files.tensor_file import DamagedCheckpointError, printable, tensor_bytes
 
 _LONGEST_NAME, _LONGEST_TEXT = 500, 1 << 24
 _DEEPEST = 20  # tuples in each other

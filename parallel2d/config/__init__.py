@@ -1,26 +1,18 @@
-"""The words every room shares: typed configuration and its validation.
+"""Typed configuration: what can be set, its defaults, and the consequence of each choice.
 
-Plain dataclasses flow out of here and nothing flows in. They are usable without Hydra
-(``ParallelConfig(strategy=...)`` in somebody's own loop) and are the schema that Hydra composes
-against at the door (``train.py``). Each field's comment gives its consequence; what may not be is
-in `validation.py`.
-
-In the order in which they build on each other: `options.py`, `parallel.py` (how), `content.py`
-(what), `job.py` (all of it). None imports torch or Hydra.
+The dataclasses work without Hydra (``ParallelConfig("zero3")`` in a loop of your own) and are the
+schema that the command line is checked against. `parallel` says how a model is laid over the ranks,
+`model_and_data` what is trained on what, `job` holds the rest. `checks` finds contradictions,
+`composition` is Hydra.
 """
 
 from __future__ import annotations
 
-from parallel2d.config.content import (
-    CustomModel,
-    DataConfig,
-    HuggingFaceModel,
-    LlamaModel,
-)
 from parallel2d.config.job import (
     OPTIMIZER_NAMES,
     OPTIMIZERS,
     CheckpointConfig,
+    Job,
     LaunchConfig,
     LoopConfig,
     MetricsConfig,
@@ -29,9 +21,11 @@ from parallel2d.config.job import (
     SchedulerConfig,
     TrainConfig,
 )
-from parallel2d.config.options import (
-    ConfigError,
-    option,
+from parallel2d.config.model_and_data import (
+    CustomModel,
+    DataConfig,
+    HuggingFaceModel,
+    LlamaModel,
 )
 from parallel2d.config.parallel import (
     BUCKETINGS,
@@ -50,9 +44,9 @@ from parallel2d.config.parallel import (
     ParallelConfig,
     PrecisionConfig,
     PrefetchConfig,
-    ResolvedParallelConfig,
     StrategyConfig,
     SyncConfig,
+    named_strategy,
 )
 
 __all__ = [
@@ -71,10 +65,10 @@ __all__ = [
     "BucketingConfig",
     "CheckpointConfig",
     "CompileConfig",
-    "ConfigError",
     "CustomModel",
     "DataConfig",
     "HuggingFaceModel",
+    "Job",
     "LaunchConfig",
     "LlamaModel",
     "LoopConfig",
@@ -85,10 +79,9 @@ __all__ = [
     "PrecisionConfig",
     "PrefetchConfig",
     "ProfileConfig",
-    "ResolvedParallelConfig",
     "SchedulerConfig",
     "StrategyConfig",
     "SyncConfig",
     "TrainConfig",
-    "option",
+    "named_strategy",
 ]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel2d.config.content import DataConfig
-from parallel2d.config.options import ConfigError, option
+from parallel2d.config.model_and_data import DataConfig
+from parallel2d.config.options import option
 from parallel2d.config.parallel import (
     ActivationCheckpointingConfig,
     BucketingConfig,
@@ -19,6 +19,7 @@ from parallel2d.config.parallel import (
     StrategyConfig,
     SyncConfig,
 )
+from parallel2d.errors import ConfigError
 
 OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
 
@@ -200,21 +201,19 @@ class LaunchConfig:
     @property
     def longest_wait(self) -> float:
         """Seconds that ranks may wait for each other until the first step is done."""
-        return (
-            max(1800.0, self.timeout)
-            if self.first_step_timeout is None
-            else self.first_step_timeout
-        )
+        if self.first_step_timeout is not None:
+            return self.first_step_timeout
+        return max(1800.0, self.timeout)
 
     @property
     def node_range(self) -> tuple[int, int]:
         """``nnodes`` as (smallest, largest): ``4`` is (4, 4), ``2:4`` is (2, 4). Raises
         `ConfigError`."""
         low, colon, high = str(self.nnodes).partition(":")
-        if low.isdecimal() and (high.isdecimal() if colon else True):
-            smallest, largest = int(low), int(high if colon else low)
-            if 1 <= smallest <= largest:
-                return smallest, largest
+        if not colon:
+            high = low
+        if low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high):
+            return int(low), int(high)
         raise ConfigError(
             f"launch.nnodes={self.nnodes} must be a number of nodes, at least 1, or a range such "
             "as 2:4"
@@ -266,11 +265,13 @@ class TrainConfig:
             allow_cross_node=self.mesh.allow_cross_node,
         )
 
-    def validate(self) -> None:
-        """Raises `ConfigError` with one line per problem: field constraints first, then those
-        between fields."""
-        from parallel2d.validation import job_problems, problems
 
-        found = [*problems(self), *job_problems(self)]
-        if found:
-            raise ConfigError("\n".join(found))
+@dataclass(frozen=True)
+class Job:
+    """One composed job: its checked configuration, its directory, and the words it was started
+    with."""
+
+    config: TrainConfig
+    run_dir: str
+    overrides: tuple[str, ...]
+    restarted: bool = False  # these workers replace others of the same job

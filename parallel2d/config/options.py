@@ -1,4 +1,4 @@
-"""A field with a constraint, and the error of a configuration that cannot run."""
+"""A field of a configuration with a constraint. `parallel2d.config.constraints` checks it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ from dataclasses import field
 from typing import Any
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message is complete: what, got what, allowed what. Shown
-    without traceback."""
-
-
 def option(default: Any, **constraint: Any) -> Any:
-    """A dataclass field with a constraint that `problems` checks.
+    """A dataclass field with a constraint.
 
     Constraints: ``choices`` (tuple), ``minimum``, ``above``, ``maximum`` (numbers), ``auto=True``
-        (the word ``auto`` is
-    allowed beside a number), ``infinite=True`` (so is infinity).
+    (the word ``auto`` is allowed beside a number), ``infinite=True`` (so is infinity).
     """
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=constraint)

@@ -1,14 +1,18 @@
-"""How a model is laid over the ranks: mesh, strategy, groups, precision, recomputation. What
-`parallel2d.parallelize` reads."""
+"""How a model is laid over the ranks: mesh, strategy, bucketing, precision, recomputation.
+
+`ParallelConfig` is what `parallel2d.parallelize` reads.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from parallel2d.config.options import ConfigError, option
+from parallel2d.config import other_frameworks
+from parallel2d.config.options import option
+from parallel2d.errors import ConfigError, did_you_mean
 
 STRATEGY_NAMES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
@@ -54,10 +58,26 @@ class StrategyConfig:
     name: str = option("hybrid", choices=STRATEGY_NAMES)
 
     @property
+    def replicates(self) -> bool:
+        """Whether there may be several whole copies: ``mesh.replicate`` may be above 1."""
+        return self.name not in ("zero2", "zero3")
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters, gradients and optimizer state are split: ``mesh.shard`` may be above
+        1."""
+        return self.name != "ddp"
+
+    @property
     def reshard_after_forward(self) -> bool:
         """Whether gathered parameters are freed between forward and backward, the root group's
         included."""
         return self.name in ("zero3", "hybrid")
+
+    @property
+    def with_both_axes(self) -> str:
+        """The name of the strategy that does the same and has a shard and a replicate axis."""
+        return "hybrid" if self.reshard_after_forward else "hybrid_zero2"
 
 
 @dataclass
@@ -165,6 +185,11 @@ class ActivationCheckpointingConfig:
     blocks: list[str] = option([])
     policy: Any = None  # as bucketing.policy, instead of blocks
 
+    @property
+    def compiler_budget(self) -> float | None:
+        """The share of activations that the compiler may keep; None where it does not choose."""
+        return self.memory_budget if self.name == "budget" else None
+
 
 @dataclass
 class CompileConfig:
@@ -194,77 +219,24 @@ class SyncConfig:
     bucket_mib: float = option(4.0, above=0)
 
 
-@dataclass
+STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
+BUCKETINGS = {name: BucketingConfig(name) for name in ("none", "layer", "block", "size")}
+CHECKPOINTINGS = {
+    name: ActivationCheckpointingConfig(name) for name in ("none", "full", "selective", "budget")
+}
+COMPILES = {name: CompileConfig(name) for name in ("none", "block")}
+
+_Section = TypeVar("_Section")
+
+
+@dataclass(init=False)
 class ParallelConfig:
     """Everything `parallel2d.parallelize` needs to know beside the model and the mesh.
 
-    Each field also takes a preset's name: ``ParallelConfig(strategy="zero3", precision="bf16")``.
+    The first five also take a preset's name: ``ParallelConfig("zero3", precision="bf16")``. Raises
+    `ConfigError` for an unknown name, a section of another type, and an option of another
+    framework, with what to do instead.
     """
-
-    strategy: StrategyConfig | str = field(default_factory=StrategyConfig)
-    bucketing: BucketingConfig | str = field(default_factory=BucketingConfig)
-    precision: PrecisionConfig | str = field(default_factory=PrecisionConfig)
-    activation_checkpointing: ActivationCheckpointingConfig | str = field(
-        default_factory=ActivationCheckpointingConfig
-    )
-    compile: CompileConfig | str = field(default_factory=CompileConfig)
-    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
-    sync: SyncConfig = field(default_factory=SyncConfig)
-    # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the
-    # optimizer runs there; a step is slower by both copies and by the CPU's optimizer
-    cpu_offload: bool = False
-    allow_cross_node: bool = False
-
-    def __new__(cls, *args: Any, **given: Any) -> ParallelConfig:
-        """Raises `ConfigError` for options that other frameworks have, with what to do instead."""
-        from parallel2d.obsolete import refuse
-
-        known = {item.name for item in dataclasses.fields(cls)}
-        refuse(
-            {name: value for name, value in given.items() if name not in known},
-            "ParallelConfig",
-            sorted(known),
-        )
-        return super().__new__(cls)
-
-    def resolved(self) -> ResolvedParallelConfig:
-        """The same with every preset name replaced by its dataclass. Raises `ConfigError` listing
-        every problem."""
-        from parallel2d.obsolete import strategy_answer
-        from parallel2d.validation import parallel_problems, problems
-
-        values: dict[str, Any] = {}
-        for name, (presets, kind) in _PRESETS.items():
-            value = getattr(self, name)
-            if isinstance(value, str) and presets:
-                if value not in presets:
-                    near = difflib.get_close_matches(value, presets, n=1, cutoff=0.5)
-                    meant = f"did you mean {near[0]}?" if near else None
-                    hint = (strategy_answer(value) if name == "strategy" else None) or meant
-                    raise ConfigError(
-                        f"{name}={value!r} is not one of {', '.join(presets)}"
-                        + (f"; {hint}" if hint else "")
-                    )
-                value = presets[value]
-            if not isinstance(value, kind):
-                words = "a preset name or " if presets else ""
-                raise ConfigError(
-                    f"{name} must be {words}{kind.__name__}, got {type(value).__name__}"
-                )
-            values[name] = dataclasses.replace(value)  # type: ignore[type-var]
-        if not isinstance(self.cpu_offload, bool):
-            raise ConfigError(f"cpu_offload={self.cpu_offload} must be True or False")
-        resolved = ResolvedParallelConfig(
-            **values, cpu_offload=self.cpu_offload, allow_cross_node=self.allow_cross_node
-        )
-        if found := [*problems(resolved), *parallel_problems(resolved)]:
-            raise ConfigError("\n".join(found))
-        return resolved
-
-
-@dataclass
-class ResolvedParallelConfig:
-    """`ParallelConfig` without preset names: what the transforms read."""
 
     strategy: StrategyConfig
     bucketing: BucketingConfig
@@ -273,22 +245,65 @@ class ResolvedParallelConfig:
     compile: CompileConfig
     prefetch: PrefetchConfig
     sync: SyncConfig
+    # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the
+    # optimizer runs there; a step is slower by both copies and by the CPU's optimizer
     cpu_offload: bool
-    allow_cross_node: bool
+    allow_cross_node: bool  # as MeshConfig.allow_cross_node
+
+    def __init__(
+        self,
+        strategy: StrategyConfig | str = "hybrid",
+        bucketing: BucketingConfig | str = "block",
+        precision: PrecisionConfig | str = "fp32",
+        activation_checkpointing: ActivationCheckpointingConfig | str = "none",
+        compile: CompileConfig | str = "none",
+        prefetch: PrefetchConfig | None = None,
+        sync: SyncConfig | None = None,
+        cpu_offload: bool = False,
+        allow_cross_node: bool = False,
+        **unknown: object,
+    ) -> None:
+        names = [item.name for item in dataclasses.fields(self)]
+        other_frameworks.refuse(unknown, "ParallelConfig", sorted(names))
+        if not isinstance(cpu_offload, bool):
+            raise ConfigError(f"cpu_offload={cpu_offload} must be True or False")
+        self.strategy = named_strategy(strategy)
+        self.bucketing = _section("bucketing", bucketing, BucketingConfig, BUCKETINGS)
+        self.precision = _section("precision", precision, PrecisionConfig, PRECISIONS)
+        self.activation_checkpointing = _section(
+            "activation_checkpointing",
+            activation_checkpointing,
+            ActivationCheckpointingConfig,
+            CHECKPOINTINGS,
+        )
+        self.compile = _section("compile", compile, CompileConfig, COMPILES)
+        self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig, {})
+        self.sync = _section("sync", sync or SyncConfig(), SyncConfig, {})
+        self.cpu_offload = cpu_offload
+        self.allow_cross_node = allow_cross_node
 
 
-STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
-BUCKETINGS = {name: BucketingConfig(name) for name in ("none", "layer", "block", "size")}
-CHECKPOINTINGS = {
-    name: ActivationCheckpointingConfig(name) for name in ("none", "full", "selective", "budget")
-}
-COMPILES = {name: CompileConfig(name) for name in ("none", "block")}
-_PRESETS: dict[str, tuple[dict[str, Any], type]] = {
-    "strategy": (STRATEGIES, StrategyConfig),
-    "bucketing": (BUCKETINGS, BucketingConfig),
-    "precision": (PRECISIONS, PrecisionConfig),
-    "activation_checkpointing": (CHECKPOINTINGS, ActivationCheckpointingConfig),
-    "compile": (COMPILES, CompileConfig),
-    "prefetch": ({}, PrefetchConfig),
-    "sync": ({}, SyncConfig),
-}
+def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
+    """The strategy of that name. Raises `ConfigError` for an unknown one, with the name of ours
+    where another framework calls one so."""
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        answer = other_frameworks.strategy_answer(strategy)
+        if answer is not None:
+            allowed = ", ".join(STRATEGIES)
+            raise ConfigError(f"strategy={strategy!r} is not one of {allowed}; {answer}")
+    return _section("strategy", strategy, StrategyConfig, STRATEGIES)
+
+
+def _section(
+    key: str, value: object, kind: type[_Section], presets: Mapping[str, _Section]
+) -> _Section:
+    """``value``, or a copy of the preset that it names. Raises `ConfigError` for anything else."""
+    if isinstance(value, str) and presets:
+        if value not in presets:
+            near = did_you_mean(value, presets, alike=0.5)
+            raise ConfigError(f"{key}={value!r} is not one of {', '.join(presets)}{near}")
+        return dataclasses.replace(presets[value])  # type: ignore[type-var]
+    if not isinstance(value, kind):
+        allowed = f"a preset name or {kind.__name__}" if presets else kind.__name__
+        raise ConfigError(f"{key} must be {allowed}, got {type(value).__name__}")
+    return value

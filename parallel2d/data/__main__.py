@@ -15,13 +15,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from parallel2d.config import ConfigError, DataConfig
-from parallel2d.data import store
+from parallel2d.config import DataConfig
+from parallel2d.config.checks import check_data
+from parallel2d.data import token_shards as store
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.lock import folder_lock
 from parallel2d.data.prepare import prepare
+from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
-from parallel2d.validation import data_problems, problems
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,8 +106,7 @@ def _prepare(options: argparse.Namespace) -> None:
         max_bad_rows=options.max_bad_rows,
         workers=workers,
     )
-    if found := [*problems(config, "data."), *data_problems(config)]:
-        raise ConfigError("\n".join(found))
+    check_data(config)
     units, _, source = prepare_units(config)
     columns = [
         TextColumn("{task.description}"),

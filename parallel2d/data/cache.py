@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from parallel2d.config import ConfigError
-from parallel2d.data import store
+from parallel2d.data import token_shards as store
+from parallel2d.data.documents import SourceFile
 from parallel2d.data.lock import folder_lock
 from parallel2d.data.prepare import PrepareOptions
-from parallel2d.data.sources import SourceFile
 from parallel2d.data.tokenizer import load_tokenizer
+from parallel2d.errors import ConfigError
 
 # larger input is known by names, sizes and modification times instead of by content
 _READ_WHOLE = 256 << 20

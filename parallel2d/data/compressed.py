@@ -11,7 +11,7 @@ import io
 import zlib
 from typing import IO, Any, cast
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 EXTENSIONS = (".gz", ".zst")
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # what reading a damaged stream raises

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel2d.config import ConfigError
 from parallel2d.data.batch import Batch
 from parallel2d.data.plan import BatchPlan
 from parallel2d.data.stream import SampleStream
+from parallel2d.errors import ConfigError
 
 
 class EndOfData(Exception):  # noqa: N818  (an end, as StopIteration is: no error)

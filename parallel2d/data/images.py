@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel2d.config import ConfigError
 from parallel2d.data.batch import labelled_images
-from parallel2d.data.sources import HASH_RANGE, content_hash
+from parallel2d.data.documents import HASH_RANGE, content_hash
+from parallel2d.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 # decoders that a file may choose, whatever it is called

@@ -13,7 +13,7 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 MAXIMUM_PERIOD = 1 << 16  # the schedule's table has one entry per position of a period
 Array = NDArray[np.int64]

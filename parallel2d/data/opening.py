@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel2d.config import ConfigError, DataConfig
+from parallel2d.config import DataConfig
+from parallel2d.config.checks import check_data
 from parallel2d.data.cache import cache_root, open_cached, options_key
 from parallel2d.data.images import ImageSamples, find_images
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.mixture import Schedule
 from parallel2d.data.prepare import prepare
 from parallel2d.data.samples import PackedSamples, PaddedSamples
-from parallel2d.data.store import TokenSplit, TokenStore
 from parallel2d.data.stream import Samples, SampleStream
-from parallel2d.validation import data_problems, problems
+from parallel2d.data.token_shards import TokenSplit, TokenStore
+from parallel2d.errors import ConfigError
 
 _VALIDATION_SEED = 0  # validation samples stand in the same order in every run
 # that decode images where data.workers does not say: several ranks share a machine
@@ -70,8 +71,7 @@ def open_data(
     image size, channels, split and seed. It does not see a file changed without changing its size,
     nor a Pillow that decodes otherwise: ``data/batch_hash`` does.
     """
-    if found := [*problems(config, "data."), *data_problems(config)]:
-        raise ConfigError("\n".join(found))
+    check_data(config)
     if config.name == "images":
         return _open_images(config, seed)
     if seq_len is None:

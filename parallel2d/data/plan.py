@@ -7,7 +7,7 @@ the same sequences.
 
 from __future__ import annotations
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 Position = int | None
 _AUTO_LIMIT = 8

@@ -22,19 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel2d.config import ConfigError
-from parallel2d.data import store
-from parallel2d.data.sources import (
-    HASH_RANGE,
-    BadRow,
-    Document,
-    ReadOptions,
-    SourceFile,
-    Unit,
-    read_unit,
-)
+from parallel2d.data import token_shards as store
+from parallel2d.data.documents import HASH_RANGE, BadRow, Document, ReadOptions, SourceFile, Unit
+from parallel2d.data.sources import read_unit
 from parallel2d.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.data.workers import run_in_workers
+from parallel2d.errors import ConfigError
 
 _BATCH_CHARACTERS = 1 << 20  # texts given to the tokenizer at a time: bounds memory
 _BATCH_DOCUMENTS = 1024
@@ -80,7 +73,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     threshold = int(options.validation_fraction * HASH_RANGE)
     jobs = [
-        Job(number, unit, options, threshold, tokenizer.fingerprint)
+        Preparation(number, unit, options, threshold, tokenizer.fingerprint)
         for number, unit in enumerate(units)
     ]
     signature = hashlib.sha256("".join(job.signature for job in jobs).encode()).hexdigest()
@@ -96,7 +89,7 @@ def prepare(
         # The fraction selected none of few documents: hold out the one with the lowest hash, which
         # depends on the content only.
         number = min(range(len(records)), key=lambda index: records[index]["lowest_hash"])
-        job = Job(
+        job = Preparation(
             number,
             units[number],
             options,
@@ -121,7 +114,7 @@ def _kept(folder: Path, signature: str) -> store.TokenStore:
 
 
 @dataclass(frozen=True)
-class Job:
+class Preparation:
     """One unit, and everything that its shards depend on."""
 
     number: int
@@ -131,7 +124,7 @@ class Job:
     tokenizer: str
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Job:
+    def from_json(cls, values: dict[str, Any]) -> Preparation:
         """The job that ``asdict`` was taken of."""
         unit, options = values["unit"], values["options"]
         files = [SourceFile(**file) for file in unit["files"]]
@@ -157,7 +150,7 @@ class Job:
 
 
 def _run(
-    jobs: list[Job],
+    jobs: list[Preparation],
     folder: Path,
     source: str,
     workers: int,
@@ -184,14 +177,14 @@ def _run(
 
 
 def _results(
-    jobs: list[Job], folder: Path, workers: int, lock: int | None, tokenizer: Tokenizer
+    jobs: list[Preparation], folder: Path, workers: int, lock: int | None, tokenizer: Tokenizer
 ) -> Generator[tuple[int, Record]]:
     if min(workers, len(jobs)) <= 1:
         return ((job.number, run_unit(job, folder, tokenizer)) for job in jobs)
     return run_in_workers([{**asdict(job), "folder": str(folder)} for job in jobs], workers, lock)
 
 
-def _finished(job: Job, folder: Path) -> Record | None:
+def _finished(job: Preparation, folder: Path) -> Record | None:
     try:
         record: Record = json.loads(_record_path(folder, job.number).read_text(encoding="utf-8"))
         complete = record["signature"] == job.signature and all(
@@ -208,7 +201,7 @@ def _record_path(folder: Path, number: int) -> Path:
     return folder / f"unit-{number:05d}.json"
 
 
-def run_unit(job: Job, folder: Path, tokenizer: Tokenizer) -> Record:
+def run_unit(job: Preparation, folder: Path, tokenizer: Tokenizer) -> Record:
     """Tokenizes one unit into a shard per split and returns (and writes) its record."""
     dtype = store.token_dtype(tokenizer.vocab_size)
     writers = {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel2d.data.batch import IGNORED, token_sequences
-from parallel2d.data.store import TokenSplit
+from parallel2d.data.token_shards import TokenSplit
 
 Row = NDArray[np.int64]
 

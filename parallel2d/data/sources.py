@@ -7,21 +7,28 @@ Paths flow in; `Unit` (what one worker does at a time, the same whatever the num
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from parallel2d.config import ConfigError
 from parallel2d.data.compressed import DAMAGE, EXTENSIONS, open_compressed
+from parallel2d.data.documents import (
+    BadRow,
+    Document,
+    ReadOptions,
+    SourceFile,
+    Unit,
+    content_hash,
+    row_document,
+)
+from parallel2d.data.tables import parquet_units, read_table
+from parallel2d.errors import ConfigError
 
 UNIT_BYTES = 32 << 20  # of input per unit; a constant, because shards are made per unit
 ROW_BYTES = 64 << 20  # a longer line of a .jsonl file is a bad row
-WHOLE_FILE = 1 << 62
 _ROW_FORMATS = (".jsonl", ".ndjson")
 _NOT_IN_CORPUS = {
     "test",
@@ -33,59 +40,6 @@ _NOT_IN_CORPUS = {
     "lib-dynload",
 }
 _MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file and the name, relative to what the user gave, that sorts and reports it."""
-
-    name: str
-    path: str
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one worker reads at a time: several small files, or a range of one large file."""
-
-    kind: str  # text, rows, parquet or hf
-    files: list[SourceFile]
-    start: int = 0  # bytes of the file (text, rows), row groups (parquet) or rows (hf)
-    stop: int = WHOLE_FILE
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How documents are found in files."""
-
-    text_field: str = "text"
-    document_bytes: int = 64 << 10  # longer text files are cut at the next line end
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text. ``segments`` (text, may be a target) is given if the source says what the loss may
-    see."""
-
-    text: str
-    hash: int  # 64 bits of the content's blake2b: decides the split
-    segments: list[tuple[str, bool]] | None = None
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """Something that is not a document, and where it stands."""
-
-    file: str
-    line: int  # from 1; of a table: the row
-    reason: str
-
-
-HASH_RANGE = 1 << 64  # `content_hash` is below it
-
-
-def content_hash(data: bytes) -> int:
-    """The first 64 bits of blake2b."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def standard_library() -> list[SourceFile]:
@@ -153,8 +107,6 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
         if not alone:
             group, group_kind, group_bytes = [*group, file], kind, group_bytes + size
         elif kind == "parquet":
-            from parallel2d.data.tables import parquet_units
-
             units.extend(parquet_units(file, UNIT_BYTES))
         elif compressed:
             units.append(Unit(kind, [file]))
@@ -169,8 +121,6 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
 def read_unit(unit: Unit, options: ReadOptions) -> Iterator[Document | BadRow]:
     """The documents of a unit in order, and what is wrong between them."""
     if unit.kind in ("parquet", "hf"):
-        from parallel2d.data.tables import read_table
-
         yield from read_table(unit, options)
         return
     for source in unit.files:
@@ -314,34 +264,3 @@ def _parse_row(row: bytes, line: int, options: ReadOptions) -> Document | BadRow
     except (ValueError, RecursionError) as error:
         return BadRow("", line, f"not JSON: {error or 'nested too deeply'}")
     return row_document(value, line, options)
-
-
-def row_document(row: Any, line: int, options: ReadOptions) -> Document | BadRow:
-    """The document of one row.
-
-    ``segments``: a list of {"text": str, "loss": bool}; or ``prompt`` and ``completion``, of which
-    only the completion is a target; or the text field.
-    """
-    if not isinstance(row, dict):
-        return BadRow("", line, f"a row must be an object, got {type(row).__name__}")
-    segments: list[tuple[str, bool]] | None = None
-    if row.get("segments") is not None:
-        try:
-            segments = [(part["text"], bool(part["loss"])) for part in row["segments"]]
-        except (TypeError, KeyError):
-            return BadRow(
-                "", line, 'segments must be a list of {"text": ..., "loss": true or false}'
-            )
-    elif row.get(options.text_field) is None and {"prompt", "completion"} <= set(row):
-        segments = [(row["prompt"], False), (row["completion"], True)]
-    elif options.text_field not in row:
-        found = ", ".join(list(row)[:8]) or "none"
-        return BadRow("", line, f"no field data.text_field={options.text_field}; fields: {found}")
-    parts = [row[options.text_field]] if segments is None else [text for text, _ in segments]
-    if not all(isinstance(part, str) for part in parts):
-        return BadRow("", line, "the text is not a string")
-    text = "".join(parts)
-    try:
-        return Document(text, content_hash(text.encode("utf-8")), segments)
-    except UnicodeEncodeError:
-        return BadRow("", line, "the text has half a surrogate pair, which no encoding can hold")

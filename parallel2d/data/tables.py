@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from parallel2d.config import ConfigError
-from parallel2d.data.sources import BadRow, Document, ReadOptions, SourceFile, Unit, row_document
+from parallel2d.data.documents import BadRow, Document, ReadOptions, SourceFile, Unit, row_document
+from parallel2d.errors import ConfigError
 
 _UNIT_ROWS = 50_000  # of a data set per unit; a constant, because shards are made per unit
 _BATCH_ROWS = 256  # rows in memory at a time

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 _END_TOKENS = (
     "<|endoftext|>",

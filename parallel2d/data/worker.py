@@ -11,9 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from parallel2d.config import ConfigError
-from parallel2d.data.prepare import Job, run_unit
+from parallel2d.data.prepare import Preparation, run_unit
 from parallel2d.data.tokenizer import load_tokenizer
+from parallel2d.errors import ConfigError
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     tokenizer = None
     for line in sys.stdin:
         values = json.loads(line)
-        job = Job.from_json(values)
+        job = Preparation.from_json(values)
         try:
             if tokenizer is None:
                 tokenizer = load_tokenizer(job.options.tokenizer, job.options.end_token)

@@ -18,7 +18,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 

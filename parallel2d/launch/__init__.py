@@ -1,9 +1,8 @@
-"""Who is a rank, and how ranks come to be.
+"""Starts the ranks of a job: all of them on this machine, or this node's share on several.
 
-A process that torchrun or srun started is a rank already; anything else starts ranks itself, with
-torch's elastic agent: all of them on this machine, or this node's share of a job on several. The
-environment flows in; out come a `Place` (which rank this is) or running workers. Every way ends in
-the same `Job` on every rank: composed once, one run directory.
+A process that torchrun or srun started is a rank already; any other starts ranks with torch's
+elastic agent. However they were started, all ranks get the same `Job`, which was composed once, and
+one run directory.
 """
 
 from parallel2d.launch.agreement import (
@@ -13,17 +12,18 @@ from parallel2d.launch.agreement import (
     telling_progress,
 )
 from parallel2d.launch.endings import Preempted, WorkersFailed
-from parallel2d.launch.place import Place, end_with_parent, find_place, first_host, workers_per_node
+from parallel2d.launch.processes import end_with_parent, workers_per_node
 from parallel2d.launch.workers import start_node, start_workers
+from parallel2d.rank_environment import RankIdentity, find_rank, first_host
 
 __all__ = [
-    "Place",
     "Preempted",
+    "RankIdentity",
     "WorkersFailed",
     "agree_on_job",
     "end_with_parent",
     "failures_told_once",
-    "find_place",
+    "find_rank",
     "first_host",
     "forget_run",
     "start_node",

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 from parallel2d.store.secret import find_secret, new_secret, write_secret
 

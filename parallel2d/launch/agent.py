@@ -33,15 +33,17 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from parallel2d import files, folders
+from parallel2d import files
 from parallel2d.checkpoint.memory.place import SHARED_MEMORY, VARIABLE
-from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.config import LaunchConfig
+from parallel2d.errors import ConfigError
+from parallel2d.files import private_folders as folders
 from parallel2d.launch.agreement import folder_errors_explained, read_story
 from parallel2d.launch.endings import StoreLost, WorkersFailed
 from parallel2d.launch.nursery import ForkedContext, Nursery
-from parallel2d.launch.place import AGENT, PREFIX
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
+from parallel2d.rank_environment import AGENT, PREFIX
 
 # that workers have between SIGTERM and SIGKILL once one of their group has failed
 _SECONDS_FOR_LAST_WORDS = 5

@@ -1,8 +1,6 @@
 """One job and one story for all ranks: what they agree on before they train, and who tells it when
 they fail.
 
-A `Place` and the rendezvous store flow in; out come the same `Job` on every rank, or one message.
-
 [Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
 publishes configuration and directory through the rendezvous store. Workers that replace others go
 on with what the first incarnation agreed on: each node's first rank leaves a record of it that
@@ -24,30 +22,44 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from parallel2d import compose, files, folders
-from parallel2d.config import ConfigError
-from parallel2d.launch.place import AGENT, CONFIG, RUN_DIR, Place
+from parallel2d import files
+from parallel2d.config import Job
+from parallel2d.config.composition import Composition, compose, is_multirun, run_sweep
+from parallel2d.config.serialization import from_yaml, to_yaml
+from parallel2d.errors import ConfigError
+from parallel2d.files import private_folders as folders
+from parallel2d.rank_environment import AGENT, CONFIG, RUN_DIR, RankIdentity
 from parallel2d.store.address import answered_within
 
 _Position = TypeVar("_Position")
 
 
-def agree_on_job(place: Place, store: Any, arguments: Sequence[str]) -> compose.Job | None:
+def agree_on_job(
+    identity: RankIdentity,
+    store: Any,
+    arguments: Sequence[str],
+    composition: Composition | None = None,
+) -> Job | None:
     """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
     and published in ``store``.
 
-    None when rank 0 had nothing to run (``--help``, ``--cfg``). See [Note: one run directory].
+    ``composition``: of ``arguments``, if there is one already. None when rank 0 had nothing to run
+    (``--help``, ``--cfg``). See [Note: one run directory].
     """
-    if place.local_rank == 0:
+    if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
-        store.set(f"parallel2d/recorded/{place.node}", json.dumps(record))
-    if place.rank == 0:
+        store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
+    if identity.rank == 0:
         records = [
-            json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(place.nodes)
+            json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
         ]
         earlier = next((record for record in records if record), None)
         try:
-            message = {**earlier, "restarted": True} if earlier else _composed(place, arguments)
+            message: dict[str, Any] | None
+            if earlier:
+                message = {**earlier, "restarted": True}
+            else:
+                message = _first_job(identity, arguments, composition)
         except ConfigError as error:
             store.set("parallel2d/job", json.dumps({"error": str(error)}))
             raise
@@ -60,29 +72,32 @@ def agree_on_job(place: Place, store: Any, arguments: Sequence[str]) -> compose.
         return None
     if "error" in received:
         raise ConfigError(received["error"])
-    if place.local_rank == 0:
+    if identity.local_rank == 0:
         _record_job(received)
-    config = compose.from_yaml(received["config"])
+    config = from_yaml(received["config"])
     own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
     if own:  # the one key that differs between nodes
         config.launch.host_id = own[-1]
-    return compose.Job(config, received["run_dir"], (), restarted=received["restarted"])
+    return Job(config, received["run_dir"], (), restarted=received["restarted"])
 
 
-def _composed(place: Place, arguments: Sequence[str]) -> dict[str, Any] | None:
-    if place.launcher == "self":
+def _first_job(
+    identity: RankIdentity, arguments: Sequence[str], composition: Composition | None
+) -> dict[str, Any] | None:
+    """The job as its ranks receive it, composed here or by the launcher; None for no job."""
+    if identity.launcher == "self":
         return {"config": os.environ[CONFIG], "run_dir": os.environ[RUN_DIR], "restarted": False}
-    jobs: list[compose.Job] = []
-    compose.run(
-        arguments, jobs.append, refuse_multirun="torchrun, srun and launch.nnodes start one job"
-    )
+    if is_multirun(arguments):
+        raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
+    jobs: list[Job] = []
+    composition = composition or compose(arguments)
+    if composition is None:
+        run_sweep(arguments, jobs.append)
+    else:
+        composition.start(jobs.append)
     if not jobs:
         return None
-    return {
-        "config": compose.to_yaml(jobs[0].config),
-        "run_dir": jobs[0].run_dir,
-        "restarted": False,
-    }
+    return {"config": to_yaml(jobs[0].config), "run_dir": jobs[0].run_dir, "restarted": False}
 
 
 def launcher_folder() -> str:
@@ -138,16 +153,18 @@ def _record_job(job: Mapping[str, Any]) -> None:
     files.replace(path, json.dumps({"run_dir": job["run_dir"], "config": job["config"]}))
 
 
-def forget_run(place: Place) -> None:
+def forget_run(identity: RankIdentity) -> None:
     """A run that ended well leaves no record behind. Our own launchers remove theirs themselves."""
-    if place.local_rank == 0 and AGENT not in os.environ:
+    if identity.local_rank == 0 and AGENT not in os.environ:
         folders.remove(launcher_folder())
 
 
-def telling_progress(place: Place, position: Callable[[], _Position]) -> Callable[[], _Position]:
+def telling_progress(
+    identity: RankIdentity, position: Callable[[], _Position]
+) -> Callable[[], _Position]:
     """``position``, which knows the step a rank is at, with the effect that the launcher hears of
     each new step; see `Restarts`."""
-    if place.local_rank != 0 or AGENT not in os.environ:
+    if identity.local_rank != 0 or AGENT not in os.environ:
         return position
     path, told = os.path.join(launcher_folder(), "step"), -1
 
@@ -165,7 +182,7 @@ def telling_progress(place: Place, position: Callable[[], _Position]) -> Callabl
 
 
 @contextlib.contextmanager
-def failures_told_once(place: Place, store: Any) -> Iterator[None]:
+def failures_told_once(identity: RankIdentity, store: Any) -> Iterator[None]:
     """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
 
     Workers of our own launchers leave it for them; otherwise the rank that is first to claim the
@@ -186,12 +203,12 @@ def failures_told_once(place: Place, store: Any) -> Iterator[None]:
             else traceback.format_exc().rstrip()
         )
         # torchrun would print what it finds there beside what is printed here
-        if place.launcher in ("self", "nodes"):
+        if identity.launcher in ("self", "nodes"):
             leave_story(text, now, config_error=config_error)
-            if place.rank and place.launcher == "self":  # its stderr is its log
+            if identity.rank and identity.launcher == "self":  # its stderr is its log
                 print(files.for_terminal(text), file=sys.stderr, flush=True)
         elif _first_to_claim(store):
-            prefix = "" if config_error else f"rank {place.rank} failed first:\n"
+            prefix = "" if config_error else f"rank {identity.rank} failed first:\n"
             print(f"{prefix}{files.for_terminal(text)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them

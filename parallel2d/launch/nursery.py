@@ -38,7 +38,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from parallel2d.launch.endings import WorkersFailed
-from parallel2d.launch.place import end_with_parent, set_process_name
+from parallel2d.launch.processes import end_with_parent, set_process_name
 
 Main = Callable[[Sequence[str]], int]  # of a rank: from its words to its exit code
 

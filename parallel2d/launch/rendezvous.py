@@ -21,10 +21,11 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from parallel2d.config import ConfigError, LaunchConfig
-from parallel2d.interface import Interface, choose_interface, is_loopback
-from parallel2d.launch.place import STORE
+from parallel2d.config import LaunchConfig
+from parallel2d.errors import ConfigError
+from parallel2d.launch.network_interface import Interface, choose_interface, is_loopback
 from parallel2d.launch.round import JsonBackend
+from parallel2d.rank_environment import STORE
 from parallel2d.store.address import PortTaken, owns_address, resolve, split_endpoint
 from parallel2d.store.client import StoreClient
 from parallel2d.store.secret import VARIABLE, find_secret, new_secret

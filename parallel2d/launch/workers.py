@@ -16,20 +16,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parallel2d import compose
-from parallel2d.config import LaunchConfig
-from parallel2d.interface import GLOO, NCCL
+from parallel2d.config import Job, LaunchConfig
+from parallel2d.config.serialization import to_yaml
 from parallel2d.launch.agreement import recorded_run_dir
 from parallel2d.launch.endings import Preempted, StoreLost, WorkersFailed
-from parallel2d.launch.place import CONFIG, RUN_DIR
+from parallel2d.launch.network_interface import GLOO, NCCL
 from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import Restarts
+from parallel2d.rank_environment import CONFIG, RUN_DIR
 
 if TYPE_CHECKING:
     from parallel2d.launch.nursery import Main, Nursery
 
 
-def start_workers(job: compose.Job, nproc: int, main: Main) -> None:
+def start_workers(job: Job, nproc: int, main: Main) -> None:
     """Runs ``job`` on ``nproc`` fresh workers of this machine, which talk over loopback alone, and
     waits for them. Each runs ``main``.
 
@@ -40,7 +40,7 @@ def start_workers(job: compose.Job, nproc: int, main: Main) -> None:
 
     settings = job.config.launch
     logs = os.path.join(job.run_dir, "logs")
-    inherited = {CONFIG: compose.to_yaml(job.config), RUN_DIR: job.run_dir}
+    inherited = {CONFIG: to_yaml(job.config), RUN_DIR: job.run_dir}
     with (
         _nursery(main) as nursery,
         launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder,

@@ -27,28 +27,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from parallel2d.cost.collectives import sent_bytes
 from parallel2d.mesh import AXES
 from parallel2d.metrics.profile import named
 from parallel2d.metrics.streams import StreamWaits, cuda_stream_waits, seconds_between
+from parallel2d.runtime import on_teardown
 
 QUANTITIES = ("bytes", "calls", "seconds", "exposed_seconds")
 KEYS = tuple(f"comm/{axis}/{quantity}" for axis in AXES for quantity in QUANTITIES)
-
-
-def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str) -> float:
-    """Bytes that one rank sends, mean over the ranks of a group of ``size``.
-
-    ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of
-    ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal
-    algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and an all-reduce twice that. Gloo
-    (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
-    another collective.
-    """
-    reduce_scatter = 2 if device_type == "cpu" else 1
-    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}[
-        collective
-    ]
-    return passes * (size - 1) / size * whole_bytes
 
 
 class _Tally:
@@ -119,6 +105,7 @@ class CommunicationMeter:
         """Wraps torch's collective functions until `remove`."""
         assert not self._originals, "already installed"
         _installed.append(self)
+        on_teardown(remove_installed)
         for name, collective, whole in _PLAIN:
             self._wrap(dist, name, functools.partial(self._plain, collective, whole))
         for name, collective, place in _FUNCTIONAL:
@@ -167,6 +154,10 @@ class CommunicationMeter:
                 )
             values += [tally.bytes, float(tally.calls), seconds, exposed]
         return values
+
+    def sent_over(self, axis: str) -> float:
+        """Bytes sent over ``axis`` since `start`."""
+        return self._axes[axis].bytes
 
     def position(self) -> tuple[int, str]:
         """Collectives begun in this step, and the last of them with its axis, for people. Callable

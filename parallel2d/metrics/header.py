@@ -11,7 +11,8 @@ import torch
 
 from parallel2d import files
 from parallel2d.data.batch import SampleShape
-from parallel2d.mesh import MeshShape, Topology, draw_mesh
+from parallel2d.mesh import MeshShape, draw_mesh
+from parallel2d.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import torch
 
 from parallel2d.metrics.communication import KEYS, CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
+from parallel2d.metrics.deviation import Deviation
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.memory import resident_gib
-from parallel2d.metrics.prediction import Deviation
 from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.stragglers import Stragglers
 from parallel2d.metrics.watch import Position
 from parallel2d.metrics.writer import MetricsWriter
-from parallel2d.progress import Outcome, Progress
+from parallel2d.progress import Progress, StepOutcome
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Recorder:
     def record(
         self,
         progress: Progress,
-        outcome: Outcome,
+        outcome: StepOutcome,
         learning_rate: float,
         seconds: dict[str, float],
         validation_loss: float | None,

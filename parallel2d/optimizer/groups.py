@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel2d.config import ConfigError, OptimizerConfig
-from parallel2d.parallelize.structure import canonical_name, find_blocks, owns_itself
+from parallel2d.config import OptimizerConfig
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import canonical_name, find_blocks, owns_itself
 
 MUON, ADAMW = "muon", "adamw"
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from parallel2d.metrics.communication import sent_bytes
+from parallel2d.cost.collectives import sent_bytes
 from parallel2d.optimizer.groups import ADAMW, MUON
 from parallel2d.optimizer.sums import split_axes
-from parallel2d.parallelize.initialization import local_slices
+from parallel2d.weights.geometry import local_region
 
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         update = local_gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         whole = _gather(update.to(torch.bfloat16, copy=True), parameter)
         whole = _zeropower_via_newtonschulz(whole, _NS_COEFFICIENTS, group["ns_steps"], _NS_EPS)
-        mine = whole[local_slices(parameter)].reshape(local.shape)
+        mine = whole[local_region(parameter).slices].reshape(local.shape)
         local.mul_(1 - group["lr"] * group["weight_decay"])
         local.add_(mine, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
 
@@ -159,7 +159,7 @@ class _Split(NamedTuple):
 def _splits(parameter: Tensor) -> list[_Split]:
     """The axes that split ``parameter``, in the order in which its parts are put together:
     outermost first, because the innermost axis has split the whole and the others what it left
-    (`parallel2d.parallelize.initialization.local_slices`)."""
+    (`parallel2d.weights.geometry.local_region`)."""
     lengths = list(parameter.shape)
     found: list[_Split] = []
     for axis, name, dim, ranks in reversed(split_axes(parameter)):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel2d.metrics.communication import sent_bytes
+from parallel2d.cost.collectives import sent_bytes
 
 
 def split_axes(tensor: Tensor) -> list[tuple[int, str, int, int]]:

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from parallel2d.config import ActivationCheckpointingConfig, ConfigError
-from parallel2d.parallelize.structure import find_blocks
+from parallel2d.config import ActivationCheckpointingConfig
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import find_blocks
 
 _NAMESPACES = ("aten", "_c10d_functional")  # whose operators are named without it
 # dispatch key of operators that run as others, which alone are seen

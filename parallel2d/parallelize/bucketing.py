@@ -14,8 +14,9 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from parallel2d.config import BucketingConfig, ConfigError
-from parallel2d.parallelize.structure import own_parameters, owning_modules, parameter_bytes
+from parallel2d.config import BucketingConfig
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import own_parameters, owning_modules, parameter_bytes
 
 log = logging.getLogger(__name__)
 

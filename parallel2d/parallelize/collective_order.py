@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather, broadcast
 
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from parallel2d.config import CompileConfig, ConfigError
+from parallel2d.config import CompileConfig
+from parallel2d.errors import ConfigError
 
 
 def compile_blocks(
@@ -21,22 +22,24 @@ def compile_blocks(
     tensor: int,
     memory_budget: float | None = None,
 ) -> nn.Module:
-    """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside. ``tensor``: size of
-    the tensor axis. ``memory_budget``: share of the activations of a block that may be kept for
-    backward; None: what costs no time to recompute is not kept, all else is.
+    """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside.
 
-    Raises `ConfigError` without blocks and for what `check_compilation` refuses."""
+    ``tensor``: size of the tensor axis. ``memory_budget``: share of a block's activations that may
+    be kept for backward; None: all but what costs no time to recompute. Raises `ConfigError`
+    without blocks and for what `check_compilation` refuses.
+    """
     if config.name == "none":
         return model
     if not blocks:
         raise ConfigError(
-            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their "
+            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name "
+            "their "
             "classes in bucketing.blocks"
         )
     check_compilation(config, tensor)
-    backend: Any = (
-        config.backend if memory_budget is None else _within_budget(config.backend, memory_budget)
-    )
+    backend: Any = config.backend
+    if memory_budget is not None:
+        backend = _within_budget(config.backend, memory_budget)
     for _, block in blocks:
         block.forward = torch.compile(block.forward, backend=backend)
     return model

@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import ConfigError, ParallelConfig
+from parallel2d.config import ParallelConfig
+from parallel2d.errors import ConfigError
 from parallel2d.parallelize import parallelize
-from parallel2d.parallelize.initialization import Initializer, build_on_meta
+from parallel2d.weights.initial_values import Initializer, build_on_meta
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel2d.config import ConfigError, PrecisionConfig
-from parallel2d.parallelize.structure import canonical_name
+from parallel2d.config import PrecisionConfig
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import canonical_name
 
 log = logging.getLogger(__name__)
 

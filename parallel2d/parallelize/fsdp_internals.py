@@ -7,7 +7,7 @@ Written for torch 2.13; `tests/test_sync.py` lists what another version lacks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 # What this module reaches, for the test: class or object, names.
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -100,6 +100,31 @@ def groups(model: nn.Module) -> list[FSDPParamGroup]:
         for group in state._fsdp_param_groups:
             found.setdefault(id(group), group)
     return list(found.values())
+
+
+class GroupTraffic(NamedTuple):
+    """What a group of parameters moves, counted on one rank."""
+
+    gathered_bytes: int  # of this rank's padded parts, in the dtype in which they are gathered
+    reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
+    reduced_itemsize: int  # bytes of one element of these; 4 for a group without gradients
+    frees_after_forward: bool  # they are gathered once more for backward
+
+
+def group_traffic(group: FSDPParamGroup) -> GroupTraffic:
+    """Reads sizes and dtypes of one of torch's groups. Padding and the choice of dtypes have no
+    public accessors."""
+    policy = group.mp_policy
+    gathered = reduced = 0
+    narrowest = 4
+    for parameter in group.fsdp_params:
+        size, stored = parameter._sharded_param_data.numel(), parameter.sharded_param.dtype
+        gathered += size * (policy.param_dtype or stored).itemsize
+        if parameter.sharded_param.requires_grad:
+            itemsize = (policy.reduce_dtype or policy.param_dtype or stored).itemsize
+            reduced += size * itemsize
+            narrowest = min(narrowest, itemsize)
+    return GroupTraffic(gathered, reduced, narrowest, group.post_forward_mesh_info is not None)
 
 
 def reduce_over_shard_alone(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.config import ConfigError
-from parallel2d.parallelize.structure import canonical_name
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import canonical_name
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.mesh import mesh_shape
 
 

@@ -41,8 +41,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallel2d.config import TENSOR_WORDS, ConfigError
-from parallel2d.parallelize.structure import ATOMIC, tied_parameters
+from parallel2d.config import TENSOR_WORDS
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import ATOMIC, tied_parameters
 
 log = logging.getLogger(__name__)
 

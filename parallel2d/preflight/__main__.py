@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 from parallel2d.preflight.slurm import defaults_of_launcher
 
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             show(outcome)
         if given.write:
-            from parallel2d.launch.place import CPU_WORKERS
+            from parallel2d.launch.processes import CPU_WORKERS
 
             try:
                 write_cluster_file(

@@ -1,8 +1,8 @@
 """The check, from one node's side: meet, look at oneself, reach the others, measure, hand in; node
 0 judges and tells everyone.
 
-Arguments flow in (`Request`); the same `Outcome` flows out on every node. All nodes take the same
-steps in the same order, so a node that stops is noticed, by name, at the next meeting point.
+Arguments flow in (`Request`); the same `CheckOutcome` flows out on every node. All nodes take the
+same steps in the same order, so a node that stops is noticed, by name, at the next meeting point.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel2d.config import ConfigError
-from parallel2d.interface import choice_reason, choose_interface, is_loopback
+from parallel2d.errors import ConfigError
+from parallel2d.launch.network_interface import choice_reason, choose_interface, is_loopback
 from parallel2d.preflight.facts import Facts, gpu_copy_bandwidth, probe_run_dir
 from parallel2d.preflight.judge import Finding, Link, NodeReport, judge, slow_links
-from parallel2d.preflight.meeting import Meeting, NodeMissing
+from parallel2d.preflight.meeting import NodeMissing, PreflightMeeting
 from parallel2d.preflight.probes import (
     TOKEN_BYTES,
     Peer,
@@ -78,7 +78,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What all nodes know in the end. ``reports`` and ``links`` only on node 0."""
 
     node: int
@@ -95,7 +95,7 @@ class Outcome:
         return all(finding.level == "green" for finding in self.findings)
 
 
-def check(request: Request) -> Outcome:
+def check(request: Request) -> CheckOutcome:
     """Raises `NotFit` when this node cannot take part, `NodeMissing` when others do not, both with
     what to look at; `ConfigError` for arguments that contradict those of other nodes."""
     from torch.distributed import DistNetworkError
@@ -108,7 +108,7 @@ def check(request: Request) -> Outcome:
         raise NotFit(str(error)) from None
     facts = Facts.collect(interface, choice_reason(host))
     try:
-        meeting = Meeting(
+        meeting = PreflightMeeting(
             store,
             request.nodes,
             facts.host,
@@ -162,7 +162,7 @@ def _loopback_trap(host: str) -> str:
     )
 
 
-def _take_part(meeting: Meeting, facts: Facts, request: Request) -> Outcome:
+def _take_part(meeting: PreflightMeeting, facts: Facts, request: Request) -> CheckOutcome:
     token = bytes.fromhex(
         meeting.tell(secrets.token_hex(TOKEN_BYTES) if meeting.node == 0 else None)
     )
@@ -203,11 +203,11 @@ def _take_part(meeting: Meeting, facts: Facts, request: Request) -> Outcome:
         server.close()
     findings = judge(reports, links, request.ranks_per_node) if reports else []
     told = meeting.tell([asdict(finding) for finding in findings])
-    return Outcome(meeting.node, [Finding(**finding) for finding in told], reports, links)
+    return CheckOutcome(meeting.node, [Finding(**finding) for finding in told], reports, links)
 
 
 @contextlib.contextmanager
-def _token_file(run_dir: str, meeting: Meeting) -> Iterator[str]:
+def _token_file(run_dir: str, meeting: PreflightMeeting) -> Iterator[str]:
     """A file that node 0 makes and every node must see, if the run directory is shared."""
     path = Path(run_dir) / f".preflight-{uuid.uuid4().hex}"
     try:
@@ -285,7 +285,7 @@ def _inside_node(address: str, seconds: float) -> tuple[float | None, float | No
 
 
 def _measure_links(
-    meeting: Meeting, peers: dict[int, Peer], reports: list[NodeReport], seconds: float
+    meeting: PreflightMeeting, peers: dict[int, Peer], reports: list[NodeReport], seconds: float
 ) -> list[Link]:
     """Every scheduled pair in both directions; what looks slow once more, so that a neighbour's
     burst accuses nobody. Links on node 0, an empty list elsewhere."""
@@ -309,7 +309,7 @@ def _measure_links(
 
 
 def _measure_rounds(
-    meeting: Meeting, peers: dict[int, Peer], rounds: Sequence[Round], seconds: float
+    meeting: PreflightMeeting, peers: dict[int, Peer], rounds: Sequence[Round], seconds: float
 ) -> list[Link]:
     mine: list[Link] = []
     for pairs in rounds:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel2d.interface import GLOO, NCCL, Interface, is_loopback
+from parallel2d.launch.network_interface import GLOO, NCCL, Interface, is_loopback
 from parallel2d.store.address import resolve
 
 _WRITE_TEST_BYTES = 64 << 20

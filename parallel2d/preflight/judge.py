@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from parallel2d.launch.place import CPU_WORKERS
+from parallel2d.launch.processes import CPU_WORKERS
 from parallel2d.preflight.facts import Facts, resolves_to_loopback
 from parallel2d.preflight.units import in_bytes, in_rate, in_seconds
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -23,7 +23,7 @@ class NodeMissing(Exception):  # noqa: N818 (it says what happened)
     """Nodes did not come, or ended before the others were done. The message names them."""
 
 
-class Meeting:
+class PreflightMeeting:
     """``nodes`` processes at one store, each with a number.
 
     ``name`` keeps two checks apart that use the same outside store. ``node``: this one's number;

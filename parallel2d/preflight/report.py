@@ -17,13 +17,13 @@ from parallel2d.preflight.judge import Link, NodeReport, node_names
 from parallel2d.preflight.units import in_bytes, in_rate, in_seconds
 
 if TYPE_CHECKING:
-    from parallel2d.preflight.check import Outcome
+    from parallel2d.preflight.check import CheckOutcome
 
 _ROWS, _MATRIX = 24, 8  # nodes shown line by line; nodes whose links are shown as a square
 _MARKS = {"green": "ok", "yellow": "warn", "red": "FAIL"}
 
 
-def show(outcome: Outcome) -> None:
+def show(outcome: CheckOutcome) -> None:
     """The table of nodes, the links, the findings and the verdict, on standard output."""
     from rich.console import Console
     from rich.markup import escape
@@ -108,7 +108,7 @@ def _matrix(names: Sequence[str], links: Sequence[Link]) -> Any:
     return table
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: CheckOutcome) -> str:
     count = {
         level: sum(finding.level == level for finding in outcome.findings)
         for level in ("red", "yellow")
@@ -118,7 +118,7 @@ def _verdict(outcome: Outcome) -> str:
     return "fit to train" + (f", with {count['yellow']} warnings" if count["yellow"] else "")
 
 
-def verdict_of_other_node(outcome: Outcome, host: str) -> str:
+def verdict_of_other_node(outcome: CheckOutcome, host: str) -> str:
     """What a node other than 0 says: the verdict, and the findings that are about it."""
     own = [
         f"{_MARKS[f.level]:>4} {f.check:<13} {f.text}"
@@ -128,7 +128,7 @@ def verdict_of_other_node(outcome: Outcome, host: str) -> str:
     return "\n".join([*own, f"{host}: {_verdict(outcome)} (the report is on node 0)"])
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
+def to_json(outcome: CheckOutcome) -> dict[str, Any]:
     """Everything that was found, as plain values; rates in bytes per second, times in seconds,
     sizes in bytes."""
     return {
@@ -139,7 +139,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def cluster_description(outcome: Outcome, name: str, ranks_per_node: int) -> dict[str, Any]:
+def cluster_description(outcome: CheckOutcome, name: str, ranks_per_node: int) -> dict[str, Any]:
     """What a planner needs to know of this cluster; medians over nodes and links. Bandwidths in
     bytes per second and direction, latencies in seconds one way, memory in bytes per rank.
     ``inter_node`` is None for one node, or where no link could be measured."""
@@ -188,7 +188,7 @@ def _pair(bandwidths: Sequence[float], latencies: Sequence[float]) -> dict[str, 
     }
 
 
-def write_cluster_file(path: str, outcome: Outcome, ranks_per_node: int) -> None:
+def write_cluster_file(path: str, outcome: CheckOutcome, ranks_per_node: int) -> None:
     """`cluster_description` as YAML, named after the file. Raises OSError."""
     header = (
         f"# Written by python -m parallel2d.preflight on {time.strftime('%Y-%m-%d')}. Bandwidths: "

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 
 def expand_hosts(nodes: str) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from parallel2d import files
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.report.page import markdown, page
 from parallel2d.report.runs import Run, read_run
 

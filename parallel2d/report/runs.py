@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel2d import files
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 AXES = ("replicate", "shard", "tensor")
 _MOST_ROWS = 20_000

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 _Answer = TypeVar("_Answer")
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.store.address import connect
 from parallel2d.store.channel import (
     CODE,

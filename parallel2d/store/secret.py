@@ -7,7 +7,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 VARIABLE = "PARALLEL2D_SECRET"
 # no secret: whoever reaches the store takes part

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.store.address import bind, join_endpoint, set_for_requests, unix_path
 from parallel2d.store.channel import (
     ANSWER,

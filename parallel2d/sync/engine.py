@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather
 from parallel2d.mesh import has_cpu_backend, inherit_timeout, mesh_shape, sum_over_data_ranks
 from parallel2d.sync.bucket import Bucket, keep_until_done

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.checkpoint.folder import LocalFolder
-from parallel2d.checkpoint.tensor_file import (
+from parallel2d.errors import ConfigError
+from parallel2d.files.folder import LocalFolder
+from parallel2d.files.tensor_file import (
     ByteSource,
     Entry,
     parse_json,
@@ -27,11 +28,10 @@ from parallel2d.checkpoint.tensor_file import (
     read_header,
     read_rows,
 )
-from parallel2d.config import ConfigError
+from parallel2d.model_structure import canonical_name
 from parallel2d.models import huggingface
-from parallel2d.parallelize.initialization import local_slices
-from parallel2d.parallelize.structure import canonical_name
-from parallel2d.parallelize.weights import PIECE_BYTES
+from parallel2d.weights.geometry import local_region
+from parallel2d.weights.scatter import PIECE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def has_weights(path: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredPart:
     """A stored tensor that is the rectangle of a parameter from ``begin`` on; ``entry`` has the
     parameter's number of dims."""
 
@@ -75,7 +75,7 @@ class _Stored:
     tensors."""
 
     shape: tuple[int, ...]
-    parts: list[_Part]
+    parts: list[_StoredPart]
     names: list[str]
 
 
@@ -116,7 +116,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
         ]
 
     stored = {
-        name: _Stored(entry.shape, [_Part(source, entry, (0,) * len(entry.shape))], [name])
+        name: _Stored(entry.shape, [_StoredPart(source, entry, (0,) * len(entry.shape))], [name])
         for name, (source, entry) in places.items()
     }
     if not all(
@@ -198,7 +198,9 @@ def _converted(
                 if form.dim is not None:
                     begin[form.dim] = at
                 parts.append(
-                    _Part(source, Entry(entry.dtype, shape, entry.begin, entry.end), tuple(begin))
+                    _StoredPart(
+                        source, Entry(entry.dtype, shape, entry.begin, entry.end), tuple(begin)
+                    )
                 )
             at += shape[form.dim] if form.dim is not None else 0
         sizes = {len(group) for group in entries}
@@ -247,11 +249,11 @@ def _behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
     return LocalFolder(path, mapped=False), name
 
 
-def _fill(tensor: Tensor, parts: list[_Part]) -> None:
+def _fill(tensor: Tensor, parts: list[_StoredPart]) -> None:
     """Writes what this rank keeps of ``tensor``; of each part no more is read than the rows that
     hold some of it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    kept = local_slices(tensor)
+    kept = local_region(tensor).slices
     if not kept:
         local.copy_(read_rows(parts[0].source, parts[0].entry, 0, 1))
         return

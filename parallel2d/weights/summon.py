@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel2d.config import ConfigError
-from parallel2d.parallelize.initialization import copy_slice
-from parallel2d.parallelize.structure import canonical_name
-from parallel2d.parallelize.weights import scatter_tensor
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import canonical_name
+from parallel2d.weights.geometry import copy_slice
+from parallel2d.weights.scatter import scatter_tensor
 
 
 @contextmanager

@@ -33,11 +33,11 @@ BATCH = 2
 def build(config: Any, compiled: bool) -> torch.nn.Module:
     from parallel2d import build_on_meta
     from parallel2d.config import CompileConfig
+    from parallel2d.model_structure import find_blocks
     from parallel2d.models.llama import Llama
     from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
     from parallel2d.parallelize.compilation import compile_blocks
-    from parallel2d.parallelize.initialization import plan_weights
-    from parallel2d.parallelize.structure import find_blocks
+    from parallel2d.weights.initial_values import plan_weights
 
     with build_on_meta():
         model = Llama(**LLAMA)

@@ -32,9 +32,10 @@ import torch.distributed as dist
 
 from parallel2d.config import DataConfig
 from parallel2d.data import BatchFeed, BatchPlan, open_data
+from parallel2d.data.documents import Document, ReadOptions
 from parallel2d.data.order import Order
 from parallel2d.data.prepare import PrepareOptions, prepare
-from parallel2d.data.sources import Document, ReadOptions, plan_units, read_unit, standard_library
+from parallel2d.data.sources import plan_units, read_unit, standard_library
 from parallel2d.data.tokenizer import load_tokenizer
 
 ROUNDS = 5

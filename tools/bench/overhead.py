@@ -80,14 +80,14 @@ class HandWritten:
 class Ours:
     """The trainer as ``python -m parallel2d.train`` builds it, everything it measures and writes included."""
 
-    def __init__(self, run_dir: str, words: list[str], place: Any) -> None:
+    def __init__(self, run_dir: str, words: list[str], identity: Any) -> None:
         from parallel2d.assemble import build_trainer
-        from parallel2d.compose import Job
+        from parallel2d.config import Job
         from parallel2d.data import BatchFeed
         from parallel2d.mesh import Topology
         from parallel2d.runtime import Runtime
 
-        runtime = Runtime(place, torch.device("cpu"), Topology.gather())
+        runtime = Runtime(identity, torch.device("cpu"), Topology.gather())
         self.trainer = build_trainer(Job(compose_config(words), run_dir, ()), runtime)
         self.feed = BatchFeed(self.trainer.training, self.trainer.plan, "cpu")
         gc.collect()
@@ -107,7 +107,8 @@ class Ours:
 def compose_config(words: list[str]) -> Any:
     from hydra import compose, initialize_config_module
 
-    from parallel2d.compose import register, to_config
+    from parallel2d.config.composition import register
+    from parallel2d.config.serialization import to_config
 
     register()
     with initialize_config_module("parallel2d.conf", version_base="1.3"):
@@ -117,9 +118,9 @@ def compose_config(words: list[str]) -> Any:
 def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> Any:
     """The loop of this process, in the process group of its kind."""
     from parallel2d.assemble import open_training_data, plan_batches
-    from parallel2d.launch import Place
+    from parallel2d.launch import RankIdentity
     from parallel2d.mesh import MeshShape
-    from parallel2d.model import build_model
+    from parallel2d.model_families import build_model
 
     words = [
         "train.steps=1000000", "train.validate_every=0", "metrics.console=silent",
@@ -133,7 +134,7 @@ def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> A
         os.makedirs(folder, exist_ok=True)
         words += OTHERS[kind]
     if kind != "hand-written":
-        return Ours(folder, words, Place(rank, WORLD, rank, 0, 1, "torchrun"))
+        return Ours(folder, words, RankIdentity(rank, WORLD, rank, 0, 1, "torchrun"))
     config = compose_config(words)
     model = {k: v for k, v in vars(config.model).items() if k != "family"}
     plan = plan_batches(

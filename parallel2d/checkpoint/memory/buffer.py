@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel2d.checkpoint.folder import LocalFolder
-from parallel2d.checkpoint.geometry import Region
 from parallel2d.checkpoint.manifest import (
     MAX_BYTES,
     Manifest,
@@ -30,7 +28,8 @@ from parallel2d.checkpoint.manifest import (
     chunk_key,
     content_digest,
 )
-from parallel2d.checkpoint.tensor_file import (
+from parallel2d.files.folder import LocalFolder
+from parallel2d.files.tensor_file import (
     DTYPE_NAMES,
     DamagedCheckpointError,
     encode,
@@ -40,6 +39,7 @@ from parallel2d.checkpoint.tensor_file import (
     read_header,
     read_rows,
 )
+from parallel2d.weights.geometry import Region
 
 RECORD = "record.json"
 _BLOCK = 4 * 2**20  # bytes under one CRC-32

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from parallel2d import files
 from parallel2d.checkpoint.manifest import MAX_BYTES
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, is_size, parse_json
 from parallel2d.exchange import sendable
+from parallel2d.files.tensor_file import DamagedCheckpointError, is_size, parse_json
 
 NAME = "memory.json"
 _KEPT = 64  # starts that are remembered; copies of earlier ones were overwritten long ago

@@ -13,7 +13,7 @@ import shutil
 import stat
 from dataclasses import dataclass
 
-from parallel2d import folders
+from parallel2d.files import private_folders as folders
 
 # set by a launcher, one folder per node's agent, which it removes when the job ends
 VARIABLE = "PARALLEL2D_MEMORY_DIR"

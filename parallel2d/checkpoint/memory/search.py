@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.folder import LocalFolder
-from parallel2d.checkpoint.geometry import Region, local_region
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor
 from parallel2d.checkpoint.memory.buffer import Found, check_file, digest, find_copies, map_new_file
 from parallel2d.checkpoint.memory.lineage import Lineage
 from parallel2d.checkpoint.memory.place import remove
 from parallel2d.checkpoint.save import Group
-from parallel2d.checkpoint.state import model_tensors
-from parallel2d.checkpoint.store import describe_error, step_name
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, printable
+from parallel2d.checkpoint.storage import describe_error, step_name
 from parallel2d.exchange import sendable
+from parallel2d.files.folder import LocalFolder
+from parallel2d.files.tensor_file import DamagedCheckpointError, printable
+from parallel2d.weights.geometry import Region, local_region
+from parallel2d.weights.named_tensors import model_tensors
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.exchange import broadcast
-from parallel2d.parallelize.initialization import local_slices, places_in
-from parallel2d.parallelize.structure import canonical_name
+from parallel2d.model_structure import canonical_name
+from parallel2d.weights.equality import parameters_in
+from parallel2d.weights.geometry import local_region
 
 PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, or are read at once from a file
 
@@ -50,7 +51,7 @@ def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
                 f"{', '.join(meta[:5])}, which is on meta"
             )
     ties = {
-        name: place.tied_to for name, place in places_in(model).items() if place.tied_to != name
+        name: place.tied_to for name, place in parameters_in(model).items() if place.tied_to != name
     }
     problem, ties = broadcast((problem, ties), source)
     if problem is not None:
@@ -135,7 +136,7 @@ class _Scattering:
         """Fills this rank's part of ``tensor``; ``full`` is the whole one on ``source``, None
         elsewhere. Collective."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        shape, slices = tuple(tensor.shape), local_slices(tensor)
+        shape, slices = tuple(tensor.shape), local_region(tensor).slices
         if not shape:
             local, shape, slices = local.view(1), (1,), (slice(0, 1),)
             full = full.reshape(1) if full is not None else None

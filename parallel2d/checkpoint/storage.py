@@ -23,10 +23,10 @@ import shutil
 from collections.abc import Iterable
 from typing import Protocol
 
-from parallel2d.checkpoint.folder import is_remote
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import StoredFile
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError
+from parallel2d.files.folder import is_remote
+from parallel2d.files.tensor_file import DamagedCheckpointError
 
 _STEP = re.compile(r"step-(\d{8,18})")
 

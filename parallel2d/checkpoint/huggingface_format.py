@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parallel2d.checkpoint.tensor_file import DamagedCheckpointError, is_size, printable
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
+from parallel2d.files.tensor_file import DamagedCheckpointError, is_size, printable
 
 _TOP = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from parallel2d.config import ParallelConfig, PrecisionConfig
+from parallel2d.config import ParallelConfig
+from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallelize.bucketing import bucket_modules
-from parallel2d.parallelize.sharding import DTYPES, cast_storage, fp32_modules
-from parallel2d.parallelize.structure import find_blocks
+from parallel2d.parallelize.precision import Precision, cast_storage
 from parallel2d.parallelize.tensor_parallel import split_layers
 
 
@@ -37,21 +37,17 @@ def tensor_twin(
 
     Raises `ConfigError` for what `parallelize` would refuse.
     """
-    settings = config.resolved()
-    precision = settings.precision
     twin = copy.deepcopy(model).to("meta")
-    in_fp32 = fp32_modules(twin, precision)
-    buffers = precision.buffers or ("fp64" if precision.storage == "fp64" else None)
-    cast_storage(
-        twin, dataclasses.replace(precision, storage=precision.param, buffers=buffers), in_fp32
-    )
-    blocks = find_blocks(twin, settings.bucketing.blocks, settings.bucketing.policy)
-    groups = bucket_modules(twin, blocks, settings.bucketing, in_fp32)
+    precision = Precision.of(config.precision, twin)
+    cast_storage(twin, dataclasses.replace(precision, storage=precision.param))
+    blocks = find_blocks(twin, config.bucketing.blocks, config.bucketing.policy)
+    groups = bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules)
     split_layers(twin, mesh, plan)
-    checkpoint_activations(twin, blocks, settings.activation_checkpointing)
+    checkpoint_activations(twin, blocks, config.activation_checkpointing)
     if precision.param != precision.storage:
-        for module in (member for group in (*groups, [twin]) for member in group):
-            _cast_at_its_border(module, precision, alone=id(module) in in_fp32)
+        for group in [*groups, [twin]]:
+            for module in group:
+                _cast_at_its_border(module, precision)
     return twin
 
 
@@ -94,16 +90,22 @@ def _pretend(value: Tensor, device_type: str) -> Tensor:
     )
 
 
-def _cast_at_its_border(module: nn.Module, precision: PrecisionConfig, *, alone: bool) -> None:
-    """As sharding does for a group; ``alone``: it computes in fp32 and hands over what
-    ``precision.param`` says."""
-    param = DTYPES[precision.param]
-    if alone or precision.cast_forward_inputs:
-        inside = torch.float32 if alone else param
-        enter = lambda _module, given, named: (_cast(given, inside), _cast(named, inside))  # noqa: E731
+def _cast_at_its_border(module: nn.Module, precision: Precision) -> None:
+    """Casts what goes in and out as sharding does for a group. A module of
+    ``precision.fp32_modules`` computes in fp32 and hands over what ``precision.param`` says."""
+    in_fp32 = id(module) in precision.fp32_modules
+    inside = torch.float32 if in_fp32 else precision.param
+
+    def enter(_module: nn.Module, given: Any, named: Any) -> tuple[Any, Any]:
+        return _cast(given, inside), _cast(named, inside)
+
+    def leave(_module: nn.Module, _given: Any, output: Any) -> Any:
+        return _cast(output, precision.param)
+
+    if in_fp32 or precision.cast_inputs:
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-    if alone:
-        module.register_forward_hook(lambda _module, _given, output: _cast(output, param))
+    if in_fp32:
+        module.register_forward_hook(leave)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from parallel2d.checkpoint.tensor_file import ByteSource, DamagedCheckpointError, printable
+from parallel2d.files.tensor_file import ByteSource, DamagedCheckpointError, printable
 
 BLOCK = 8 * 2**20  # bytes read at a time when hashing
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.exchange import sendable
 from parallel2d.files import check_density, printable
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from parallel2d.config import ConfigError
-from parallel2d.reference import load_reference
+from parallel2d.config.reference import load_reference
+from parallel2d.errors import ConfigError
 
 Policy = Callable[[nn.Module, str], bool]
 

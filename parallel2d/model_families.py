@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel2d.config import ConfigError, CustomModel, HuggingFaceModel, LlamaModel
+from parallel2d.config import CustomModel, HuggingFaceModel, LlamaModel
+from parallel2d.config.reference import load_reference
+from parallel2d.errors import ConfigError
 from parallel2d.loss import cross_entropy_sum
 from parallel2d.models import huggingface, llama
-from parallel2d.parallelize import build_on_meta
-from parallel2d.parallelize.initialization import Initializer
-from parallel2d.reference import load_reference
+from parallel2d.weights.initial_values import Initializer, build_on_meta
 from parallel2d.weights.pretrained import has_weights, load_pretrained
 
 Loss = Callable[[Any, Tensor], Tensor]

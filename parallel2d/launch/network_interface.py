@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 from parallel2d.store.address import resolve
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

@@ -15,16 +15,16 @@ import copy
 import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from parallel2d.config import ConfigError
-from parallel2d.exchange import all_gather, broadcast, sendable
-from parallel2d.parallelize.structure import canonical_name, tied_parameters
+from parallel2d.errors import ConfigError
+from parallel2d.model_structure import canonical_name, tied_parameters
+from parallel2d.weights.geometry import copy_slice
 
 Initializer = Callable[[nn.Module, str], None]
 
@@ -90,97 +90,6 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     if meta and seed is None:
         raise ConfigError("the parameters are on meta: give the seed of their initial values")
     return bool(meta)
-
-
-@sendable
-class Place(NamedTuple):
-    """What ranks must agree on about a parameter or buffer."""
-
-    tied_to: str  # the first name of the same parameter: its own where it is not tied
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None  # of buffers; parameters are cast alike
-    trained: bool
-
-
-def places_in(model: nn.Module) -> dict[str, Place]:
-    """Name of each parameter and buffer, tied ones under every name -> what ranks must agree on."""
-    first: dict[int, str] = {}
-    found: dict[str, Place] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[name] = Place(
-            first.setdefault(id(parameter), name),
-            tuple(parameter.shape),
-            None,
-            parameter.requires_grad,
-        )
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        found[name] = Place(name, tuple(buffer.shape), buffer.dtype, False)
-    return found
-
-
-def check_same_structure(model: nn.Module) -> None:
-    """Raises `ConfigError` when a rank's model has other parameters, shapes, ties or frozen
-    parameters than rank 0's: sooner or later its collectives would wait for, or be filled with,
-    something else. Collective."""
-    own = places_in(model)
-    digests = all_gather(hashlib.sha256(repr(own).encode()).hexdigest())
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if not different:
-        return
-    first = broadcast(own)
-    told = all_gather(
-        [_difference(name, own.get(name), first.get(name)) for name in {**first, **own}]
-    )
-    lines = [line for line in told[different[0]] if line] or [
-        "the same parameters in another order"
-    ]
-    raise ConfigError(
-        f"ranks {different} have another model than rank 0. On rank {different[0]}: "
-        f"{'; '.join(lines[:5])}{' ...' if lines[5:] else ''}"
-    )
-
-
-def _difference(name: str, own: Place | None, first: Place | None) -> str:
-    """What rank 0 has otherwise about ``name``; empty if nothing."""
-    if own is None or first is None:
-        return f"{name} is {'missing' if own is None else 'not on rank 0'}"
-    if own.shape != first.shape:
-        return f"{name} has shape {own.shape}, not {first.shape}"
-    if own.tied_to != first.tied_to:
-        ours, theirs = (
-            f"tied to {tied}" if tied != name else "not tied"
-            for tied in (own.tied_to, first.tied_to)
-        )
-        return f"{name} is {ours}, on rank 0 {theirs}"
-    if own.trained != first.trained:
-        ours, theirs = (
-            "trained" if trained else "frozen" for trained in (own.trained, first.trained)
-        )
-        return f"{name} is {ours}, on rank 0 {theirs}"
-    return f"{name} is {own.dtype}, on rank 0 {first.dtype}" if own.dtype != first.dtype else ""
-
-
-def check_equal_on_all_ranks(model: nn.Module) -> None:
-    """Raises `ConfigError` when ranks hold different weights, which sharding would mix silently.
-    Collective."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {_sums(parameter.detach())}".encode())
-    digests = all_gather(digest.hexdigest())
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if different:
-        raise ConfigError(
-            f"ranks {different} hold other weights than rank 0: build the model under the same "
-            "torch.manual_seed on every "
-            "rank, or under parallel2d.build_on_meta with seed="
-        )
-
-
-def _sums(data: Tensor) -> tuple[float, float]:
-    """Of the values and of their squares, in 64 bits."""
-    data = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
-    data = data.double() if data.is_floating_point() else data.long()
-    return data.sum().item(), data.square().sum().item()
 
 
 def module_seed(seed: int, name: str) -> int:
@@ -394,34 +303,3 @@ def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> No
     for (first, first_name), *others in ties:
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
-
-
-def local_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """The rectangle of the whole tensor that this rank holds, one slice per dim. No communication.
-
-    Mesh axes are undone from the innermost outwards, because tensor parallelism splits first and
-    sharding splits what is left; each splits as ``torch.chunk`` does, so the last ranks may hold
-    less or nothing.
-    """
-    bounds = [(0, length) for length in parameter.shape]
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        for axis in reversed(range(mesh.ndim)):
-            placement = parameter.placements[axis]
-            if not placement.is_replicate():
-                dim = placement.dim  # type: ignore[attr-defined]
-                begin, end = bounds[dim]
-                size = -(-(end - begin) // mesh.size(axis))
-                first = min(begin + coordinate[axis] * size, end)
-                bounds[dim] = first, min(first + size, end)
-    return tuple(slice(*bound) for bound in bounds)
-
-
-@torch.no_grad()
-def copy_slice(parameter: Tensor, full: Tensor) -> None:
-    """Copies this rank's slice of ``full`` (the whole tensor, on any device) into ``parameter``. No
-    communication."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local.copy_(full[local_slices(parameter)].reshape(local.shape))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel2d.parallelize.twin import on_fake_tensors
+from parallel2d.cost.tensor_twin import on_fake_tensors
 
 log = logging.getLogger(__name__)
 

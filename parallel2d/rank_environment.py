@@ -1,14 +1,11 @@
-"""Who is a rank. The environment flows in, a `Place` flows out; nothing is started here."""
+"""Which rank this process is, read from the environment variables that its launcher set."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from dataclasses import dataclass
 
-from parallel2d.config import ConfigError, LaunchConfig
+from parallel2d.errors import ConfigError
 
 # set by the launcher of one node for the workers it starts
 CONFIG, RUN_DIR = "PARALLEL2D_CONFIG", "PARALLEL2D_RUN_DIR"
@@ -17,11 +14,10 @@ AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as lo
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
 # Slurm step ids from here on are shells (batch, interactive, extern), not srun steps
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
 
 
 @dataclass(frozen=True)
-class Place:
+class RankIdentity:
     """Which rank this process is. ``launcher``: ``self`` (ours, one node), ``nodes`` (ours,
     several), ``torchrun`` or ``srun``."""
 
@@ -33,8 +29,8 @@ class Place:
     launcher: str
 
 
-def find_place(environment: os._Environ[str] | dict[str, str] | None = None) -> Place | None:
-    """The `Place` that the environment gives this process, or None when it is not a rank.
+def find_rank(environment: os._Environ[str] | dict[str, str] | None = None) -> RankIdentity | None:
+    """The `RankIdentity` that the environment gives this process, or None when it is not a rank.
 
     torchrun: its variables. srun: those of a step with several tasks; the shell of ``salloc`` or
         ``srun --pty`` is not a rank.
@@ -72,7 +68,7 @@ def find_place(environment: os._Environ[str] | dict[str, str] | None = None) -> 
         raise ConfigError(
             f"RANK={numbers['RANK']} must be below WORLD_SIZE={numbers['WORLD_SIZE']}"
         )
-    return Place(
+    return RankIdentity(
         numbers["RANK"],
         numbers["WORLD_SIZE"],
         numbers["LOCAL_RANK"],
@@ -115,37 +111,3 @@ def first_host(nodes: str) -> str:
     if not bracket or "," in head:
         return nodes.split(",")[0]
     return head + rest.split("]")[0].split(",")[0].split("-")[0]
-
-
-def workers_per_node(config: LaunchConfig) -> int:
-    """``launch.nproc_per_node`` as a number. Raises `ConfigError` for more workers than
-    accelerators."""
-    import torch
-
-    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if config.nproc_per_node == "auto":
-        return accelerators or CPU_WORKERS
-    wanted = int(config.nproc_per_node)
-    if accelerators and wanted > accelerators:
-        raise ConfigError(
-            f"launch.nproc_per_node={wanted}: this machine has {accelerators} accelerators, and "
-            "two ranks cannot share one"
-        )
-    return wanted
-
-
-def end_with_parent() -> None:
-    """Has the kernel end this process when the one that started it dies, however it dies (Linux;
-    elsewhere nothing)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def set_process_name(name: str) -> None:
-    """What ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere
-    nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(15, name.encode()[:15], 0, 0, 0)  # PR_SET_NAME

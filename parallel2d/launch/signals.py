@@ -1,5 +1,5 @@
-"""Being told to save and end. A signal only sets a flag; the step's agreement carries it to all
-ranks.
+"""Signals that ask a rank to save and stop. A handler only sets a flag; the step's agreement
+carries it to all ranks.
 
 [Note: pre-emption] Slurm sends SIGTERM (or SIGUSR1 with ``--signal``) before it takes a node away.
 A handler may interrupt a collective, so it must not start one: it sets a flag, the flag rides on
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import signal
 from typing import Any
+
+from parallel2d.runtime import on_teardown
 
 _requested = False
 _replaced: dict[int, Any] = {}  # the handlers that were there before ours
@@ -25,6 +27,7 @@ def listen() -> None:
     ):
         before = signal.signal(number, handler)
         _replaced.setdefault(number, before)
+    on_teardown(stop_listening)
 
 
 def stop_listening() -> None:

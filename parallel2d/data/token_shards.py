@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel2d import files
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 FORMAT = "parallel2d tokens"
 VERSION = 1

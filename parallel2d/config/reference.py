@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from parallel2d.config import ConfigError
+from parallel2d.errors import ConfigError
 
 
 def load_reference(key: str, reference: str) -> Any:

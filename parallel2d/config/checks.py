@@ -1,0 +1,436 @@
+"""Checks what the fields of a configuration mean together. Start at `validated`.
+
+Every problem of a configuration is reported at once, one line each: the key, the value and what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from parallel2d.config.constraints import choice_problems, field_problems
+from parallel2d.config.job import OPTIMIZERS, LaunchConfig, LoopConfig, OptimizerConfig, TrainConfig
+from parallel2d.config.model_and_data import (
+    CustomModel,
+    DataConfig,
+    HuggingFaceModel,
+    LlamaModel,
+)
+from parallel2d.config.parallel import (
+    DTYPES,
+    TENSOR_WORDS,
+    ActivationCheckpointingConfig,
+    BucketingConfig,
+    CompileConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
+from parallel2d.errors import ConfigError, did_you_mean
+
+_Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
+
+
+def validated(config: _Config) -> _Config:
+    """Returns ``config``. Raises `ConfigError` with one line per problem: constraints of single
+    fields first, then contradictions between fields."""
+    if isinstance(config, TrainConfig):
+        contradictions = _job_problems(config)
+    else:
+        contradictions = _parallel_problems(config)
+    _refuse([*field_problems(config), *contradictions])
+    return config
+
+
+def check_data(data: DataConfig) -> None:
+    """Raises `ConfigError` with one line per problem of a `DataConfig`."""
+    _refuse([*field_problems(data, "data."), *_data_problems(data)])
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _job_problems(config: TrainConfig) -> Iterator[str]:
+    yield from _model_problems(config)
+    yield from _parallel_problems(config)
+    yield from _data_problems(config.data)
+    yield from _optimizer_problems(config.optimizer)
+    yield from _policy_problems(config)
+    yield from _training_precision_problems(config)
+    yield from _loop_problems(config)
+    yield from _profile_problems(config)
+    yield from _launch_problems(config.launch)
+
+
+# What is trained
+
+
+def _model_problems(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if isinstance(model, LlamaModel):
+        yield from _llama_problems(model, config.train.seq_len)
+    elif isinstance(model, CustomModel):
+        yield from _reference_problems(model, ("target", "init", "loss"))
+        yield from _tensor_plan_problems(model.tensor_plan)
+    elif isinstance(model, HuggingFaceModel):
+        yield from _reference_problems(model, ("loss",))
+        yield from _tensor_plan_problems(model.tensor_plan)
+        if (model.path is None) == (model.architecture is None):
+            yield (
+                "model=hf needs either model.path, the folder of a saved model, or "
+                "model.architecture, such as llama or gpt2"
+            )
+        if config.data.intra_document_masking:
+            yield "data.intra_document_masking=true: models of model=hf take no document ids"
+
+
+def _llama_problems(model: LlamaModel, seq_len: int) -> Iterator[str]:
+    if model.dim % model.n_heads:
+        yield f"model.dim={model.dim} must be a multiple of model.n_heads={model.n_heads}"
+    elif (model.dim // model.n_heads) % 2:
+        yield (
+            f"model.dim / model.n_heads = {model.dim // model.n_heads} must be even: rotary "
+            "embedding turns pairs"
+        )
+    if model.n_heads % model.n_kv_heads:
+        yield (
+            f"model.n_heads={model.n_heads} must be a multiple of "
+            f"model.n_kv_heads={model.n_kv_heads}"
+        )
+    if seq_len > model.max_seq_len:
+        yield f"train.seq_len={seq_len} is longer than model.max_seq_len={model.max_seq_len}"
+
+
+def _reference_problems(model: Any, keys: tuple[str, ...]) -> Iterator[str]:
+    for key in keys:
+        value = getattr(model, key)
+        if value not in (None, "???") and not _is_reference(value):
+            yield f"model.{key}={value} must have the form package.module:name"
+
+
+def _tensor_plan_problems(plan: Any) -> Iterator[str]:
+    if isinstance(plan, dict):
+        for pattern, word in plan.items():
+            if word not in TENSOR_WORDS:
+                near = did_you_mean(word, TENSOR_WORDS, alike=0.5)
+                allowed = ", ".join(TENSOR_WORDS)
+                yield f"model.tensor_plan: {pattern}: {word} is not one of {allowed}{near}"
+    elif plan is not None and not _is_reference(plan):
+        yield (
+            f"model.tensor_plan={plan} must be {{pattern: word}} or have the form "
+            "package.module:function"
+        )
+
+
+def _is_reference(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    module, colon, name = value.partition(":")
+    parts = [*module.split("."), *name.split(".")]
+    return bool(colon) and all(part.isidentifier() for part in parts)
+
+
+# On what data
+
+_SEQUENCES = ("packing", "intra_document_masking")
+_PREPARED = ("tokenizer", "end_token", "validation_fraction", "workers", "cache_dir", *_SEQUENCES)
+# The fields that each kind of data reads, beside those that all read.
+_READ_BY = {
+    "stdlib": _PREPARED,
+    "text": ("path", "text_field", "document_kib", "max_bad_rows", *_PREPARED),
+    "tokens": ("path", "mixture", *_SEQUENCES),
+    "hf": ("path", "subset", "split", "text_field", "max_bad_rows", *_PREPARED),
+    "images": ("path", "validation_fraction", "workers", "image_size", "channels"),
+}
+_READ_ALWAYS = ("name", "epochs", "end")
+_PATHS = {
+    "text": "a file, folder or glob",
+    "hf": "a data set's name, or the folder of a saved one",
+    "images": "a folder whose subfolders are the classes",
+}
+
+
+def _data_problems(data: DataConfig) -> Iterator[str]:
+    yield from _unread_data_problems(data)
+    yield from _data_path_problems(data)
+    yield from _image_problems(data)
+    if data.packing == "padded" and data.intra_document_masking:
+        yield (
+            "data.intra_document_masking=true has no effect with data.packing=padded: a "
+            "sequence holds one document"
+        )
+    if data.end != DataConfig().end and not data.epochs:
+        yield f"data.end={data.end} has no effect with data.epochs=0, which reads without end"
+
+
+def _unread_data_problems(data: DataConfig) -> Iterator[str]:
+    if data.name not in _READ_BY:
+        return
+    default = DataConfig()
+    read = (*_READ_ALWAYS, *_READ_BY[data.name])
+    for item in fields(data):
+        value = getattr(data, item.name)
+        if value != getattr(default, item.name) and item.name not in read:
+            readers = ", ".join(name for name, keys in _READ_BY.items() if item.name in keys)
+            yield (
+                f"data.{item.name}={value} has no effect with data={data.name}, only with {readers}"
+            )
+
+
+def _data_path_problems(data: DataConfig) -> Iterator[str]:
+    if data.name in _PATHS and not data.path:
+        yield f"data.path is required with data={data.name}: {_PATHS[data.name]}"
+    if data.name == "tokens" and bool(data.path) == bool(data.mixture):
+        yield (
+            "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
+            "weight: 0.7}, ...]"
+        )
+    for entry in data.mixture:
+        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
+            yield (
+                f"data.mixture has {entry}; an entry has the form {{path: FOLDER, weight: NUMBER}}"
+            )
+
+
+def _image_problems(data: DataConfig) -> Iterator[str]:
+    if data.image_size is not None and data.image_size < 1:
+        yield f"data.image_size={data.image_size} must be at least 1, or null"
+    if data.channels not in (None, 1, 3):
+        yield f"data.channels={data.channels} must be 1 (grey) or 3 (RGB), or null"
+
+
+# How gradients become updates
+
+# The optimizers that read each field; the others are read by all.
+_UPDATED_BY = {
+    "betas": ("adamw", "adam", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+    "implementation": ("adamw", "adam", "sgd", "muon"),
+    "amsgrad": ("adamw", "adam"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "beta2_decay": ("adafactor",),
+    "clip_threshold": ("adafactor",),
+    "adjust_lr": ("muon",),
+    "newton_schulz_steps": ("muon",),
+}
+_GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
+    default, name = OptimizerConfig(), optimizer.name
+    for key, readers in _UPDATED_BY.items():
+        value = getattr(optimizer, key)
+        if value != getattr(default, key) and name not in readers and name in OPTIMIZERS:
+            yield (
+                f"optimizer.{key}={value} has no effect with optimizer={name}, only with "
+                f"{', '.join(readers)}"
+            )
+    betas = optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
+    if name == "sgd" and optimizer.implementation == "fused":
+        yield (
+            "optimizer.implementation=fused: torch's fused SGD does not take sharded parameters; "
+            "use foreach or loop"
+        )
+    if optimizer.nesterov and optimizer.momentum == 0:
+        yield "optimizer.nesterov=true needs optimizer.momentum above 0"
+    for entry in optimizer.groups:
+        yield from _group_problems(entry, name)
+
+
+def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
+    is_mapping = isinstance(entry, dict) and isinstance(entry.get("pattern"), str)
+    if not is_mapping or len(entry) < 2:
+        yield (
+            f"optimizer.groups has {entry}; an entry has the form "
+            "{pattern: '*.norm*', weight_decay: 0.0, lr_scale: 0.1}"
+        )
+        return
+    for key, value in entry.items():
+        where = f"optimizer.groups: {entry['pattern']}: {key}"
+        if key not in _GROUP_KEYS:
+            near = did_you_mean(key, _GROUP_KEYS, alike=0.5)
+            yield f"{where} is not one of {', '.join(_GROUP_KEYS)}{near}"
+        elif key == "algorithm" and optimizer != "muon":
+            yield f"{where}={value} has no effect with optimizer={optimizer}, only with muon"
+        elif key == "algorithm":
+            yield from choice_problems(where, value, ("muon", "adamw"))
+        elif key != "pattern" and not _is_finite_and_not_negative(value):
+            yield f"{where}={value} must be a number, at least 0"
+
+
+def _is_finite_and_not_negative(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf
+
+
+# How the model is laid over the ranks
+
+
+def _parallel_problems(config: TrainConfig | ParallelConfig) -> Iterator[str]:
+    yield from _precision_problems(config.precision)
+    yield from _float8_problems(config.precision)
+    yield from _bucketing_problems(config.bucketing)
+    yield from _checkpointing_problems(config.activation_checkpointing)
+    yield from _budget_problems(config.activation_checkpointing, config.compile)
+
+
+def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+    for key in ("output", "buffers"):
+        value = getattr(precision, key)
+        if value is not None and value not in DTYPES:
+            yield f"precision.{key}={value} is not one of {', '.join(DTYPES)}, or null"
+    if precision.keep_low_precision_gradients and precision.reduce == precision.storage:
+        yield (
+            "precision.keep_low_precision_gradients=true has no effect with "
+            f"precision.reduce={precision.reduce}, which is precision.storage too"
+        )
+    if precision.fp32_modules and precision.param not in ("bf16", "fp16"):
+        yield (
+            f"precision.fp32_modules has no effect with precision.param={precision.param}, "
+            "only with bf16 and fp16"
+        )
+
+
+def _float8_problems(precision: PrecisionConfig) -> Iterator[str]:
+    if precision.float8_exclude and precision.float8 == "none":
+        yield (
+            "precision.float8_exclude has no effect with precision.float8=none, only with "
+            "tensorwise and rowwise"
+        )
+    if precision.float8 != "none" and precision.param not in ("bf16", "fp32"):
+        yield (
+            f"precision.float8={precision.float8} needs precision.param=bf16 (or fp32), got "
+            f"{precision.param}"
+        )
+
+
+def _bucketing_problems(bucketing: BucketingConfig) -> Iterator[str]:
+    if bucketing.policy is not None and bucketing.blocks:
+        yield ("bucketing.policy and bucketing.blocks both say what a block is: give one of them")
+
+
+# The fields that each kind of activation checkpointing reads.
+_CHECKPOINTED_BY: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "full": ("every", "blocks", "policy"),
+    "selective": ("every", "blocks", "policy", "keep"),
+    "budget": ("memory_budget",),
+}
+# Back ends of torch.compile that choose what backward recomputes.
+_PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+
+
+def _checkpointing_problems(checkpointing: ActivationCheckpointingConfig) -> Iterator[str]:
+    name, default = checkpointing.name, ActivationCheckpointingConfig()
+    if name in _CHECKPOINTED_BY:
+        for key in ("every", "keep", "memory_budget", "blocks", "policy"):
+            unread = key not in _CHECKPOINTED_BY[name]
+            if unread and getattr(checkpointing, key) != getattr(default, key):
+                readers = [reader for reader, keys in _CHECKPOINTED_BY.items() if key in keys]
+                yield (
+                    f"activation_checkpointing.{key} needs "
+                    f"activation_checkpointing={' or '.join(readers)}, got {name}"
+                )
+    if checkpointing.blocks and checkpointing.policy is not None:
+        yield (
+            "activation_checkpointing.policy and activation_checkpointing.blocks both say what "
+            "is checkpointed: give one of them"
+        )
+
+
+def _budget_problems(
+    checkpointing: ActivationCheckpointingConfig, compilation: CompileConfig
+) -> Iterator[str]:
+    if checkpointing.name != "budget":
+        return
+    if compilation.name == "none":
+        got = "compile=none"
+    elif compilation.backend not in _PARTITIONING:
+        got = f"compile.backend={compilation.backend}"
+    else:
+        return
+    yield (
+        "activation_checkpointing=budget needs compile=block with compile.backend="
+        f"{' or '.join(_PARTITIONING)}, got {got}: the compiler chooses what is recomputed; "
+        "choose full or selective without it"
+    )
+
+
+# The loop and the launcher
+
+
+def _policy_problems(config: TrainConfig) -> Iterator[str]:
+    for section in ("bucketing", "activation_checkpointing"):
+        policy = getattr(config, section).policy
+        if policy is not None and not _is_reference(policy):
+            yield f"{section}.policy={policy} must have the form package.module:function"
+
+
+def _training_precision_problems(config: TrainConfig) -> Iterator[str]:
+    precision = config.precision
+    if precision.keep_low_precision_gradients:
+        yield (
+            "precision.keep_low_precision_gradients=true is for optimizers of your own: "
+            f"optimizer={config.optimizer.name} needs gradients in storage dtype"
+        )
+    if precision.loss_scaling and precision.param != "fp16":
+        yield f"precision.loss_scaling=true needs precision.param=fp16, got {precision.param}"
+
+
+def _loop_problems(config: TrainConfig) -> Iterator[str]:
+    train, warmup = config.train, config.scheduler.warmup_steps
+    if config.data.name == "images" and train.seq_len != LoopConfig().seq_len:
+        yield (
+            f"train.seq_len={train.seq_len} has no effect with data=images: an image is one "
+            "sample with one target"
+        )
+    if warmup >= train.steps and warmup > 0:
+        yield f"scheduler.warmup_steps={warmup} must be below train.steps={train.steps}"
+    micro, whole = train.micro_batch_size, train.global_batch_size
+    if isinstance(micro, int) and micro > whole:
+        yield f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}"
+
+
+def _profile_problems(config: TrainConfig) -> Iterator[str]:
+    steps, last = config.profile.steps, config.train.steps
+    # 1 <= first <= last traced step <= last step of the run, each pair in order
+    in_order = itertools.pairwise([1, *steps, last])
+    if steps and not (len(steps) == 2 and all(one <= other for one, other in in_order)):
+        yield (
+            f"profile.steps={steps} must be the first and the last step of a trace, within 1 "
+            f"and train.steps={last}"
+        )
+    if any(rank < 0 for rank in config.profile.ranks):
+        yield f"profile.ranks={config.profile.ranks} must be ranks, counted from 0"
+
+
+def _launch_problems(launch: LaunchConfig) -> Iterator[str]:
+    first = launch.first_step_timeout
+    if first is not None and not first >= launch.timeout:
+        yield (
+            f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}"
+        )
+    try:
+        _, largest = launch.node_range
+    except ConfigError as error:
+        yield str(error)
+        return
+    if largest > 1 and not launch.rdzv_endpoint:
+        yield (
+            f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on "
+            "every node: an address of one of them, or of a store that python -m "
+            "parallel2d.launch store runs elsewhere"
+        )
+    if largest == 1 and launch.rdzv_endpoint:
+        yield (
+            f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1: a "
+            "single node meets nobody"
+        )

@@ -1,0 +1,170 @@
+"""Which words of a command line are wrong, and why: `explain`.
+
+Hydra stops at the first wrong word, and with a message about its own parts. Here each word is tried
+on its own, and each wrong one gets a line with the key, the value, what is allowed and the nearest
+valid choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel2d.config import other_frameworks
+from parallel2d.config.serialization import dotted_keys, first_line
+from parallel2d.errors import did_you_mean, nearest
+
+# What a value must be, by the class of OmegaConf's node for it.
+_EXPECTED = {
+    "IntegerNode": "a whole number",
+    "FloatNode": "a number",
+    "BooleanNode": "true or false",
+    "StringNode": "text",
+    "UnionNode": "a whole number or auto",
+    "ListConfig": "a list [a,b]",
+    "DictConfig": "a mapping {a: b}",
+}
+
+
+@dataclass
+class _Words:
+    """What the words of a command line are, after each was read on its own."""
+
+    wrong: list[str] = field(default_factory=list)  # lines for people
+    choices: list[str] = field(default_factory=list)  # of config groups, each of which exists
+    values: list[tuple[str, Any]] = field(default_factory=list)  # of keys, not tried yet
+
+
+def explain(words: Sequence[str], error: Exception) -> str:
+    """One line per wrong word; the first lines of ``error`` where no single word is wrong."""
+    arguments = get_args_parser().parse_args(list(words))
+    if arguments.config_dir or arguments.config_name or arguments.config_path:
+        return first_line(error)  # their keys and groups are not ours
+    GlobalHydra.instance().clear()
+    with initialize_config_module("parallel2d.conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        groups = set(loader.list_groups("")) - {"hydra"}
+        read = _read(arguments.overrides, loader, groups)
+        base = compose("train", overrides=read.choices)
+        keys = dotted_keys(base)
+        tried = [_try_value(base, keys, groups, word, override) for word, override in read.values]
+    return "\n".join([*read.wrong, *filter(None, tried)]) or first_line(error)
+
+
+def _read(words: Sequence[str], loader: Any, groups: set[str]) -> _Words:
+    found = _Words()
+    for word in words:
+        try:
+            override = OverridesParser.create(loader).parse_override(word)
+        except HydraException as wrong:
+            found.wrong.append(_unreadable(word, wrong))
+            continue
+        key = str(override.key_or_group)
+        if key in groups:
+            _check_choices(key, override, loader, found)
+        elif not override.is_sweep_override() and not key.startswith("hydra"):
+            found.values.append((word, override))
+    return found
+
+
+def _unreadable(word: str, error: HydraException) -> str:
+    reason = str(error).splitlines()[0]
+    advice = "write key=value, and quote special characters"
+    if word.lstrip("+").startswith("model.tensor_plan="):
+        advice = (
+            "patterns may hold * ? and [abc] here; others go in a YAML file or come from "
+            "package.module:function"
+        )
+    return f"{word} cannot be read ({reason}); {advice}"
+
+
+def _check_choices(group: str, override: Any, loader: Any, found: _Words) -> None:
+    """Sorts the choices of a config group in those that exist and those that do not."""
+    if override.is_delete():
+        choices = [str(override.value())]
+    elif override.is_sweep_override():
+        choices = [part.strip() for part in str(override.get_value_string()).split(",")]
+    else:
+        choices = [str(override.get_value_string())]
+    # Schemas are registered among the choices, but are none.
+    allowed = [name for name in loader.get_group_options(group) if not name.endswith("_schema")]
+    for choice in choices:
+        if choice not in allowed:
+            found.wrong.append(_unknown_choice(group, choice, allowed))
+        elif not override.is_sweep_override():
+            found.choices.append(f"{group}={choice}")
+
+
+def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
+    line = f"{group}={choice} is not one of {', '.join(allowed)}"
+    answer = other_frameworks.strategy_answer(choice) if group == "strategy" else None
+    return f"{line}; {answer}" if answer else line + _near(choice, allowed)
+
+
+def _try_value(
+    base: DictConfig, keys: list[str], groups: set[str], word: str, override: Any
+) -> str | None:
+    """What is wrong with ``word``, which sets a key; None for nothing."""
+    key = override.key_or_group
+    if override.is_delete():
+        return f"{word}: keys cannot be removed, only set"
+    if key not in keys:
+        return _unknown_key(key, word, keys, groups)
+    node = OmegaConf.select(base, key, throw_on_missing=False)
+    if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
+        inside = ", ".join(k for k in keys if k.startswith(key + "."))
+        return f"{word}: {key} is a group of keys, not a value; set one of {inside}"
+    try:
+        trial = base.copy()
+        OmegaConf.update(trial, key, override.value(), merge=True)
+        OmegaConf.resolve(trial)
+    except OmegaConfBaseException:
+        expected = _EXPECTED.get(type(_node(base, key)).__name__, "of another type")
+        return f"{key}={override.value()} must be {expected}"
+    return None
+
+
+def _unknown_key(key: str, word: str, keys: list[str], groups: set[str]) -> str:
+    line = f"unknown key {key} (given as {word})"
+    instead = other_frameworks.answer(key)
+    if instead is not None:
+        return f"{line}: {instead}"
+    parent = key.rpartition(".")[0]
+    siblings = [k for k in keys if k.rpartition(".")[0] == parent] if parent in keys else []
+    near = _near(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
+    if siblings:
+        return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
+    return line + near
+
+
+def _near(word: str, choices: Sequence[str], alike: float = 0.6) -> str:
+    if word.lower() in choices:
+        return f"; did you mean {word.lower()}?"
+    return did_you_mean(word, choices, alike)
+
+
+def _near_last_part(key: str, keys: Sequence[str]) -> str:
+    """As `_near`, by the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
+    close = nearest(_last_part(key), map(_last_part, keys))
+    if close is None:
+        return ""
+    return f"; did you mean {' or '.join(k for k in keys if _last_part(k) == close)}?"
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _node(base: DictConfig, key: str) -> Any:
+    parent, _, last = key.rpartition(".")
+    container = OmegaConf.select(base, parent) if parent else base
+    return container._get_node(last)

@@ -1,0 +1,104 @@
+"""A `TrainConfig` from what Hydra composed, to YAML, and back from YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel2d.config import other_frameworks
+from parallel2d.config.checks import validated
+from parallel2d.config.job import TrainConfig
+from parallel2d.config.model_and_data import CustomModel, HuggingFaceModel, LlamaModel
+from parallel2d.errors import ConfigError, did_you_mean
+
+_FAMILIES = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
+
+
+def to_config(composed: DictConfig) -> TrainConfig:
+    """The checked dataclasses of a composed config. Raises `ConfigError` with every problem."""
+    return validated(_to_dataclasses(composed))
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration as text, for workers and for people; `from_yaml` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def from_yaml(text: str) -> TrainConfig:
+    """The configuration that `to_yaml` wrote, which was checked before.
+
+    Data only: nothing in it is instantiated but the schema's own dataclasses. Raises `ConfigError`
+    for text that does not fit the schema.
+    """
+    loaded = OmegaConf.create(text)
+    family = loaded.model.family
+    if family not in _FAMILIES:
+        raise ConfigError(f"model.family={family} is not one of {', '.join(_FAMILIES)}")
+    schema = OmegaConf.structured(TrainConfig)
+    schema.model = OmegaConf.structured(_FAMILIES[family])
+    return _to_dataclasses(OmegaConf.merge(schema, loaded))  # type: ignore[arg-type]
+
+
+def _to_dataclasses(composed: DictConfig) -> TrainConfig:
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError("\n".join(f"{key} is required and was not given" for key in missing))
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(first_line(error)) from None
+    assert isinstance(config, TrainConfig)
+    unknown = _unknown_keys(composed)
+    if unknown:
+        known = [key for key in dotted_keys(composed) if not key.startswith(tuple(unknown))]
+        raise ConfigError("\n".join(_unknown_key(key, known) for key in unknown))
+    return config
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    instead = other_frameworks.answer(key)
+    if instead is not None:
+        return f"unknown key {key}: {instead}"
+    return f"unknown key {key}{did_you_mean(key, known)}"
+
+
+def _unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    """Keys that ``+key=value`` added and that the schema does not have: nothing would read them."""
+    kind: Any = OmegaConf.get_type(config)
+    known = None
+    if dataclasses.is_dataclass(kind):
+        known = {item.name for item in dataclasses.fields(kind)}
+    unknown: list[str] = []
+    for key in map(str, config):
+        if known is not None and key not in known:
+            unknown.append(f"{prefix}{key}")
+        elif is_group(config, key):
+            unknown += _unknown_keys(config[key], f"{prefix}{key}.")
+    return unknown
+
+
+def dotted_keys(config: DictConfig, prefix: str = "") -> list[str]:
+    """All keys of a config, groups before what they hold: ``train``, ``train.steps``."""
+    keys: list[str] = []
+    for key in map(str, config):
+        keys.append(f"{prefix}{key}")
+        if is_group(config, key):
+            keys += dotted_keys(config[key], f"{prefix}{key}.")
+    return keys
+
+
+def is_group(config: DictConfig, key: str) -> bool:
+    """Whether ``key`` holds further keys."""
+    node = config._get_node(key)
+    return isinstance(node, DictConfig) and not node._is_missing() and not node._is_none()
+
+
+def first_line(error: BaseException) -> str:
+    """The first lines of an error of Hydra's or OmegaConf's, or of its cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if error.__cause__ is not None and len(lines) < 2:
+        lines += [line.strip() for line in str(error.__cause__).splitlines()[:1]]
+    return "; ".join(lines[:2])

@@ -1,0 +1,1 @@
+"""What a layout costs, as arithmetic: bytes per axis and FLOPs. Nothing here measures."""

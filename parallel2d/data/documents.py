@@ -1,0 +1,93 @@
+"""Documents, the units of work in which they are read, and the rows that could not be read."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+WHOLE_FILE = 1 << 62
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file and the name, relative to what the user gave, that sorts and reports it."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker reads at a time: several small files, or a range of one large file."""
+
+    kind: str  # text, rows, parquet or hf
+    files: list[SourceFile]
+    start: int = 0  # bytes of the file (text, rows), row groups (parquet) or rows (hf)
+    stop: int = WHOLE_FILE
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How documents are found in files."""
+
+    text_field: str = "text"
+    document_bytes: int = 64 << 10  # longer text files are cut at the next line end
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. ``segments`` (text, may be a target) is given if the source says what the loss may
+    see."""
+
+    text: str
+    hash: int  # 64 bits of the content's blake2b: decides the split
+    segments: list[tuple[str, bool]] | None = None
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """Something that is not a document, and where it stands."""
+
+    file: str
+    line: int  # from 1; of a table: the row
+    reason: str
+
+
+HASH_RANGE = 1 << 64  # `content_hash` is below it
+
+
+def content_hash(data: bytes) -> int:
+    """The first 64 bits of blake2b."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def row_document(row: Any, line: int, options: ReadOptions) -> Document | BadRow:
+    """The document of one row.
+
+    ``segments``: a list of {"text": str, "loss": bool}; or ``prompt`` and ``completion``, of which
+    only the completion is a target; or the text field.
+    """
+    if not isinstance(row, dict):
+        return BadRow("", line, f"a row must be an object, got {type(row).__name__}")
+    segments: list[tuple[str, bool]] | None = None
+    if row.get("segments") is not None:
+        try:
+            segments = [(part["text"], bool(part["loss"])) for part in row["segments"]]
+        except (TypeError, KeyError):
+            return BadRow(
+                "", line, 'segments must be a list of {"text": ..., "loss": true or false}'
+            )
+    elif row.get(options.text_field) is None and {"prompt", "completion"} <= set(row):
+        segments = [(row["prompt"], False), (row["completion"], True)]
+    elif options.text_field not in row:
+        found = ", ".join(list(row)[:8]) or "none"
+        return BadRow("", line, f"no field data.text_field={options.text_field}; fields: {found}")
+    parts = [row[options.text_field]] if segments is None else [text for text, _ in segments]
+    if not all(isinstance(part, str) for part in parts):
+        return BadRow("", line, "the text is not a string")
+    text = "".join(parts)
+    try:
+        return Document(text, content_hash(text.encode("utf-8")), segments)
+    except UnicodeEncodeError:
+        return BadRow("", line, "the text has half a surrogate pair, which no encoding can hold")

@@ -1,0 +1,68 @@
+"""Which ranks share a host: asked of the ranks, never assumed from their order."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from parallel2d.exchange import all_gather
+
+
+def host_identity(override: str | None = None) -> str:
+    """What two ranks share exactly when traffic between them stays inside one machine.
+
+    Host name plus network namespace: containers and namespaces on one kernel count as different
+    hosts, as their traffic does. The boot id would not do: namespaces share it.
+    """
+    if override is not None:
+        return override
+    try:
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:  # not Linux: the name alone
+        namespace = 0
+    return f"{socket.gethostname()}/{namespace}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``hosts[rank]`` is the identity of the host that rank runs on."""
+
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def gather(cls, host_id: str | None = None) -> Topology:
+        """Asks every rank of the default process group. Collective: all ranks must call it."""
+        return cls(tuple(all_gather(host_identity(host_id))))
+
+    @classmethod
+    def single_host(cls, world_size: int, host: str = "this host") -> Topology:
+        """All ranks on one machine: what a launcher knows before it starts them."""
+        return cls((host,) * world_size)
+
+    @classmethod
+    def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
+        """``hosts`` machines with ``ranks`` each: what a launcher on one of several nodes
+        expects."""
+        return cls(tuple(f"host {host}" for host in range(hosts) for _ in range(ranks)))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def ranks_by_host(self) -> dict[str, list[int]]:
+        """Host -> its ranks in ascending order; hosts in the order of their first rank."""
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            found.setdefault(host, []).append(rank)
+        return found
+
+    def describe(self) -> str:
+        """For messages: ``2 hosts with 4 ranks each`` or ``2 hosts with 4, 2 ranks``."""
+        sizes = [len(ranks) for ranks in self.ranks_by_host.values()]
+        if len(sizes) == 1:
+            return f"1 host with {sizes[0]} rank{'s' if sizes[0] > 1 else ''}"
+        if len(set(sizes)) == 1:
+            return f"{len(sizes)} hosts with {sizes[0]} rank{'s' if sizes[0] > 1 else ''} each"
+        return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"

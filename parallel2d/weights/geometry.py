@@ -1,0 +1,86 @@
+"""Which rectangle of a tensor this rank holds: `local_region`. No communication.
+
+Rectangles of one layout meet those of another by intersection alone: that is all of resharding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from parallel2d.exchange import sendable
+
+
+@sendable
+@dataclass(frozen=True)
+class Region:
+    """A rectangle inside a tensor: per dim where it starts and how long it is. A scalar has no
+    dims."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+    def intersect(self, other: Region) -> Region | None:
+        """The common part, or None when there is none."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = [
+            min(a + b, c + d)
+            for a, b, c, d in zip(
+                self.offsets, self.lengths, other.offsets, other.lengths, strict=True
+            )
+        ]
+        lengths = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
+        return Region(offsets, lengths) if all(length > 0 for length in lengths) else None
+
+    def slices_in(self, outer: Region) -> tuple[slice, ...]:
+        """Indexes a tensor that holds ``outer``, giving this region, which must lie inside."""
+        return tuple(
+            slice(begin - base, begin - base + length)
+            for begin, base, length in zip(self.offsets, outer.offsets, self.lengths, strict=True)
+        )
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Indexes the whole tensor, giving this region."""
+        return self.slices_in(Region.whole([0] * len(self.offsets)))
+
+
+def local_region(tensor: Tensor) -> Region:
+    """The rectangle of the whole tensor that ``tensor`` holds on this rank; everything when it is
+    no `DTensor`.
+
+    Raises ValueError for placements that are no split of the tensor (partial sums).
+    """
+    if not isinstance(tensor, DTensor):
+        return Region.whole(tensor.shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"a tensor placed as {tensor.placements} cannot be saved: a partial sum is no split"
+        )
+    # torch has no public name for this; its own distributed checkpoints rely on it too.
+    lengths, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Region(tuple(offsets), tuple(lengths))
+
+
+@torch.no_grad()
+def copy_slice(parameter: Tensor, full: Tensor) -> None:
+    """Copies this rank's rectangle of ``full`` (the whole tensor, on any device) into
+    ``parameter``. No communication."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.copy_(full[local_region(parameter).slices].reshape(local.shape))
