@@ -1,14 +1,14 @@
 """Hugging Face ``transformers`` models from a configuration alone: nothing is downloaded and no
-code of a model's folder is run.
+code of a model's folder is run. Start at `build`.
 
-A local folder with a ``config.json``, or an architecture's name and its arguments, flow in; a plain
-``nn.Module`` flows out, and beside it its tensor-parallel plan in words. The class is the one that
-the configuration names, or the library's language, sequence-to-sequence, masked or
-image-classification model for that architecture.
+The configuration is that of a local folder with a ``config.json``, or that of an architecture with
+arguments. The class is the one that the configuration names, or the library's language,
+sequence-to-sequence, masked or image-classification model for that architecture.
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 import re
@@ -30,6 +30,7 @@ WORDS = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
+# Fields of configurations that hold a number of layers.
 _LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
 _MOST_LAYERS = 10_000
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
@@ -60,49 +61,23 @@ def read_config(path: str | None, architecture: str | None, arguments: Mapping[s
     ``arguments`` set on it.
 
     Raises ValueError for a folder without config.json, an architecture that the library does not
-    have, and an argument that the configuration does not know: the library itself would keep that
+    have, and an argument that the configuration does not have: the library itself would keep that
     one and never read it.
     """
     transformers = library()
     _check_layers(arguments)
     if path is not None:
-        if not os.path.isfile(os.path.join(path, "config.json")):
-            raise ValueError(
-                f"{path} holds no config.json; it must be the folder of a saved model, nothing is "
-                "downloaded"
-            )
-        try:
-            _check_layers(read_json(os.path.realpath(os.path.join(path, "config.json"))))
-        except OSError as error:
-            raise ValueError(f"{path}/config.json cannot be read: {error.strerror}") from None
-        config = transformers.AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
+        config = _config_of_folder(transformers, path)
     else:
-        known = transformers.CONFIG_MAPPING
-        if architecture not in known:
-            import difflib
-
-            near = difflib.get_close_matches(str(architecture), list(known), n=3, cutoff=0.4)
-            raise ValueError(
-                f"transformers {transformers.__version__} has no architecture {architecture!r}; "
-                f"near: {near}"
-            )
-        config = known[architecture]()
-    # attn_implementation and the like are arguments of the configuration, kept under a private
-    # name.
-    unknown = [
-        name for name in arguments if not hasattr(config, name) and not hasattr(config, f"_{name}")
-    ]
-    if unknown:
-        fields = sorted(name for name in config.to_dict() if not name.startswith("_"))
-        raise ValueError(
-            f"{type(config).__name__} has no {', '.join(unknown)}; it has {', '.join(fields)}"
-        )
+        config = _config_of_architecture(transformers, architecture)
+    _check_known(arguments, config)
     if arguments:
         # Made anew rather than set one by one: other values of a configuration follow from these
         # (layer kinds, head sizes).
-        given = {**(config.to_diff_dict() if path is not None else {}), **arguments}
+        given = {}
+        if path is not None:
+            given = config.to_diff_dict()
+        given = {**given, **arguments}
         given.pop("model_type", None)
         config = type(config)(**given)
     if hasattr(config, "use_cache"):
@@ -110,13 +85,62 @@ def read_config(path: str | None, architecture: str | None, arguments: Mapping[s
     return config
 
 
+def _config_of_folder(transformers: Any, path: str) -> Any:
+    file = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        raise ValueError(
+            f"{path} holds no config.json; it must be the folder of a saved model, nothing is "
+            "downloaded"
+        )
+    # Checked before the library reads the file, which accepts any size, depth and layer count.
+    # Files of the Hub's cache are links, and these are followed.
+    try:
+        _check_layers(read_json(os.path.realpath(file)))
+    except OSError as error:
+        raise ValueError(f"{path}/config.json cannot be read: {error.strerror}") from None
+    return transformers.AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
+
+
+def _config_of_architecture(transformers: Any, architecture: str | None) -> Any:
+    known = transformers.CONFIG_MAPPING
+    if architecture not in known:
+        near = difflib.get_close_matches(str(architecture), list(known), n=3, cutoff=0.4)
+        raise ValueError(
+            f"transformers {transformers.__version__} has no architecture {architecture!r}; "
+            f"near: {near}"
+        )
+    return known[architecture]()
+
+
+def _check_known(arguments: Mapping[str, Any], config: Any) -> None:
+    """Raises ValueError for arguments that a configuration does not have."""
+    unknown = []
+    for name in arguments:
+        # attn_implementation and the like are kept under a private name.
+        is_known = hasattr(config, name) or hasattr(config, f"_{name}")
+        if not is_known:
+            unknown.append(name)
+    if unknown:
+        fields = sorted(name for name in config.to_dict() if not name.startswith("_"))
+        raise ValueError(
+            f"{type(config).__name__} has no {', '.join(unknown)}; it has {', '.join(fields)}"
+        )
+
+
 def _check_layers(settings: Any) -> None:
     """Raises ValueError for more layers than any model has: the library would build them for
-    minutes, without a word."""
-    for name, value in settings.items() if isinstance(settings, Mapping) else ():
+    minutes, without a message. ``settings``: a mapping, which may hold others; anything else has no
+    layers."""
+    if not isinstance(settings, Mapping):
+        return
+    for name, value in settings.items():
         if isinstance(value, Mapping):
             _check_layers(value)
-        elif isinstance(value, int) and value > _MOST_LAYERS and _LAYERS.fullmatch(str(name)):
+            continue
+        too_many = isinstance(value, int) and value > _MOST_LAYERS
+        if too_many and _LAYERS.fullmatch(str(name)):
             raise ValueError(f"{name}={value} is more than {_MOST_LAYERS:,} layers")
 
 
@@ -124,26 +148,32 @@ def model_class(config: Any, head: str = "auto") -> type[nn.Module]:
     """The class of the model. Raises ValueError when the library has none with that head for this
     architecture."""
     transformers = library()
+    # A saved model names its class; one of a folder's own code is not in the library.
+    if head == "auto":
+        for name in getattr(config, "architectures", None) or []:
+            if hasattr(transformers, name):
+                return getattr(transformers, name)
+    # Else the class follows from the head; `auto` is the first head that the architecture has.
+    kind = config.model_type
+    heads = [key for key in _MAPPINGS if _class_name(kind, key) is not None]
+    if head == "auto":
+        head = next(iter(heads), "base")
+    found = _class_name(kind, head)
+    if found is None:
+        has = ", ".join(heads) or "none"
+        raise ValueError(f"{kind} has no {head} model in transformers; it has {has}")
+    return getattr(transformers, found)
+
+
+def _class_name(kind: str, head: str) -> str | None:
+    """The library's class with ``head`` for the architecture ``kind``; None when it has none."""
     from transformers.models.auto import modeling_auto
 
-    names = {key: getattr(modeling_auto, mapping) for key, mapping in _MAPPINGS.items()}
-    if head == "auto":
-        named = [
-            name
-            for name in (getattr(config, "architectures", None) or [])
-            if hasattr(transformers, name)
-        ]
-        if named:
-            return getattr(transformers, named[0])
-        head = next((key for key in names if config.model_type in names[key]), "base")
-    name = names[head].get(config.model_type)
-    if name is None:
-        has = [key for key in names if config.model_type in names[key]]
-        raise ValueError(
-            f"{config.model_type} has no {head} model in transformers; it has "
-            f"{', '.join(has) or 'none'}"
-        )
-    return getattr(transformers, name if isinstance(name, str) else name[0])
+    mapping = getattr(modeling_auto, _MAPPINGS[head])
+    names = mapping.get(kind)
+    if names is None or isinstance(names, str):
+        return names
+    return names[0]  # some architectures have several names; the first counts
 
 
 def build(
@@ -180,11 +210,11 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
     experts = tuple(pattern for pattern, word in plan.items() if word.startswith(_EXPERT_WORDS))
     found: dict[str, str] = {}
     for pattern, word in plan.items():
-        if (
-            word.startswith(_EXPERT_WORDS)
-            or pattern.startswith(experts)
-            or not fnmatch.filter(modules, pattern)
-        ):
+        # What is inside the experts stays whole with them.
+        if pattern.startswith(experts):
+            continue
+        # The plan of a class also names modules that a model of this configuration does not have.
+        if not fnmatch.filter(modules, pattern):
             continue
         if word not in WORDS:
             raise ValueError(
@@ -204,22 +234,35 @@ def classifies_images(model: nn.Module) -> bool:
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
     )
 
-    names = {
-        name
-        for value in CLASSES.values()
-        for name in ([value] if isinstance(value, str) else value)
-    }
+    names: set[str] = set()
+    for listed in CLASSES.values():
+        # The name of a class, or several.
+        if isinstance(listed, str):
+            names.add(listed)
+        else:
+            names.update(listed)
     return type(model).__name__ in names
 
 
 def image_input(config: Any) -> tuple[int | None, int | None]:
     """Pixels of a side and channels of the square images that a configuration names; None for what
     it does not name."""
+    # Models of several kinds of input keep what they read of images in a part of its own.
     vision = getattr(config, "vision_config", config)
-    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", None)
-    if isinstance(size, list | tuple) and len(size) == 2 and size[0] == size[1]:
-        size = size[0]
-    return size if isinstance(size, int) else None, channels if isinstance(channels, int) else None
+    size = getattr(vision, "image_size", None)
+    if isinstance(size, list | tuple) and len(size) == 2:
+        height, width = size
+        if height == width:
+            size = height
+    channels = getattr(vision, "num_channels", None)
+    return _integer(size), _integer(channels)
+
+
+def _integer(value: Any) -> int | None:
+    """None for anything else, such as a size of two sides."""
+    if isinstance(value, int):
+        return value
+    return None
 
 
 def context_of(seq_len: int) -> int:
@@ -240,8 +283,10 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
     Raises ValueError when the model names no token to start with, or its head gives no logits.
     """
     config: Any = model.config
+    # The token that the decoder is given in place of the one before its first.
     start = getattr(config, "decoder_start_token_id", None)
-    start = getattr(config, "pad_token_id", None) if start is None else start  # as T5 does
+    if start is None:
+        start = getattr(config, "pad_token_id", None)  # as T5 does
     if start is None:
         raise ValueError(
             f"{type(config).__name__} has no decoder_start_token_id and no pad_token_id: set "
@@ -256,11 +301,13 @@ def read_prefix_and_suffix(model: nn.Module) -> None:
     def split(
         _model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
+        # Any other call gives the encoder and the decoder what they take already.
         if len(inputs) != 1 or options:
-            return None  # called by somebody who knows what it takes
+            return None
         (tokens,) = inputs
         prefix, suffix = tokens.tensor_split([tokens.shape[1] // 2], dim=1)
-        started = torch.cat([tokens.new_full((len(tokens), 1), start), suffix], dim=1)
+        first = tokens.new_full((len(tokens), 1), start)
+        started = torch.cat([first, suffix], dim=1)
         return (), {"input_ids": prefix, "decoder_input_ids": started}
 
     model.register_forward_pre_hook(split, with_kwargs=True)
@@ -285,58 +332,81 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
     DeepSeek). Only names that differ from a stored one are listed; empty for a model that is not
     the library's. Raises ValueError for a parameter that is made in another way.
     """
-    config, kind = getattr(model, "config", None), _library_class(model)
+    config = getattr(model, "config", None)
+    kind = _library_class(model)
     if config is None or kind is None:
         return {}
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import WeightConverter
 
+    # The library looks its rules up by class, and sharding changes the classes of ``model``.
     with torch.device("meta"):
-        twin = kind(config)  # sharding changes the classes by which the library looks its rules up
-    rules, names_here = get_model_conversion_mapping(twin), twin.state_dict()
-    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        twin = kind(config)
+    rules = get_model_conversion_mapping(twin)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    collected: dict[str, dict[str | None, list[str]]] = {}
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    # Where two rules have a pattern, the later one counts, as in the library.
+    by_pattern: dict[str, Any] = {}
+    for rule in converters:
+        by_pattern |= dict.fromkeys(rule.source_patterns, rule)
+    found: dict[str, StoredForm] = {}
+    for target, groups in _collected(twin, stored, renamings, converters).items():
+        if None in groups:  # renamed only
+            found[target] = StoredForm([groups[None]], stacked=False, dim=None)
+        else:
+            # All stored names of one parameter go through one converter.
+            rule = by_pattern[next(iter(groups))]
+            found[target] = _converted_form(target, groups, rule)
+    return found
+
+
+def _collected(
+    twin: Any, stored: Collection[str], renamings: list[Any], converters: list[Any]
+) -> dict[str, dict[str | None, list[str]]]:
+    """Parameter name -> pattern of a converter, or None where the name alone changes -> the stored
+    names that go into it, in the library's order."""
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    names_here = twin.state_dict()
+    found: dict[str, dict[str | None, list[str]]] = {}
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(
             name, renamings, converters, twin.base_model_prefix, names_here
         )
         if target != name:
-            collected.setdefault(target, {}).setdefault(pattern, []).append(name)
-    found: dict[str, StoredForm] = {}
-    for target, groups in collected.items():
-        if None in groups:
-            found[target] = StoredForm([groups[None]], stacked=False, dim=None)
-            continue
-        rule = by_pattern[next(iter(groups))]
-        operations = [(type(one).__name__, getattr(one, "dim", None)) for one in rule.operations]
-        stacked = bool(operations) and operations[0] == ("MergeModulelist", 0)
-        rest = operations[stacked:]
-        if (
-            len(rule.target_patterns) != 1
-            or len(rest) > 1
-            or any(name != "Concatenate" for name, _ in rest)
-        ):
-            raise ValueError(
-                f"{target} is stored in a form that is not read in parts "
-                f"({', '.join(name for name, _ in operations)} of "
-                f"{len(rule.target_patterns)}); save the model's own state_dict() with "
-                "safetensors, which has no such form"
-            )
-        names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]
-        found[target] = StoredForm(names, stacked, rest[0][1] if rest else None)
+            groups = found.setdefault(target, {})
+            groups.setdefault(pattern, []).append(name)
     return found
+
+
+def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> StoredForm:
+    """What a converter makes of the stored names in ``groups``: stacked, concatenated or both, in
+    this order. Raises ValueError for anything else."""
+    operations = [type(operation).__name__ for operation in rule.operations]
+    dims = [getattr(operation, "dim", None) for operation in rule.operations]
+    stacked = operations[:1] == ["MergeModulelist"] and dims[0] == 0
+    rest = operations[1:] if stacked else operations
+    targets = len(rule.target_patterns)
+    # One parameter made of several tensors; a converter may also split a tensor into several.
+    if targets != 1 or rest not in ([], ["Concatenate"]):
+        raise ValueError(
+            f"{target} is stored in a form that is not read in parts "
+            f"({', '.join(operations)} of "
+            f"{targets}); save the model's own state_dict() with "
+            "safetensors, which has no such form"
+        )
+    # In the rule's order, which is that of the concatenation.
+    names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]
+    dim = None
+    if rest:
+        dim = dims[-1]
+    return StoredForm(names, stacked, dim)
 
 
 def _library_class(model: nn.Module) -> type[nn.Module] | None:
     """The class of the ``transformers`` model that ``model`` is, or was before it was sharded; None
     for any other module."""
-    return next(
-        (
-            kind
-            for kind in type(model).__mro__
-            if kind.__module__.startswith("transformers.models.")
-        ),
-        None,
-    )
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("transformers.models."):
+            return kind
+    return None

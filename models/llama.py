@@ -1,10 +1,10 @@
 """A Llama-3-style decoder and, beside it, the plan that splits it over a tensor axis.
 
 RMSNorm before each sub-layer, rotary position embedding, grouped-query attention, SwiGLU
-feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). Token ids
-flow in, logits flow out. Plain PyTorch: nothing here knows how the model is trained, and no shape
-is taken from the configuration where it can be taken from the tensor, so that a module whose
-weights hold a slice of the heads computes those heads.
+feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). The model is
+`Llama`, its plan `tensor_plan`. Plain PyTorch: nothing here depends on how the model is trained,
+and no shape is taken from the configuration where it can be taken from the tensor, so that a module
+whose weights hold a slice of the heads computes those heads.
 """
 
 from __future__ import annotations

@@ -25,13 +25,8 @@ if TYPE_CHECKING:
     from parallel2d.sync import accumulate, no_sync, register_sync_hook, replicate_group
     from parallel2d.topology import Topology
     from parallel2d.weights import load_pretrained, load_state, summon_full_params
-    from parallel2d.weights.states import (
-        full_state,
-        load_full_state,
-        load_sharded_state,
-        rekey_optimizer_state,
-        sharded_state,
-    )
+    from parallel2d.weights.loading import load_full_state, load_sharded_state
+    from parallel2d.weights.states import full_state, rekey_optimizer_state, sharded_state
     from parallel2d.weights.summon import apply_full, sharded_modules
 
 _MODULES = {
@@ -52,9 +47,9 @@ _MODULES = {
     "data_coordinate": "mesh",
     "full_state": "weights.states",
     "limit_waiting": "runtime",
-    "load_full_state": "weights.states",
+    "load_full_state": "weights.loading",
     "load_pretrained": "weights",
-    "load_sharded_state": "weights.states",
+    "load_sharded_state": "weights.loading",
     "load_state": "weights",
     "mesh_shape": "mesh",
     "model_sharded_context": "parallelize.context",

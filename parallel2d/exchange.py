@@ -1,4 +1,4 @@
-"""Small values between ranks, as JSON.
+"""Collectives of small Python values, sent as JSON: `all_gather`, `gather` and `broadcast`.
 
 torch's object collectives pickle, and a pickle from the network runs code. Here values are None,
 booleans, numbers, strings, bytes, lists, tuples, sets, dictionaries, dtypes, small tensors, and the
@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,32 +44,35 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     own, lengths = _padded(value, group)
     received = [torch.empty_like(own) for _ in lengths]
     c10d.all_gather(received, own, group=group)
-    return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
+    return _unpadded(received, lengths)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> list[Any] | None:
     """As `all_gather`, on global rank ``to`` alone; None elsewhere."""
     own, lengths = _padded(value, group)
-    received = [torch.empty_like(own) for _ in lengths] if dist.get_rank() == to else None
+    if dist.get_rank() != to:
+        c10d.gather(own, None, dst=to, group=group)
+        return None
+    received = [torch.empty_like(own) for _ in lengths]
     c10d.gather(own, received, dst=to, group=group)
-    return (
-        [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
-        if received is not None
-        else None
-    )
+    return _unpadded(received, lengths)
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The value of global rank ``source``, on every rank. Collective. Raises TypeError for what
     cannot be sent."""
-    device, mine = _device(group), dist.get_rank() == source
-    data = _encoded(value, device) if mine else torch.empty(0, dtype=torch.uint8, device=device)
-    length = torch.tensor([data.numel()], device=device)
+    device = _device(group)
+    # Receivers must know the size before they can make room for the data.
+    if dist.get_rank() == source:
+        data = _encoded(value, device)
+        c10d.broadcast(torch.tensor([data.numel()], device=device), source, group=group)
+        c10d.broadcast(data, source, group=group)
+        return value
+    length = torch.tensor([0], device=device)
     c10d.broadcast(length, source, group=group)
-    if not mine:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    data = torch.empty(int(length), dtype=torch.uint8, device=device)
     c10d.broadcast(data, source, group=group)
-    return value if mine else _decoded(data)
+    return _decoded(data)
 
 
 def encode(value: Any) -> str:
@@ -78,30 +81,45 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str | bytes) -> Any:
-    """The value of what `encode` made."""
+    """The value from which `encode` made ``text``."""
     return json.loads(text, object_hook=_restored)
 
 
+def raise_together(problem: str | None, source: int) -> None:
+    """Raises `ConfigError` on every rank with the ``problem`` that global rank ``source`` has
+    found; None: nothing is wrong. What other ranks pass is ignored. Collective."""
+    problem = broadcast(problem, source)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """The encoded value, uint8, filled up with zeros to the length of the longest of all ranks, and
+    the length of each rank's own. Collective."""
     device = _device(group)
     data = _encoded(value, device)
-    lengths = [
-        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
-    ]
+    ranks = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     c10d.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     sizes = [int(length) for length in lengths]
+    # Gathering needs tensors of one shape.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
     return own, sizes
 
 
+def _unpadded(received: list[Tensor], lengths: list[int]) -> list[Any]:
+    """The values of what `_padded` made on each rank."""
+    return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
+
+
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    types = (group or c10d._get_default_group())._device_types
-    return (
-        torch.device("cpu")
-        if torch.device("cpu") in types
-        else torch.device(torch.accelerator.current_accelerator() or "cpu")
-    )
+    """The CPU where the group can send from it, else this rank's accelerator."""
+    cpu = torch.device("cpu")
+    group = group or c10d._get_default_group()
+    if cpu in group._device_types:
+        return cpu
+    return torch.device(torch.accelerator.current_accelerator() or cpu)
 
 
 def _encoded(value: Any, device: torch.device) -> Tensor:
@@ -115,42 +133,52 @@ def _decoded(data: Tensor) -> Any:
 def _plain(value: Any) -> Any:
     """``value`` in JSON's types; what JSON lacks becomes a dictionary of one entry, the kind and
     its parts."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _SCALARS):
         return value
     if type(value) is list:
-        return [_plain(item) for item in value]
-    if type(value) is dict:
-        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
+        return _items(value)
     if isinstance(value, ConfigError) and _name(type(value)) not in _sendable:
+        # A subclass that nobody registered arrives as the ConfigError that it also is.
         value = ConfigError(str(value))
-    if (name := _name(type(value))) in _sendable:
-        if dataclasses.is_dataclass(value):
-            parts = [
-                getattr(value, field.name) for field in dataclasses.fields(value) if field.init
-            ]
-        else:
-            parts = [str(value)] if isinstance(value, BaseException) else list(value)
-        return {name: [_plain(part) for part in parts]}
-    for kind, (known, parts_of, _) in _KINDS.items():
-        if type(value) in known:
-            return {kind: parts_of(value)}
+    name = _name(type(value))
+    if name in _sendable:
+        return {name: _items(_arguments(value))}
+    for kind, converter in _KINDS.items():
+        if type(value) in converter.classes:
+            return {kind: converter.to_json(value)}
     raise TypeError(f"a {name} cannot be sent to other ranks")
 
 
-def _restored(told: dict[str, Any]) -> Any:
-    ((kind, parts),) = told.items()
+def _restored(entry: dict[str, Any]) -> Any:
+    """The value of a dictionary that `_plain` made; its parts are restored already."""
+    ((kind, parts),) = entry.items()
     if kind in _sendable:
         return _sendable[kind](*parts)
-    return _KINDS[kind][2](parts)
+    return _KINDS[kind].from_json(parts)
 
 
-def _items(value: Any) -> list[Any]:
+def _arguments(value: Any) -> list[Any]:
+    """The arguments with which the class of a registered ``value`` makes an equal one."""
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+    if isinstance(value, BaseException):
+        return [str(value)]
+    return list(value)
+
+
+def _items(value: Iterable[Any]) -> list[Any]:
     return [_plain(item) for item in value]
+
+
+def _pairs(value: dict[Any, Any]) -> list[Any]:
+    # Pairs, since a key of JSON's own dictionaries is always a string.
+    return [[_plain(key), _plain(item)] for key, item in value.items()]
 
 
 def _tensor_parts(value: Tensor) -> list[Any]:
     if value.layout != torch.strided:
         raise TypeError(f"a {value.layout} tensor cannot be sent to other ranks")
+    # A conjugated or negated view holds the bytes of its base.
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [_plain(value.dtype), list(value.shape), _plain(data)]
@@ -158,29 +186,45 @@ def _tensor_parts(value: Tensor) -> list[Any]:
 
 def _tensor(parts: list[Any]) -> Tensor:
     dtype, shape, data = parts
-    return (
-        torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
-        .view(dtype)
-        .reshape(shape)
-    )
+    # `frombuffer` refuses an empty buffer, and shares the memory of the one that it is given.
+    buffer = bytearray(data) or bytearray(1)
+    flat = torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
+    return flat.view(dtype).reshape(shape)
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    _dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
-# kind -> classes, value to JSON, JSON to value
-_KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "dict": ((), list, dict),
-    "tuple": ((tuple,), _items, tuple),
-    "set": ((set,), _items, set),
-    "frozenset": ((frozenset,), _items, frozenset),
-    "bytes": ((bytes,), lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    "size": ((torch.Size,), list, torch.Size),
-    "dtype": ((torch.dtype,), lambda value: str(value).removeprefix("torch."), _DTYPES.__getitem__),
-    "tensor": ((Tensor, torch.nn.Parameter), _tensor_parts, _tensor),
+# The values that JSON has itself.
+_SCALARS = (type(None), bool, int, float, str)
+
+
+class _Converter(NamedTuple):
+    """How values of some classes become JSON and are restored from it."""
+
+    classes: tuple[type, ...]
+    to_json: Callable[[Any], Any]
+    from_json: Callable[[Any], Any]
+
+
+_KINDS = {
+    "dict": _Converter((dict,), _pairs, dict),
+    "tuple": _Converter((tuple,), _items, tuple),
+    "set": _Converter((set,), _items, set),
+    "frozenset": _Converter((frozenset,), _items, frozenset),
+    "bytes": _Converter((bytes,), _base64, base64.b64decode),
+    "size": _Converter((torch.Size,), list, torch.Size),
+    "dtype": _Converter((torch.dtype,), _dtype_name, _DTYPES.__getitem__),
+    "tensor": _Converter((Tensor, torch.nn.Parameter), _tensor_parts, _tensor),
 }
 
 sendable(ConfigError)

@@ -24,8 +24,8 @@ _CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
 
 
 def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
-    """What a rank's summed loss is multiplied with before ``backward``; see [Note: the mean over
-    valid tokens].
+    """The factor by which a rank multiplies its summed loss before ``backward``; see
+    [Note: the mean over valid tokens].
 
     ``valid_tokens``: those of this rank in the whole global batch (all of its micro-batches).
     Collective over the data ranks. Returns an fp64 scalar tensor on the mesh's device; zero when no
@@ -50,27 +50,30 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
     if not isinstance(logits, DTensor):
         _check_targets(targets, logits.shape[-1])
         return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0)
-    mesh, (placement,) = logits.device_mesh, logits.placements
+    mesh = logits.device_mesh
+    (placement,) = logits.placements
+    # Split over another dim than the vocabulary, or not at all: every rank computes the whole.
     if not placement.is_shard(logits.ndim - 1):
         return cross_entropy_sum(logits.full_tensor(), targets)
+    # `Shard` gives every rank ceil(vocab / ranks) columns; the last ranks may have fewer or none.
     per_rank = -(-logits.shape[-1] // mesh.size())
+    first = per_rank * mesh.get_local_rank()
     local = logits.to_local()
-    return _CrossEntropySum.apply(
-        local.flatten(0, -2), targets.flatten(), mesh.get_group(), per_rank * mesh.get_local_rank()
-    )
+    return _CrossEntropySum.apply(local.flatten(0, -2), targets.flatten(), mesh.get_group(), first)
 
 
 def _check_targets(targets: Tensor, columns: int) -> None:
     """Raises RuntimeError for a target without a logit; on GPU without waiting for the device."""
-    if targets.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
-        known = ((targets >= 0) & (targets < columns)) | (targets == IGNORED)
-        torch._assert_async(
-            known.all(),
-            f"a target has no logit: the last dim of the logits is {columns}. Is the vocabulary "
-            "too small, or are these only this rank's "
-            "columns of a tensor-parallel head (plan: colwise_gather_output, or keep them a "
-            "DTensor)?",
-        )
+    # `_assert_async` has kernels for these two devices alone.
+    if targets.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
+        return
+    known = ((targets >= 0) & (targets < columns)) | (targets == IGNORED)
+    torch._assert_async(
+        known.all(),
+        f"a target has no logit: the last dim of the logits is {columns}. Is the vocabulary too "
+        "small, or are these only this rank's columns of a tensor-parallel head (plan: "
+        "colwise_gather_output, or keep them a DTensor)?",
+    )
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -83,8 +86,10 @@ class _CrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         columns = logits.shape[1]
-        log_sums, picked = [], []
+        log_sums = []
+        picked = []
         for rows, target in _chunks(logits, targets):
+            # A target in another rank's columns contributes 0 here; its index is only kept legal.
             own = (target >= first) & (target < first + columns)
             chunk = rows.to(dtype)
             index = (target - first).clamp(0, max(columns - 1, 0))[:, None]
@@ -93,6 +98,8 @@ class _CrossEntropySum(torch.autograd.Function):
             log_sums.append(chunk.logsumexp(1))
         log_sum = torch.cat(log_sums) if log_sums else logits.new_zeros(0, dtype=dtype)
         value = torch.cat(picked) if picked else logits.new_zeros(0, dtype=dtype)
+        # The other ranks' columns: the log-sum-exp of the ranks' log-sum-exps, and the one logit
+        # that some rank has picked for each token.
         if group is not None:
             largest = log_sum.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
@@ -109,9 +116,11 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, targets, log_sum = ctx.saved_tensors
         (scale,) = grad_outputs
         gradient = torch.empty_like(logits)
-        columns, start = logits.shape[1], 0
+        columns = logits.shape[1]
+        start = 0
         for rows, target in _chunks(logits, targets):
             end = start + len(target)
+            # The gradient of a logit is its softmax, minus 1 for the target's logit.
             chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
             own = (target >= ctx.first) & (target < ctx.first + columns)
             index = (target - ctx.first).clamp(0, max(columns - 1, 0))[:, None]
@@ -123,5 +132,6 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Both tensors cut along dim 0 into parts of about `_CHUNK_ELEMENTS` logits."""
     rows = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], 1))
     return list(zip(logits.split(rows), targets.split(rows), strict=True))

@@ -1,4 +1,4 @@
-"""Which ranks form which axis of the mesh: `build_mesh`.
+"""Builds the device mesh of a job: start at `build_mesh`.
 
 `MeshSpec` holds the sizes that were asked for, `MeshShape` those that fit the ranks. A mesh that
 puts a shard or tensor group on the slow link although it would fit inside a host is refused.
@@ -6,6 +6,7 @@ puts a shard or tensor group on the slow link although it would fit inside a hos
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -48,7 +49,7 @@ class MeshSpec:
         strategy = named_strategy(strategy)
         self._check_sizes()
         world = topology.world_size
-        tensor = 1 if self.tensor == "auto" else int(self.tensor)
+        tensor = _size_or(self.tensor, 1)
         if world % tensor:
             raise ConfigError(
                 f"mesh.tensor={tensor} does not divide the {world} ranks; it may be "
@@ -56,7 +57,7 @@ class MeshSpec:
             )
         self.refuse_contradiction(strategy)
         rest = world // tensor
-        replicate, shard, notes = self._resolve_pair(strategy, topology, tensor)
+        replicate, shard, notes = self._resolve_data_axes(strategy, topology, tensor)
         if replicate * shard != rest:
             raise ConfigError(
                 f"mesh.replicate={self.replicate} x mesh.shard={self.shard} x "
@@ -74,6 +75,7 @@ class MeshSpec:
         """
         strategy = named_strategy(strategy)
         sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
+        # All nodes are taken to be of one size, which divides those of the nodes that are there.
         expected = self.resolve(strategy, Topology.equal_hosts(nodes, math.gcd(*sizes)))
         if expected.world_size == topology.world_size:
             return self.resolve(strategy, topology)
@@ -103,68 +105,85 @@ class MeshSpec:
     def _check_sizes(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
+            if size == "auto":
+                continue
+            # Python's True is an int too.
             is_number = isinstance(size, int) and not isinstance(size, bool)
-            if size != "auto" and not (is_number and size >= 1):
+            if not is_number or size < 1:
                 raise ConfigError(
                     f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
                 )
 
-    def _resolve_pair(
+    def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, tensor: int
     ) -> tuple[int, int, list[str]]:
         """Sizes of replicate and shard, and notes about what was decided. Their product may be
         wrong."""
         rest = topology.world_size // tensor
-        replicate, shard = self.replicate, self.shard
         if not strategy.shards:
-            return (rest if replicate == "auto" else int(replicate)), 1, []
+            return _size_or(self.replicate, rest), 1, []
         if not strategy.replicates:
-            return 1, (rest if shard == "auto" else int(shard)), []
-        for axis, size in (("replicate", replicate), ("shard", shard)):
+            return 1, _size_or(self.shard, rest), []
+        self._check_divisors(rest, topology.world_size, tensor)
+        if self.replicate == "auto" and self.shard == "auto":
+            return _sizes_from_hosts(topology, tensor)
+        # Two given sizes may contradict each other: `resolve` checks the product.
+        if self.replicate == "auto":
+            shard = int(self.shard)
+            return rest // shard, shard, []
+        replicate = int(self.replicate)
+        return replicate, _size_or(self.shard, rest // replicate), []
+
+    def _check_divisors(self, rest: int, world: int, tensor: int) -> None:
+        for axis, size in (("replicate", self.replicate), ("shard", self.shard)):
             if size != "auto" and rest % int(size):
                 raise ConfigError(
                     f"mesh.{axis}={size} does not divide the {rest} ranks that tensor={tensor} "
-                    f"leaves of {topology.world_size}; it may be {_divisors(rest)}"
+                    f"leaves of {world}; it may be {_divisors(rest)}"
                 )
-        if replicate == "auto" and shard == "auto":
-            return _pair_from_hosts(topology, tensor)
-        if replicate == "auto":
-            return rest // int(shard), int(shard), []
-        if shard == "auto":
-            return int(replicate), rest // int(replicate), []
-        return int(replicate), int(shard), []
 
 
-def _pair_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[str]]:
+def _size_or(size: int | str, default: int) -> int:
+    """``size``, or ``default`` where it is ``auto``."""
+    return default if size == "auto" else int(size)
+
+
+def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[str]]:
     """Shards inside a host and replicates across hosts. One host is split in two replicas."""
     rest = topology.world_size // tensor
     sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
-    if len(sizes) > 1:
-        inside = math.gcd(*sizes)
-        if inside % tensor:
-            raise ConfigError(
-                f"mesh.tensor={tensor} does not divide the ranks of every host "
-                f"({topology.describe()}); set mesh.shard and mesh.replicate yourself, or let "
-                f"tensor be one of {_divisors(inside)}"
-            )
-        shard = inside // tensor
-        notes = []
-        if len(set(sizes)) > 1:
-            notes.append(f"uneven hosts ({topology.describe()}): shard groups of {shard}")
-        return rest // shard, shard, notes
+    if len(sizes) <= 1:
+        return _sizes_on_one_host(rest)
+    # The largest group that fits a whole number of times into every host.
+    inside = math.gcd(*sizes)
+    if inside % tensor:
+        raise ConfigError(
+            f"mesh.tensor={tensor} does not divide the ranks of every host "
+            f"({topology.describe()}); set mesh.shard and mesh.replicate yourself, or let "
+            f"tensor be one of {_divisors(inside)}"
+        )
+    shard = inside // tensor
+    notes = []
+    if len(set(sizes)) > 1:
+        notes.append(f"uneven hosts ({topology.describe()}): shard groups of {shard}")
+    return rest // shard, shard, notes
+
+
+def _sizes_on_one_host(rest: int) -> tuple[int, int, list[str]]:
+    """As `_sizes_from_hosts`, for the ``rest`` data ranks of a single host."""
     # The smallest divisor above 1; there is none for one rank and for a prime number of them.
     replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
     shard = rest // replicate
     if replicate > 1:
         note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
-    else:
-        note = f"one host with {rest} data rank{'s' if rest > 1 else ''}: a single replica"
-    return replicate, shard, [note]
+        return replicate, shard, [note]
+    word = "ranks" if rest > 1 else "rank"
+    return replicate, shard, [f"one host with {rest} data {word}: a single replica"]
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Resolved axis sizes. ``notes``: decisions a person should hear about."""
+    """Resolved axis sizes. ``notes``: decisions that the user should read in the log."""
 
     replicate: int
     shard: int
@@ -200,35 +219,41 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
     are larger than any host, and for those that were allowed to. Raises `ConfigError` with the
     numbers.
     """
-    largest = max(len(members) for members in topology.ranks_by_host.values())
-    crossing: list[tuple[str, int, list[int]]] = []
-    for axis, dim in (("tensor", 2), ("shard", 1)):
-        size = ranks.shape[dim]
-        for group in ranks.movedim(dim, -1).reshape(-1, size).tolist():
-            if len({topology.hosts[rank] for rank in group}) > 1:
-                crossing.append((axis, size, group))
-                break
+    sizes = [len(members) for members in topology.ranks_by_host.values()]
+    largest = max(sizes)
+    _, shard, tensor = ranks.shape
     warnings = []
-    inner = ranks.shape[1] * ranks.shape[2]
-    for axis, size, group in crossing:
-        needed = size if axis == "tensor" else inner
+    # A shard group fits inside a host only if the tensor groups of all its ranks do.
+    for axis, dim, size, needed in (
+        ("tensor", 2, tensor, tensor),
+        ("shard", 1, shard, shard * tensor),
+    ):
+        group = _first_crossing(ranks, dim, topology)
+        if group is None:
+            continue
         hosts = Counter(topology.hosts[rank] for rank in group)
         where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
         text = f"the {axis} group of ranks {group} crosses hosts ({where})"
         if needed <= largest and not allow_cross_node:
             raise ConfigError(
                 f"mesh.{axis}={size}: {text}, although its {needed} ranks fit inside one host of "
-                f"{largest} "
-                f"({topology.describe()}). Every all-gather would use the slow link: expect up to "
-                "4 times the traffic between "
-                "hosts. Choose mesh.shard x mesh.tensor so that it divides the ranks of every "
-                "host "
-                f"({_divisors(math.gcd(*(len(r) for r in topology.ranks_by_host.values())))}), or "
-                "set "
-                "mesh.allow_cross_node=true"
+                f"{largest} ({topology.describe()}). Every all-gather would use the slow link: "
+                "expect up to 4 times the traffic between hosts. Choose mesh.shard x mesh.tensor "
+                f"so that it divides the ranks of every host ({_divisors(math.gcd(*sizes))}), or "
+                "set mesh.allow_cross_node=true"
             )
         warnings.append(f"{text}: every all-gather uses the slow link")
     return warnings
+
+
+def _first_crossing(ranks: torch.Tensor, dim: int, topology: Topology) -> list[int] | None:
+    """The ranks of the first group along ``dim`` that is on several hosts, or None."""
+    groups = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim])
+    for group in groups.tolist():
+        hosts = {topology.hosts[rank] for rank in group}
+        if len(hosts) > 1:
+            return list(group)
+    return None
 
 
 def build_mesh(
@@ -255,28 +280,39 @@ def build_mesh(
     topology = topology or Topology.gather()
     shape = spec.resolve(strategy, topology)
     ranks = shape.place(topology)
-    for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
-        if dist.get_rank() == 0:
-            log.info("%s", line)
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    device_type = device_type or (accelerator.type if accelerator else "cpu")
-    names = AXES if shape.tensor > 1 else AXES[:2]
-    mesh = DeviceMesh(
-        device_type, ranks if shape.tensor > 1 else ranks[..., 0], mesh_dim_names=names
-    )
+    _log_once([*shape.notes, *check_placement(ranks, topology, allow_cross_node)])
+    names: tuple[str, ...] = AXES
+    if shape.tensor == 1:
+        names = AXES[:2]
+        ranks = ranks[..., 0]
+    mesh = DeviceMesh(device_type or _default_device_type(), ranks, mesh_dim_names=names)
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
     return mesh
+
+
+def _log_once(lines: list[str]) -> None:
+    """Logs the lines on the first rank of the job."""
+    for line in lines:
+        if dist.get_rank() == 0:
+            log.info("%s", line)
+
+
+def _default_device_type() -> str:
+    """The type of this machine's accelerator, or ``cpu``."""
+    if not torch.accelerator.is_available():
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator else "cpu"
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     """Lets collectives on ``group`` time out like those of the world; torch gives new groups its
     own default."""
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)
-    if options is not None:  # the fake backend never waits
+    if options is not None:
         dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
@@ -289,15 +325,12 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
     """The sizes of a mesh with our axis names; an absent axis has size 1. Raises `ConfigError` for
     other names."""
     names = mesh.mesh_dim_names or ()
-    if (
-        not names
-        or any(name not in AXES for name in names)
-        or list(names) != sorted(names, key=AXES.index)
-    ):
+    in_order = sorted(set(AXES).intersection(names), key=AXES.index)
+    if not names or list(names) != in_order:
         raise ConfigError(
             f"the mesh must name its axes {', '.join(AXES)} in this order, got {names}"
         )
-    # mesh[name] would make a mesh of its own, a millisecond each
+    # mesh[name].size() would make a mesh for every axis, a millisecond each.
     sizes = dict(zip(names, mesh.shape, strict=True))
     return MeshShape(sizes.get("replicate", 1), sizes.get("shard", 1), sizes.get("tensor", 1))
 
@@ -311,6 +344,7 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     shape = mesh_shape(mesh)
     if mesh.size() == dist.get_world_size():
         dist.all_reduce(value)
+        # Every data rank was counted once per tensor rank.
         return value.div_(shape.tensor) if shape.tensor > 1 else value
     for axis in ("shard", "replicate"):
         if getattr(shape, axis) > 1:
@@ -334,23 +368,31 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
     """
     lines = []
     for replica, row in enumerate(ranks.tolist()):
-        groups = " ".join(
-            "(" + " ".join(map(str, group)) + ")" if len(group) > 1 else str(group[0])
-            for group in row
-        )
-        hosts = list(
-            dict.fromkeys(topology.hosts[rank].split("/")[0] for group in row for rank in group)
-        )
-        line = f"  replica {replica}  [{groups}]  on {', '.join(hosts)}"
-        lines.append(line if len(line) <= width else line[: width - 3] + "...")
+        groups = " ".join(_draw_group(group) for group in row)
+        hosts = [topology.hosts[rank] for rank in itertools.chain.from_iterable(row)]
+        # Each host once, in the order of the ranks, without its network namespace.
+        names = dict.fromkeys(host.split("/")[0] for host in hosts)
+        line = f"  replica {replica}  [{groups}]  on {', '.join(names)}"
+        if len(line) > width:
+            line = line[: width - 3] + "..."
+        lines.append(line)
     if len(lines) > 10:
         lines = [*lines[:5], f"  ... {len(lines) - 9} more replicas ...", *lines[-4:]]
     return "\n".join(lines)
 
 
+def _draw_group(ranks: list[int]) -> str:
+    """The ranks of one tensor group: ``3``, or ``(4 5)``."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    return "(" + " ".join(map(str, ranks)) + ")"
+
+
 def _divisors(number: int) -> str:
+    """For messages: ``1, 2, 4``."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _factor_pairs(number: int) -> str:
+    """For messages: ``1 x 4, 2 x 2, 4 x 1``."""
     return ", ".join(f"{n} x {number // n}" for n in range(1, number + 1) if number % n == 0)

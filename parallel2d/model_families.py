@@ -1,5 +1,5 @@
-"""From the ``model`` config group to what training needs of a model: the module on meta, its
-initializer, its tensor-parallel plan, its loss, what it reads, and where its weights lie."""
+"""Builds the model that the ``model`` config group names, with all that training needs of it. The
+entry point is `build_model`."""
 
 from __future__ import annotations
 
@@ -20,66 +20,80 @@ from parallel2d.weights.initial_values import Initializer, build_on_meta
 from parallel2d.weights.pretrained import has_weights, load_pretrained
 
 Loss = Callable[[Any, Tensor], Tensor]
+TensorPlan = Callable[[Any, int], Mapping[str, object]]
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """What a model says of the images it reads; None: it does not say."""
+    """The images that a model reads, as far as its configuration gives it; None where it does
+    not."""
 
     size: int | None = None  # pixels of a side
     channels: int | None = None
-    classes: int | None = None  # that it tells apart
+    classes: int | None = None  # how many classes its output has
+
+
+def _no_context(_seq_len: int) -> int:
+    return 0
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """``loss(output, targets)`` is summed over the valid targets; ``tensor_plan(model, tensor)``
-    gives module pattern -> style or word; ``weights(model)`` fills the sharded model from a folder
-    and returns the names it had; ``context(seq_len)`` is how many positions at the start of a
-    sequence the model only reads: their targets must be ignored. ``reads``: ``tokens``, ``images``,
-    or None for a model of somebody's own, which may read either."""
+    """A model with its parameters on meta, and what training needs beside it."""
 
     module: nn.Module
     init: Initializer | None
-    tensor_plan: Callable[[Any, int], Mapping[str, object]] | None
-    loss: Loss
+    # (model, ranks of the tensor axis) -> {module pattern: style or word}; None: there is none
+    tensor_plan: TensorPlan | None
+    loss: Loss  # (output, targets) -> loss, summed over the valid targets
     vocab_size: int | None
+    # fills the sharded model from a folder and returns the names of the parameters it had
     weights: Callable[[nn.Module], Container[str]] | None = None
-    context: Callable[[int], int] = lambda _seq_len: 0
-    reads: str | None = "tokens"
+    # seq_len -> how many positions at the start of a sequence the model only reads: their targets
+    # must be ignored
+    context: Callable[[int], int] = _no_context
+    reads: str | None = "tokens"  # or `images`; None: a model of somebody's own may read either
     images: ImageInput = ImageInput()
 
 
 def words_of(config: Any) -> str:
-    """The key and the value that say which model this is."""
-    if isinstance(config, HuggingFaceModel):
-        return (
-            f"model.path={config.path}"
-            if config.path is not None
-            else f"model.architecture={config.architecture}"
-        )
-    return (
-        f"model.target={config.target}"
-        if isinstance(config, CustomModel)
-        else f"model.family={config.family}"
-    )
+    """``key=value`` of the setting that chooses the model, for messages."""
+    if isinstance(config, CustomModel):
+        return f"model.target={config.target}"
+    if not isinstance(config, HuggingFaceModel):
+        return f"model.family={config.family}"
+    if config.path is not None:
+        return f"model.path={config.path}"
+    return f"model.architecture={config.architecture}"
 
 
 def build_model(config: Any) -> ModelParts:
     """Builds the configured model with its parameters on meta. Raises `ConfigError` for what cannot
     be imported or built."""
     if isinstance(config, LlamaModel):
-        arguments = dataclasses.asdict(config)
-        del arguments["family"]
-        with build_on_meta():
-            module = llama.Llama(**arguments)
-        return ModelParts(
-            module, module.init_weights, llama.tensor_plan, cross_entropy_sum, config.vocab_size
-        )
+        return _build_llama(config)
     loss = load_reference("model.loss", config.loss) if config.loss else cross_entropy_sum
     if isinstance(config, HuggingFaceModel):
         return _build_hugging_face(config, loss)
     assert isinstance(config, CustomModel)
+    return _build_custom(config, loss)
+
+
+def _build_llama(config: LlamaModel) -> ModelParts:
+    arguments = dataclasses.asdict(config)
+    del arguments["family"]
+    with build_on_meta():
+        module = llama.Llama(**arguments)
+    return ModelParts(
+        module,
+        init=module.init_weights,
+        tensor_plan=llama.tensor_plan,
+        loss=cross_entropy_sum,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
     factory = load_reference("model.target", config.target)
     try:
         with build_on_meta():
@@ -92,13 +106,14 @@ def build_model(config: Any) -> ModelParts:
             f"model.target={config.target} returned {type(built).__name__}, not an nn.Module"
         )
     init = load_reference("model.init", config.init) if config.init else None
+    # The factory may have built a model of the transformers library, which has a configuration.
     size, channels = huggingface.image_input(getattr(built, "config", None))
     return ModelParts(
         built,
-        init,
-        _given_plan(config.tensor_plan),
-        loss,
-        None,
+        init=init,
+        tensor_plan=_given_plan(config.tensor_plan),
+        loss=loss,
+        vocab_size=None,
         reads=None,
         images=ImageInput(size, channels),
     )
@@ -106,56 +121,95 @@ def build_model(config: Any) -> ModelParts:
 
 def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
     what = words_of(config)
+    module = _hugging_face_module(config, what)
+    # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
+    reads = getattr(module, "main_input_name", "input_ids")
+    is_pair = getattr(module.config, "is_encoder_decoder", False)
+    _check_input(module, what, reads, is_pair)
+    parts = ModelParts(
+        module,
+        init=None,
+        tensor_plan=_hugging_face_plan(config, module),
+        loss=loss,
+        vocab_size=getattr(module.config, "vocab_size", None),
+        weights=_saved_weights(config),
+    )
+    if reads == "pixel_values":
+        return _reading_images(parts, config, what)
+    if is_pair:
+        return _reading_prefix_and_suffix(parts, what)
+    return parts
+
+
+def _hugging_face_module(config: HuggingFaceModel, what: str) -> Any:
     try:
         with build_on_meta():
-            module = huggingface.build(
+            return huggingface.build(
                 config.path, config.architecture, config.arguments, config.head
             )
     except ImportError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
+        # `huggingface.build` raises plain ValueErrors, whose messages are for users.
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error}") from error
-    reads = getattr(module, "main_input_name", "input_ids")
-    paired = getattr(module.config, "is_encoder_decoder", False)
-    if reads != "input_ids" and (reads != "pixel_values" or paired):
-        raise ConfigError(
-            f"{what}: {type(module).__name__} reads {reads}{' and token ids' if paired else ''}, "
-            "and the train command feeds token ids "
-            "or images alone; train it with parallel2d.parallelize in a loop of your own: "
-            "docs/models.md, 'Models that read something "
-            "else', has the lines"
-        )
-    plan = _given_plan(config.tensor_plan) or (
-        _own_plan if huggingface.has_tensor_plan(module) else None
+
+
+def _check_input(module: nn.Module, what: str, reads: str, is_pair: bool) -> None:
+    """Raises `ConfigError` for a model that reads neither token ids alone nor images alone."""
+    reads_images = reads == "pixel_values" and not is_pair
+    if reads == "input_ids" or reads_images:
+        return
+    also = " and token ids" if is_pair else ""
+    raise ConfigError(
+        f"{what}: {type(module).__name__} reads {reads}{also}, "
+        "and the train command feeds token ids "
+        "or images alone; train it with parallel2d.parallelize in a loop of your own: "
+        "docs/models.md, 'Models that read something "
+        "else', has the lines"
     )
-    weights = None
+
+
+def _hugging_face_plan(config: HuggingFaceModel, module: nn.Module) -> TensorPlan | None:
+    given = _given_plan(config.tensor_plan)
+    if given is None and huggingface.has_tensor_plan(module):
+        return _own_plan
+    return given
+
+
+def _saved_weights(config: HuggingFaceModel) -> Callable[[nn.Module], Container[str]] | None:
     if config.load_weights and config.path is not None and has_weights(config.path):
-        weights = functools.partial(load_pretrained, path=config.path)
-    if reads == "pixel_values":
-        if not config.loss and not huggingface.classifies_images(module):
-            raise ConfigError(
-                f"{what}: {type(module).__name__} gives no logits of classes; set "
-                "model.head=image_classification, or model.loss to a "
-                "function of what it gives"
-            )
-        size, channels = huggingface.image_input(module.config)
-        images = ImageInput(size, channels, module.config.num_labels)
-        return ModelParts(module, None, plan, loss, None, weights, reads="images", images=images)
-    vocab_size = getattr(module.config, "vocab_size", None)
-    if not paired:
-        return ModelParts(module, None, plan, loss, vocab_size, weights)
+        return functools.partial(load_pretrained, path=config.path)
+    return None
+
+
+def _reading_images(parts: ModelParts, config: HuggingFaceModel, what: str) -> ModelParts:
+    module: Any = parts.module
+    if not config.loss and not huggingface.classifies_images(module):
+        raise ConfigError(
+            f"{what}: {type(module).__name__} gives no logits of classes; set "
+            "model.head=image_classification, or model.loss to a "
+            "function of what it gives"
+        )
+    size, channels = huggingface.image_input(module.config)
+    images = ImageInput(size, channels, module.config.num_labels)
+    return dataclasses.replace(parts, vocab_size=None, reads="images", images=images)
+
+
+def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
+    """An encoder-decoder that is trained on plain sequences of tokens: it reads the first half, and
+    its loss is that of the second half."""
     try:
-        huggingface.read_prefix_and_suffix(module)
+        huggingface.read_prefix_and_suffix(parts.module)
     except ValueError as error:
         raise ConfigError(f"{what}: {error}") from None
+    loss = parts.loss
 
     def loss_of_suffix(output: Any, targets: Tensor) -> Tensor:
-        return loss(output, targets[..., huggingface.context_of(targets.shape[-1]) :])
+        context = huggingface.context_of(targets.shape[-1])
+        return loss(output, targets[..., context:])
 
-    return ModelParts(
-        module, None, plan, loss_of_suffix, vocab_size, weights, huggingface.context_of
-    )
+    return dataclasses.replace(parts, loss=loss_of_suffix, context=huggingface.context_of)
 
 
 def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
@@ -164,7 +218,7 @@ def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
     return huggingface.tensor_words(model)
 
 
-def _given_plan(plan: Any) -> Callable[[Any, int], Mapping[str, object]] | None:
+def _given_plan(plan: Any) -> TensorPlan | None:
     """The plan of the configuration: words as they stand, or what the named function makes of the
     model."""
     if not plan:

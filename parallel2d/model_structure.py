@@ -1,5 +1,5 @@
-"""What a model looks like, without knowing it: which modules own parameters, which are repeated
-blocks, what is tied."""
+"""The structure of any model, read from its modules: which of them own parameters, which are
+repeated blocks (`find_blocks`), and which parameters are tied."""
 
 from __future__ import annotations
 
@@ -19,23 +19,63 @@ ATOMIC = (nn.MultiheadAttention,)
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
+# (parent, child) -> whether the child is a block
+_IsBlock = Callable[[nn.Module, nn.Module], bool]
+
 
 def canonical_name(name: str) -> str:
     """A parameter's or module's name without what wrappers add to it."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
-    return name.removesuffix("._orig_mod").removesuffix("._checkpoint_wrapped_module")
+    # The name of a wrapped module itself ends with what its wrapper calls it.
+    name = name.removesuffix("._orig_mod")
+    return name.removesuffix("._checkpoint_wrapped_module")
+
+
+def join_names(parent: str, name: str) -> str:
+    """The dotted name of what is called ``name`` inside ``parent``; the root's name is empty."""
+    if not parent:
+        return name
+    return f"{parent}.{name}"
 
 
 def parameter_bytes(module: nn.Module) -> int:
     """Bytes of all parameters below ``module``, each counted once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    total = 0
+    for parameter in module.parameters():
+        total += parameter.numel() * parameter.element_size()
+    return total
 
 
 def is_called(module: nn.Module) -> bool:
     """Whether ``module`` has a forward. Containers, such as ``ParameterList``, have none: what is
     around them uses their parameters, and belongs together with them."""
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+    # A forward that was assigned to the instance is a plain function, without __func__.
+    forward = getattr(module.forward, "__func__", None)
+    return forward is not nn.Module.forward
+
+
+def held_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(attribute, parameter) for each parameter that ``module`` holds itself."""
+    # An attribute that was registered as None, such as a bias that is switched off, holds nothing.
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+
+
+def owns_itself(module: nn.Module) -> bool:
+    """Whether ``module`` holds parameters itself, not only below it."""
+    return next(held_parameters(module), None) is not None
+
+
+def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of ``module`` itself and of containers in it."""
+    for _, parameter in held_parameters(module):
+        yield parameter
+    # A container has no forward of its own: its parameters are used by ``module``.
+    for child in module.children():
+        if not is_called(child):
+            yield from own_parameters(child)
 
 
 def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -44,13 +84,15 @@ def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
+        # What is inside an atomic module belongs to it.
         if isinstance(module, ATOMIC):
             found.append((name, module))
             return
-        if is_called(module) and next(own_parameters(module), None) is not None:
+        owns = next(own_parameters(module), None) is not None
+        if owns and is_called(module):
             found.append((name, module))
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child)
+            visit(join_names(name, child_name), child)
 
     visit("", model)
     return found
@@ -60,9 +102,8 @@ def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Groups of (module, attribute) that are one and the same parameter."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places[id(parameter)].append((module, name))
+        for name, parameter in held_parameters(module):
+            places[id(parameter)].append((module, name))
     return [group for group in places.values() if len(group) > 1]
 
 
@@ -86,56 +127,121 @@ def find_blocks(
     sizes.
     """
     if policy is not None:
-        chosen: Policy = (
-            load_reference(f"{section}.policy", policy) if isinstance(policy, str) else policy
-        )
-        names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-        found = _outermost(
-            model, lambda _parent, child: _owns(child) and bool(chosen(child, names[id(child)]))
-        )
-        if not found:
-            raise ConfigError(
-                f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of "
-                f"{type(model).__name__}; "
-                f"candidates: {candidate_classes(model)}"
-            )
-        return found
+        return _blocks_of_policy(model, policy, section)
     if class_names:
-        if classes := [name for name in class_names if not isinstance(name, str)]:
-            raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
-        found = _outermost(model, lambda parent, child: type(child).__name__ in class_names)
-        missing = set(class_names) - {type(module).__name__ for _, module in found}
-        nested = {type(module).__name__ for _, module in model.named_modules()}
-        if missing - nested or not found:
-            raise ConfigError(
-                f"{section}.blocks={list(class_names)}: no module of class "
-                f"{', '.join(sorted(missing))} in "
-                f"{type(model).__name__}; candidates: {candidate_classes(model)}"
-            )
-        return found
+        return _blocks_of_classes(model, class_names, section)
+    return _repeated_blocks(model)
 
-    def has_structure(module: nn.Module) -> bool:
-        return not isinstance(module, ATOMIC) and any(_owns(child) for child in module.children())
 
-    def listed(parent: nn.Module, child: nn.Module) -> bool:
-        return (
-            isinstance(parent, nn.ModuleList | nn.Sequential)
-            and has_structure(child)
-            and _owns(child)
+def _blocks_of_policy(
+    model: nn.Module, policy: Policy | str, section: str
+) -> list[tuple[str, nn.Module]]:
+    chosen = policy
+    if isinstance(chosen, str):
+        chosen = load_reference(f"{section}.policy", chosen)
+    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+
+    def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
+        # A policy is asked about modules with parameters alone: dropout is no block.
+        if not _has_parameters(child):
+            return False
+        return bool(chosen(child, names[id(child)]))
+
+    found = _outermost(model, is_chosen)
+    if not found:
+        raise ConfigError(
+            f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of "
+            f"{type(model).__name__}; "
+            f"candidates: {candidate_classes(model)}"
         )
+    return found
 
-    def siblings(parent: nn.Module, child: nn.Module) -> bool:
-        return (
-            sum(type(other) is type(child) for other in parent.children()) > 1
-            and _owns(child)
-            and is_called(child)
+
+def _blocks_of_classes(
+    model: nn.Module, class_names: Sequence[str], section: str
+) -> list[tuple[str, nn.Module]]:
+    classes = [name for name in class_names if not isinstance(name, str)]
+    if classes:
+        raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
+
+    def is_given(_parent: nn.Module, child: nn.Module) -> bool:
+        return type(child).__name__ in class_names
+
+    found = _outermost(model, is_given)
+    found_classes = {type(module).__name__ for _, module in found}
+    all_classes = {type(module).__name__ for module in model.modules()}
+    # A class that occurs only inside blocks of another given class is no mistake.
+    missing = set(class_names) - found_classes
+    misspelled = missing - all_classes
+    if misspelled or not found:
+        raise ConfigError(
+            f"{section}.blocks={list(class_names)}: no module of class "
+            f"{', '.join(sorted(missing))} in "
+            f"{type(model).__name__}; candidates: {candidate_classes(model)}"
         )
+    return found
 
-    return (
-        _outermost(model, listed)
-        or _outermost(model, lambda parent, child: siblings(parent, child) and has_structure(child))
-        or _outermost(model, siblings)
-    )
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What repeats in ``model``, by the first of three criteria that any module meets."""
+    # Layers without children come last: in a model of blocks they repeat too, inside its blocks.
+    for is_block in (_is_listed, _repeats_with_structure, _repeats):
+        found = _outermost(model, is_block)
+        if found:
+            return found
+    return []
+
+
+def _is_listed(parent: nn.Module, child: nn.Module) -> bool:
+    """Whether ``child`` is an element, with structure, of a list of modules."""
+    if not isinstance(parent, nn.ModuleList | nn.Sequential):
+        return False
+    return _has_structure(child)
+
+
+def _repeats_with_structure(parent: nn.Module, child: nn.Module) -> bool:
+    if not _repeats(parent, child):
+        return False
+    return _has_structure(child)
+
+
+def _repeats(parent: nn.Module, child: nn.Module) -> bool:
+    """Whether ``child`` is one of several children of ``parent`` that are of the same class."""
+    classes = list(map(type, parent.children()))
+    if classes.count(type(child)) < 2:
+        return False
+    # Neither activations nor containers, which nothing calls, can be sharded on their own.
+    return _has_parameters(child) and is_called(child)
+
+
+def _has_structure(module: nn.Module) -> bool:
+    """Whether ``module`` has children with parameters that may be treated on their own."""
+    # The children of an atomic module are not called, so nothing can happen when they are.
+    if isinstance(module, ATOMIC):
+        return False
+    return any(map(_has_parameters, module.children()))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether there are parameters in ``module`` or anywhere below it."""
+    return next(module.parameters(), None) is not None
+
+
+def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Module]]:
+    """The modules below ``model`` that are blocks, by name, without those inside another block."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            child_path = join_names(name, child_name)
+            # What is inside a block is part of it: no search goes on there.
+            if is_block(module, child):
+                found.append((child_path, child))
+            else:
+                visit(child_path, child)
+
+    visit("", model)
+    return found
 
 
 def candidate_classes(model: nn.Module) -> str:
@@ -143,45 +249,16 @@ def candidate_classes(model: nn.Module) -> str:
     one instance."""
     instances: dict[str, list[nn.Module]] = defaultdict(list)
     for name, module in model.named_modules():
-        if name and _owns(module):
+        # The root, whose name is empty, is no block of itself.
+        if name and _has_parameters(module):
             instances[type(module).__name__].append(module)
-    ranked = sorted(
-        instances.items(), key=lambda item: (-len(item[1]), -parameter_bytes(item[1][0]))
-    )
-    return ", ".join(
-        f"{name} ({len(modules)} x {parameter_bytes(modules[0]) / 2**20:.2g} MiB)"
-        for name, modules in ranked[:8]
-    )
 
+    def most_repeated_then_largest(entry: tuple[str, list[nn.Module]]) -> tuple[int, int]:
+        _, modules = entry
+        return -len(modules), -parameter_bytes(modules[0])
 
-def owns_itself(module: nn.Module) -> bool:
-    """Whether ``module`` holds parameters itself, not only below it."""
-    return any(parameter is not None for parameter in module._parameters.values())
-
-
-def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of ``module`` itself and of containers in it."""
-    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
-    for child in module.children():
-        if not is_called(child):
-            yield from own_parameters(child)
-
-
-def _owns(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _outermost(model: nn.Module, wanted: object) -> list[tuple[str, nn.Module]]:
-    assert callable(wanted)
-    found: list[tuple[str, nn.Module]] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        for child_name, child in module.named_children():
-            child_path = f"{name}.{child_name}" if name else child_name
-            if wanted(module, child):
-                found.append((child_path, child))
-            else:
-                visit(child_path, child)
-
-    visit("", model)
-    return found
+    described = []
+    for name, modules in sorted(instances.items(), key=most_repeated_then_largest)[:8]:
+        size = parameter_bytes(modules[0]) / 2**20
+        described.append(f"{name} ({len(modules)} x {size:.2g} MiB)")
+    return ", ".join(described)

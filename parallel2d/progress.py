@@ -1,11 +1,11 @@
-"""What the loop says about itself: where the run stands, and what one step came to. Read by metrics
-and checkpoints."""
+"""What the loop, the metrics and the checkpoints pass to each other: where a run stands
+(`Progress`), what one step came to (`StepOutcome`), what one rank measured (`RankReport`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from parallel2d.files import printable
@@ -16,13 +16,60 @@ LARGEST_SCALE = 2.0**24  # of a loss
 
 @dataclass
 class Progress:
-    """Where a run stands: what a checkpoint needs to know beside tensors."""
+    """Where a run stands: what a checkpoint needs beside tensors."""
 
     step: int = 0  # finished steps
     samples: int = 0  # consumed, over all ranks: the position in the data
     tokens: int = 0  # valid targets consumed, over all ranks
     skipped: int = 0  # steps whose update was left out because something was not finite
     skipped_in_a_row: int = 0
+
+
+# Not frozen: a step makes one for every rank, and a frozen one takes four times as long to make.
+@dataclass(slots=True)
+class RankReport:
+    """What one rank measured in a step. All ranks get it in the agreement of the next step, as a
+    list of floats; see [Note: one agreement per step] in `trainer.py`."""
+
+    busy_s: float  # in which the rank worked, waits for other ranks left out
+    peak_rss_gib: float  # resident memory of the process
+    rss_gib: float
+    # Of the device; zeros without a GPU
+    peak_gib: float = 0.0
+    allocated_gib: float = 0.0
+    reserved_gib: float = 0.0
+    allocation_retries: float = 0.0
+    # By `parallel2d.metrics.keys.COMMUNICATION_KEYS`; empty where communication is not measured
+    communication: Mapping[str, float] = field(default_factory=dict)
+
+    def floats(self) -> list[float]:
+        """All numbers, in the same order on every rank."""
+        return [
+            self.busy_s,
+            self.peak_rss_gib,
+            self.rss_gib,
+            self.peak_gib,
+            self.allocated_gib,
+            self.reserved_gib,
+            self.allocation_retries,
+            *self.communication.values(),
+        ]
+
+    @classmethod
+    def from_floats(cls, values: Sequence[float], communication: Iterable[str]) -> RankReport:
+        """The report whose `floats` are ``values``; ``communication``: its keys, in order."""
+        busy_s, peak_rss_gib, rss_gib, *others = values
+        peak_gib, allocated_gib, reserved_gib, allocation_retries, *moved = others
+        return cls(
+            busy_s,
+            peak_rss_gib,
+            rss_gib,
+            peak_gib,
+            allocated_gib,
+            reserved_gib,
+            allocation_retries,
+            dict(zip(communication, moved, strict=True)),
+        )
 
 
 @dataclass(frozen=True)
@@ -36,46 +83,57 @@ class StepOutcome:
     finite: bool
     preempted: bool  # some rank was told to save and end
     save_is_due: bool  # by some rank's clock, beside the interval in steps
-    ranks: list[list[float]]  # by rank: what `measure_rank` said after the step before
+    ranks: list[RankReport]  # by rank: what was measured in the step before
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """What is wrong with ``state``, which a checkpoint of ``step`` says `Trainer.state_dict` has
-    given it; empty if nothing.
+    """What is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``; empty if
+    nothing.
 
     Numbers must be finite, in range, and possible together.
     """
     problems = [f"{key} is missing" for key in ("scaler", "data_fingerprint") if key not in state]
     for item in fields(Progress):
         value = state.get(item.name)
-        if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+        if not _is_count(value, LARGEST_COUNT):
             problems.append(
                 f"{item.name} is {printable(repr(value), 40)}, no whole number from 0 to 2**53"
             )
-    if problems:
+    if problems:  # the checks below compare these numbers
         return problems
     if state["step"] != step:
         problems.append(f"step is {state['step']}, and the checkpoint is of step {step}")
     if not state["skipped_in_a_row"] <= state["skipped"] <= state["step"] <= state["samples"]:
-        counts = ", ".join(
-            f"{name} {state[name]}" for name in ("skipped_in_a_row", "skipped", "step", "samples")
-        )
+        names = ("skipped_in_a_row", "skipped", "step", "samples")
+        counts = ", ".join(f"{name} {state[name]}" for name in names)
         problems.append(f"its counts contradict each other: {counts}")
-    scaler, fingerprint = state["scaler"], state["data_fingerprint"]
+    fingerprint = state["data_fingerprint"]
     if not isinstance(fingerprint, str) or len(fingerprint) > 1000:
         problems.append("data_fingerprint is no text")
-    if not isinstance(scaler, Mapping) or set(scaler) != {"scale", "good_steps"}:
-        problems.append("scaler is not scale and good_steps")
-    else:
-        scale, good = scaler["scale"], scaler["good_steps"]
-        if (
-            type(scale) not in (int, float)
-            or not 1 <= scale <= LARGEST_SCALE
-            or not math.isfinite(scale)
-        ):
-            problems.append(f"scale is {printable(repr(scale), 40)}, no number from 1 to 2**24")
-        if type(good) is not int or not 0 <= good <= step:
-            problems.append(
-                f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}"
-            )
+    problems += _problems_of_scaler(state["scaler"], step)
     return problems
+
+
+def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
+    if not isinstance(scaler, Mapping) or set(scaler) != {"scale", "good_steps"}:
+        return ["scaler is not scale and good_steps"]
+    problems = []
+    scale = scaler["scale"]
+    if not _is_scale(scale):
+        problems.append(f"scale is {printable(repr(scale), 40)}, no number from 1 to 2**24")
+    good = scaler["good_steps"]
+    if not _is_count(good, step):
+        problems.append(
+            f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}"
+        )
+    return problems
+
+
+def _is_count(value: Any, largest: int) -> bool:
+    # Not isinstance: True and False are ints too.
+    return type(value) is int and 0 <= value <= largest
+
+
+def _is_scale(value: Any) -> bool:
+    is_number = type(value) in (int, float)
+    return is_number and 1 <= value <= LARGEST_SCALE and math.isfinite(value)

@@ -1,8 +1,10 @@
-"""Which rank this process is, read from the environment variables that its launcher set."""
+"""Finds out which rank this process is, from the environment variables that its launcher set. Start
+at `find_rank`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from parallel2d.errors import ConfigError
@@ -10,7 +12,7 @@ from parallel2d.errors import ConfigError
 # set by the launcher of one node for the workers it starts
 CONFIG, RUN_DIR = "PARALLEL2D_CONFIG", "PARALLEL2D_RUN_DIR"
 AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
-# set by our launcher: where workers meet, and under which names
+# set by our launcher: the endpoint of the workers' store, and the prefix of their keys in it
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
 # Slurm step ids from here on are shells (batch, interactive, extern), not srun steps
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -29,7 +31,7 @@ class RankIdentity:
     launcher: str
 
 
-def find_rank(environment: os._Environ[str] | dict[str, str] | None = None) -> RankIdentity | None:
+def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdentity | None:
     """The `RankIdentity` that the environment gives this process, or None when it is not a rank.
 
     torchrun: its variables. srun: those of a step with several tasks; the shell of ``salloc`` or
@@ -38,76 +40,93 @@ def find_rank(environment: os._Environ[str] | dict[str, str] | None = None) -> R
     incomplete set.
     """
     env = os.environ if environment is None else environment
-    if "RANK" in env and "WORLD_SIZE" in env:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if missing:
-            raise ConfigError(
-                f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with "
-                "torchrun, or unset them"
-            )
-        launcher = "self" if CONFIG in env else "nodes" if AGENT in env else "torchrun"
-    elif _is_srun_task(env):
-        _set_from_slurm(env)
-        launcher = "srun"
-    else:
+    launcher = _find_launcher(env)
+    if launcher is None:
         return None
-    numbers = {}
-    for name, default in (
-        ("RANK", None),
-        ("WORLD_SIZE", None),
-        ("LOCAL_RANK", "0"),
-        ("GROUP_RANK", "0"),
-        ("GROUP_WORLD_SIZE", "1"),
-        ("MASTER_PORT", None),
-    ):
-        text = env.get(name, default)
-        if text is None or not text.isdigit():
-            raise ConfigError(f"{name}={text} in the environment must be a whole number")
-        numbers[name] = int(text)
-    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+    if launcher == "srun":
+        _set_from_slurm(env)
+    identity = RankIdentity(
+        rank=_whole_number(env, "RANK"),
+        world_size=_whole_number(env, "WORLD_SIZE"),
+        local_rank=_whole_number(env, "LOCAL_RANK", "0"),
+        node=_whole_number(env, "GROUP_RANK", "0"),
+        nodes=_whole_number(env, "GROUP_WORLD_SIZE", "1"),
+        launcher=launcher,
+    )
+    # Not part of the identity, but the error is clearer here than where the port is used.
+    _whole_number(env, "MASTER_PORT")
+    if identity.rank >= identity.world_size:
+        raise ConfigError(f"RANK={identity.rank} must be below WORLD_SIZE={identity.world_size}")
+    return identity
+
+
+def _find_launcher(env: MutableMapping[str, str]) -> str | None:
+    """``launcher`` of the `RankIdentity`, or None when no launcher started this process."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        _check_master(env)
+        # Our own launchers set the variables of torchrun and one of their own.
+        if CONFIG in env:
+            return "self"
+        if AGENT in env:
+            return "nodes"
+        return "torchrun"
+    return "srun" if _is_srun_task(env) else None
+
+
+def _check_master(env: MutableMapping[str, str]) -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
         raise ConfigError(
-            f"RANK={numbers['RANK']} must be below WORLD_SIZE={numbers['WORLD_SIZE']}"
+            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with torchrun, or "
+            "unset them"
         )
-    return RankIdentity(
-        numbers["RANK"],
-        numbers["WORLD_SIZE"],
-        numbers["LOCAL_RANK"],
-        numbers["GROUP_RANK"],
-        numbers["GROUP_WORLD_SIZE"],
-        launcher,
-    )
 
 
-def _is_srun_task(env: os._Environ[str] | dict[str, str]) -> bool:
-    step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "1")
-    return (
-        "SLURM_PROCID" in env
-        and step.isdigit()
-        and int(step) < _FIRST_SPECIAL_STEP
-        and int(tasks) > 1
-    )
+def _whole_number(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
+    """The variable as a number of at least 0. Raises `ConfigError` when it is another text, or
+    absent without a ``default``."""
+    text = env.get(name, default)
+    # str.isdigit is false for signs, points and the empty text.
+    if text is None or not text.isdigit():
+        raise ConfigError(f"{name}={text} in the environment must be a whole number")
+    return int(text)
 
 
-def _set_from_slurm(env: os._Environ[str] | dict[str, str]) -> None:
-    tasks, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_STEP_NUM_NODES", "1"))
-    local = (
-        env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks // max(nodes, 1)))
-        .split("(")[0]
-        .split(",")[0]
-    )
+def _is_srun_task(env: MutableMapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of a step that srun started."""
+    step = env.get("SLURM_STEP_ID", "")
+    if "SLURM_PROCID" not in env or not step.isdigit():
+        return False
+    if int(step) >= _FIRST_SPECIAL_STEP:
+        return False
+    # A single task, such as the shell of srun --pty, needs no other ranks.
+    return int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def _set_from_slurm(env: MutableMapping[str, str]) -> None:
+    """Sets the variables of torchrun from those of srun. A MASTER_ADDR and a MASTER_PORT that the
+    user set are kept."""
+    tasks = int(env["SLURM_STEP_NUM_TASKS"])
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
+    # One number for each node, such as 4(x2),3: the first is taken.
+    by_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks // max(nodes, 1)))
+    local_size = by_node.split("(")[0].split(",")[0]
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
-    env.setdefault(
-        "MASTER_PORT",
-        str(20000 + (int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env["SLURM_STEP_ID"])) % 20000),
-    )
-    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], str(tasks)
-    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = env.get("SLURM_LOCALID", "0"), local
-    env["GROUP_RANK"], env["GROUP_WORLD_SIZE"] = env.get("SLURM_NODEID", "0"), str(nodes)
+    # All tasks derive the same port without a message, and two steps on one node seldom share it.
+    seed = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env["SLURM_STEP_ID"])
+    env.setdefault("MASTER_PORT", str(20000 + seed % 20000))
+    env["RANK"] = env["SLURM_PROCID"]
+    env["WORLD_SIZE"] = str(tasks)
+    env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
+    env["LOCAL_WORLD_SIZE"] = local_size
+    env["GROUP_RANK"] = env.get("SLURM_NODEID", "0")
+    env["GROUP_WORLD_SIZE"] = str(nodes)
 
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: ``gpu[03-05,9],cpu1`` -> ``gpu03``."""
     head, bracket, rest = nodes.partition("[")
+    # No brackets, or brackets of a later host: cpu1,gpu[03-05]
     if not bracket or "," in head:
         return nodes.split(",")[0]
     return head + rest.split("]")[0].split(",")[0].split("-")[0]

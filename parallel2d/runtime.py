@@ -1,7 +1,7 @@
 """The process group of a rank, its store, its device and its seeds. Start at `setup`.
 
-`process_group` serves the train command; `setup`, `teardown`, `limit_waiting`, `barrier` and
-`reduce` are for one's own loop and stand on the same functions.
+The train command uses `process_group`. `setup`, `teardown`, `limit_waiting`, `barrier` and `reduce`
+are for users who write their own loop, and share its functions.
 
 [Note: two timeouts] The first step of a run compiles, connects the ranks of every group and reads
 from a cold file system; ranks may wait for each other far longer than in any later step. So groups
@@ -12,7 +12,6 @@ that a hang is then noticed early.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gc
 import logging
 import os
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel2d.config import LaunchConfig
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, did_you_mean
 from parallel2d.exchange import all_gather, broadcast
 from parallel2d.rank_environment import PREFIX, STORE, RankIdentity, find_rank
 from parallel2d.store.address import join_endpoint
@@ -44,35 +43,53 @@ log = logging.getLogger(__name__)
 
 
 def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any:
-    """The store of this job's ranks. Under our own launchers it is the one that they have met at;
-    under srun rank 0 opens it at MASTER_ADDR; torchrun brings its own.
+    """The store of this job's ranks.
+
+    Under our own launchers it is the one at which they have met; under srun rank 0 opens it at
+    MASTER_ADDR; torchrun has one of its own.
 
     ``settings``: for srun, where the secret is. Raises `ConfigError` when the address is taken or
     does not answer, and under srun without a secret; under our own launchers, which make a new
     store with every start, RuntimeError.
     """
     if identity.launcher in ("self", "nodes"):
-        try:
-            client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
-        except ConfigError as error:
-            raise RuntimeError(str(error)) from None
-        return dist.PrefixStore(os.environ[PREFIX], client)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return _store_of_launcher()
     if identity.launcher == "srun":
-        secret = (
-            find_secret(settings.secret_file, settings.insecure) if settings else find_secret(None)
-        )
-        if identity.rank == 0:
-            _servers.append(StoreServer.at(host, port, secret, say_who_came))
-        return StoreClient(join_endpoint(host, port), secret)
+        return _store_under_srun(identity, settings)
+    return _store_of_torchrun()
+
+
+def _store_of_launcher() -> Any:
+    try:
+        client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
+    except ConfigError as error:
+        # The launcher chose the address, so no configuration is at fault.
+        raise RuntimeError(str(error)) from None
+    return dist.PrefixStore(os.environ[PREFIX], client)
+
+
+def _store_under_srun(identity: RankIdentity, settings: LaunchConfig | None) -> Any:
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    if settings is None:
+        secret = find_secret(None)
+    else:
+        secret = find_secret(settings.secret_file, settings.insecure)
+    if identity.rank == 0:
+        _servers.append(StoreServer.at(host, port, secret, say_who_came))
+    return StoreClient(join_endpoint(host, port), secret)
+
+
+def _store_of_torchrun() -> Any:
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
-        reason = (
-            "is in use by another process"
-            if "EADDRINUSE" in str(error)
-            else f"does not answer ({_short(error)})"
-        )
+        if "EADDRINUSE" in str(error):
+            reason = "is in use by another process"
+        else:
+            reason = f"does not answer ({_short(error)})"
         raise ConfigError(
             f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port"
         ) from None
@@ -81,7 +98,7 @@ def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank knows about itself and the others."""
+    """This rank among the others: its number, its device, and the hosts of all ranks."""
 
     identity: RankIdentity
     device: torch.device
@@ -92,12 +109,12 @@ class Runtime:
         return self.identity.rank == 0
 
 
-# seconds that ranks may wait for each other until `limit_waiting`, unless told otherwise
+# Seconds that ranks may wait for each other until `limit_waiting`, where nothing else is given.
 FIRST_STEP_TIMEOUT = 1800.0
-_setups = 0  # of this process; every setup meets under its own keys of the store
-_stores: dict[tuple[str, ...], Any] = {}
+_setups = 0  # how often this process has called `setup`; each call has its own keys in the store
+_stores: dict[tuple[str, ...], Any] = {}  # the latest store of `setup`, by its address
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
-_undo: dict[Callable[[], object], None] = {}  # in the order in which they were given
+_undo: dict[Callable[[], object], None] = {}  # a set that keeps the order of `on_teardown`
 _hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
 
 
@@ -112,8 +129,8 @@ def setup(
             ``limit_waiting(timeout_s)`` was called.
         first_timeout_s: the same until then; default: the larger of 1800 and ``timeout_s``. See
             [Note: two timeouts].
-        host_id: overrides the found host identity, by which `parallel2d.build_mesh` tells which
-            ranks share a node.
+        host_id: overrides the found host identity, by which `parallel2d.build_mesh` finds the
+            ranks that share a node.
 
     Gloo on CPU; with GPUs NCCL for their tensors and gloo for the rest, the GPU of ``LOCAL_RANK``
     chosen. May be called again after `teardown`. The connection to the store is kept between both,
@@ -132,22 +149,27 @@ def setup(
             f"first_timeout_s={first_timeout_s} must be at least timeout_s={timeout_s}"
         )
     identity = find_rank()
+    store: Any
     if identity is None:
         identity = RankIdentity(
             rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none"
         )
-        store: Any = dist.HashStore()
+        store = dist.HashStore()
     else:
-        key = tuple(
-            os.environ.get(name, "")
-            for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-        )
-        if key not in _stores:
-            _stores.clear()
-            _stores[key] = connect(identity)
-        store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
+        store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _kept_store(identity))
     _setups += 1
     return _join(identity, store, timeout_s, first_timeout_s, host_id)
+
+
+def _kept_store(identity: RankIdentity) -> Any:
+    """The store to which this process is connected, or a new one where the address is another."""
+    # After a restart of the job the same address has a new store.
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    key = tuple(os.environ.get(name, "") for name in names)
+    if key not in _stores:
+        _stores.clear()
+        _stores[key] = connect(identity)
+    return _stores[key]
 
 
 def teardown(wait_s: float = 30.0) -> None:
@@ -160,14 +182,18 @@ def teardown(wait_s: float = 30.0) -> None:
     returned. Drop your own references to model, optimizer and mesh before: what you hold stays.
     Does nothing without a process group.
     """
+    # The last one first. Each is taken out before its call, and so not called again after an error.
     while _undo:
-        _undo.popitem()[0]()
+        undo, _ = _undo.popitem()
+        undo()
     _leave(wait_s)
 
 
 def on_teardown(undo: Callable[[], object]) -> None:
-    """Has `teardown` call ``undo`` once, however often it was given: for whatever is put into the
-    process (wrapped functions, signal handlers)."""
+    """Has `teardown` call ``undo``, once however often it was given.
+
+    For whatever is put into the process (wrapped functions, signal handlers).
+    """
     _undo[undo] = None
 
 
@@ -183,6 +209,7 @@ def process_group(
     """As `setup`, on a store that exists; at the end all ranks wait for each other and leave. After
     an exception nobody waits."""
     runtime = _join(identity, store, timeout_s, first_timeout_s, host_id)
+    # After an exception the other ranks may never get to the end.
     wait_s = 0.0
     try:
         yield runtime
@@ -198,20 +225,12 @@ def _join(
     first_timeout_s: float | None,
     host_id: str | None,
 ) -> Runtime:
+    """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
-    device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        if identity.local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rank {identity.rank} on {socket.gethostname()}: "
-                f"LOCAL_RANK={identity.local_rank}, but "
-                "this node has "
-                f"{torch.cuda.device_count()} GPUs and two ranks cannot share one; start fewer "
-                "processes per node"
-            )
-        device, backend = torch.device("cuda", identity.local_rank), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    seconds = max(FIRST_STEP_TIMEOUT, timeout_s) if first_timeout_s is None else first_timeout_s
+    device, backend = _choose_device(identity)
+    seconds = first_timeout_s
+    if seconds is None:
+        seconds = max(FIRST_STEP_TIMEOUT, timeout_s)
     dist.init_process_group(
         backend,
         store=store,
@@ -228,42 +247,67 @@ def _join(
         raise
 
 
+def _choose_device(identity: RankIdentity) -> tuple[torch.device, str]:
+    """This rank's device and the backends for torch. Raises `ConfigError` for more ranks than
+    GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    if identity.local_rank >= gpus:
+        raise ConfigError(
+            f"rank {identity.rank} on {socket.gethostname()}: LOCAL_RANK={identity.local_rank}, "
+            f"but this node has {gpus} GPUs and two ranks cannot share one; start fewer processes "
+            "per node"
+        )
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device, "cpu:gloo,cuda:nccl"
+
+
 def _leave(wait_s: float) -> None:
+    """Destroys all process groups and frees what torch holds for them. See `teardown`."""
     global _hosts
     if dist.is_initialized():
         _await_leaving(wait_s)
         dist.destroy_process_group()
     _hosts = ()
     forget_meshes()
+    # Models and meshes hold each other in cycles, and with them memory of the GPU.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _await_leaving(wait_s: float) -> None:
-    """All ranks say that they leave and wait for the others; rank 0, which may host the store,
-    waits until they have heard it."""
-    store, rank, ranks = (
-        dist.distributed_c10d._get_default_store(),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    """Waits until all ranks have got here. Rank 0, which may host the store, goes last."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     if ranks == 1 or wait_s <= 0:
         return
+    timeout = timedelta(seconds=wait_s)
     try:
-        for word in ("leaving", "left"):
-            if store.add(f"parallel2d/{word}", 1) == ranks:
-                store.set(f"parallel2d/all-{word}", "1")
-            if word == "leaving" or rank == 0:
-                store.wait([f"parallel2d/all-{word}"], timedelta(seconds=wait_s))
-    # somebody is late or gone, or the store is: whoever is here leaves
+        _count_in(store, "leaving", ranks)
+        store.wait(["parallel2d/all-leaving"], timeout)
+        # From here on this rank needs the store for this one message more.
+        _count_in(store, "left", ranks)
+        if rank == 0:
+            store.wait(["parallel2d/all-left"], timeout)
     except RuntimeError as error:
+        # Another rank is late or gone, or the store is: this one leaves all the same.
         log.warning("rank %d did not wait for all others to leave: %s", rank, _short(error))
+
+
+def _count_in(store: Any, word: str, ranks: int) -> None:
+    """Adds this rank to those that are ``word``; the last one sets the key for which others
+    wait."""
+    if store.add(f"parallel2d/{word}", 1) == ranks:
+        store.set(f"parallel2d/all-{word}", "1")
 
 
 def forget_meshes() -> None:
     """Empties torch's caches of decisions about `DTensor`s, whose keys hold meshes of groups that
-    exist no more."""
+    no longer exist."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -294,12 +338,12 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
         return
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    store, rank, ranks = (
-        dist.distributed_c10d._get_default_store(),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     seconds = world_timeout() if timeout_s is None else timeout_s
+
+    # Every call with one name has a number, equal on all ranks, and its own keys.
     number = store.add(f"parallel2d/barrier/{name}/calls/{rank}", 1)
     key = f"parallel2d/barrier/{name}/{number}"
     store.set(f"{key}/{rank}", "1")
@@ -308,25 +352,41 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     try:
         store.wait([f"{key}/open"], timedelta(seconds=seconds))
     except RuntimeError as error:
-        late = [other for other in range(ranks) if not store.check([f"{key}/{other}"])]
+        late = _absent(store, key, ranks)
         if late:
-            names = ", ".join(
-                f"rank {other}" + (f" on {_hosts[other]}" if _hosts else "") for other in late
-            )
             raise TimeoutError(
-                f"barrier {name}: rank {rank} waited {seconds:g} s for {names}"
+                f"barrier {name}: rank {rank} waited {seconds:g} s for {_named(late)}"
             ) from None
+        # The last rank may have come between the end of the wait and this look at the store.
         if not store.check([f"{key}/open"]):
             raise error
-    if rank == 0 and number > 1:  # everybody is here, so everybody has left the one before
-        before = f"parallel2d/barrier/{name}/{number - 1}"
-        for last in (*range(ranks), "arrived", "open"):
-            store.delete_key(f"{before}/{last}")
+    # Everybody is here, so everybody has left the call before and needs its keys no more.
+    if rank == 0 and number > 1:
+        _delete_call(store, f"parallel2d/barrier/{name}/{number - 1}", ranks)
+
+
+def _absent(store: Any, key: str, ranks: int) -> list[int]:
+    """The ranks that have not arrived at the call of a barrier whose keys begin with ``key``."""
+    return [rank for rank in range(ranks) if not store.check([f"{key}/{rank}"])]
+
+
+def _delete_call(store: Any, key: str, ranks: int) -> None:
+    for last in (*range(ranks), "arrived", "open"):
+        store.delete_key(f"{key}/{last}")
+
+
+def _named(ranks: list[int]) -> str:
+    """``rank 1 on node0, rank 3 on node1``; without the hosts where `setup` has not made the
+    group."""
+    if _hosts:
+        return ", ".join(f"rank {rank} on {_hosts[rank]}" for rank in ranks)
+    return ", ".join(f"rank {rank}" for rank in ranks)
 
 
 def world_timeout() -> float:
     """Seconds that a collective of the world may wait for a late rank."""
     world = dist.distributed_c10d._get_default_group()
+    # Its backends, one per type of device, were made with one timeout.
     return world._get_backend(world._device_types[0]).options._timeout.total_seconds()
 
 
@@ -360,37 +420,58 @@ def reduce(
             "reduce: a DTensor is one tensor over all its ranks; give its .to_local() or take "
             ".full_tensor()"
         )
-    word = op.lower() if isinstance(op, str) else op
-    mean = word in ("mean", "avg", dist.ReduceOp.AVG)
-    if isinstance(word, str) and not mean and word not in _OPERATIONS:
-        near = difflib.get_close_matches(word, ["mean", "avg", *_OPERATIONS], n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"reduce: op={op} is not one of mean, avg, {', '.join(_OPERATIONS)}{hint}"
-        )
-    operation = dist.ReduceOp.SUM if mean else _OPERATIONS[word] if isinstance(word, str) else word
-    result, kept = value.detach().clone(), value.dtype
-    if not value.is_floating_point() and not value.is_complex():
-        result = result.to(torch.float64 if mean else torch.int64 if kept == torch.bool else kept)
-        if mean or (kept == torch.bool and operation == dist.ReduceOp.SUM):
-            kept = result.dtype
-    elif kept in (torch.bfloat16, torch.float16):
-        result = result.float()
+    operation, is_mean = _operation_of(op)
+    sums, kept = _dtypes_of(value.dtype, operation, is_mean)
+    result = value.detach().clone().to(sums)
     if dist.is_initialized():
         result = result.contiguous()
         dist.all_reduce(result, operation, group)
-        if mean:
+        if is_mean:
             result /= dist.get_world_size(group)
     return result.to(kept)
 
 
+def _operation_of(op: str | dist.ReduceOp | Any) -> tuple[Any, bool]:
+    """torch's operation for ``op``, and whether the result is then divided by the ranks."""
+    word = op.lower() if isinstance(op, str) else op
+    # gloo has no mean of its own.
+    if word in ("mean", "avg", dist.ReduceOp.AVG):
+        return dist.ReduceOp.SUM, True
+    if not isinstance(word, str):
+        return word, False
+    if word not in _OPERATIONS:
+        hint = did_you_mean(word, ["mean", "avg", *_OPERATIONS], alike=0.4)
+        raise ConfigError(
+            f"reduce: op={op} is not one of mean, avg, {', '.join(_OPERATIONS)}{hint}"
+        )
+    return _OPERATIONS[word], False
+
+
+def _dtypes_of(
+    dtype: torch.dtype, operation: Any, is_mean: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes in which `reduce` reduces a tensor of ``dtype`` and in which it returns it."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return torch.float32, dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return dtype, dtype
+    if is_mean:
+        return torch.float64, torch.float64
+    if dtype != torch.bool:
+        return dtype, dtype
+    # The sum of booleans is a number; their maximum and minimum are booleans again.
+    is_sum = operation == dist.ReduceOp.SUM
+    return torch.int64, torch.int64 if is_sum else torch.bool
+
+
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seeds what draws numbers while training (dropout); weights and data order have generators of
-    their own."""
+    """Seeds the generators that training draws from (dropout); weights and data order have
+    generators of their own."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
@@ -398,7 +479,9 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 def check_shared_run_dir(run_dir: str) -> None:
     """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory.
     Collective."""
-    path = os.path.join(run_dir, f".shared-{broadcast(uuid.uuid4().hex)}")
+    # A new name, so that no file of an earlier start is taken for rank 0's.
+    name = broadcast(uuid.uuid4().hex)
+    path = os.path.join(run_dir, f".shared-{name}")
     if dist.get_rank() == 0:
         with open(path, "w"):
             pass
@@ -421,6 +504,8 @@ def check_same_data(fingerprint: str) -> None:
 
 
 def _refuse_where(wrong: bool, what: str) -> None:
+    """Raises `ConfigError`, on every rank, naming the hosts of the ranks that pass true.
+    Collective."""
     answers = all_gather(socket.gethostname() if wrong else None)
     hosts = sorted({host for host in answers if host is not None})
     if hosts:
@@ -428,4 +513,6 @@ def _refuse_where(wrong: bool, what: str) -> None:
 
 
 def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    """The first line of an error's message; its class where it has none."""
+    text = str(error)
+    return text.splitlines()[0][:120] if text else type(error).__name__

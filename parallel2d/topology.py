@@ -1,4 +1,5 @@
-"""Which ranks share a host: asked of the ranks, never assumed from their order."""
+"""Which ranks share a host, gathered from the ranks and never assumed from their order. Start at
+`Topology.gather`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from parallel2d.exchange import all_gather
 
 
 def host_identity(override: str | None = None) -> str:
-    """What two ranks share exactly when traffic between them stays inside one machine.
+    """A string that two ranks share exactly when traffic between them stays inside one machine.
 
     Host name plus network namespace: containers and namespaces on one kernel count as different
     hosts, as their traffic does. The boot id would not do: namespaces share it.
@@ -19,7 +20,8 @@ def host_identity(override: str | None = None) -> str:
         return override
     try:
         namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:  # not Linux: the name alone
+    except OSError:
+        # Other systems than Linux have no /proc: the host name decides alone.
         namespace = 0
     return f"{socket.gethostname()}/{namespace}"
 
@@ -32,19 +34,22 @@ class Topology:
 
     @classmethod
     def gather(cls, host_id: str | None = None) -> Topology:
-        """Asks every rank of the default process group. Collective: all ranks must call it."""
+        """The topology of the default process group, gathered from its ranks. Collective: all ranks
+        must call it."""
         return cls(tuple(all_gather(host_identity(host_id))))
 
     @classmethod
     def single_host(cls, world_size: int, host: str = "this host") -> Topology:
-        """All ranks on one machine: what a launcher knows before it starts them."""
+        """All ranks on one machine, for a launcher that has not started them yet."""
         return cls((host,) * world_size)
 
     @classmethod
     def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
-        """``hosts`` machines with ``ranks`` each: what a launcher on one of several nodes
-        expects."""
-        return cls(tuple(f"host {host}" for host in range(hosts) for _ in range(ranks)))
+        """``hosts`` machines with ``ranks`` each, for a launcher on one of several nodes."""
+        by_rank: list[str] = []
+        for host in range(hosts):
+            by_rank += [f"host {host}"] * ranks
+        return cls(tuple(by_rank))
 
     @property
     def world_size(self) -> int:
@@ -61,8 +66,10 @@ class Topology:
     def describe(self) -> str:
         """For messages: ``2 hosts with 4 ranks each`` or ``2 hosts with 4, 2 ranks``."""
         sizes = [len(ranks) for ranks in self.ranks_by_host.values()]
+        if len(set(sizes)) != 1:
+            return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"
+        # From here on every host has as many ranks as the first.
+        word = "ranks" if sizes[0] > 1 else "rank"
         if len(sizes) == 1:
-            return f"1 host with {sizes[0]} rank{'s' if sizes[0] > 1 else ''}"
-        if len(set(sizes)) == 1:
-            return f"{len(sizes)} hosts with {sizes[0]} rank{'s' if sizes[0] > 1 else ''} each"
-        return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"
+            return f"1 host with {sizes[0]} {word}"
+        return f"{len(sizes)} hosts with {sizes[0]} {word} each"

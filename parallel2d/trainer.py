@@ -1,15 +1,14 @@
-"""The loop, and only the loop. A validated job and a runtime flow in; steps, metrics and trained
-weights flow out.
+"""The training loop: `Trainer.run`.
 
 One step: take this rank's part of the global batch, accumulate gradients over its micro-batches,
 agree with all ranks, update.
 
-[Note: one agreement per step] All that ranks must know of each other rides on a single all-reduce
-of a small fp64 vector: loss, token counts (of this batch and of the next, whose weight is then
-known without asking), the squared gradient norm, the batch's hash, whether anything was not finite,
-whether somebody was told to save and end, and a few numbers per rank about the step before, each
-rank's in places of its own. Every decision is taken from that vector, so every rank takes the same
-one.
+[Note: one agreement per step] All that ranks must learn from each other in a step goes into a
+single all-reduce of a small fp64 vector: loss, token counts (of this batch and of the next, whose
+weight is then known before it begins), the squared gradient norm, the batch's hash, whether
+anything was not finite, whether some rank was told to save and end, and every rank's report about
+the step before, each in a row of its own. Every decision is taken from that vector, so every rank
+takes the same one.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ from parallel2d.metrics.recorder import Recorder
 from parallel2d.model_families import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.parallelize.precision import input_dtype
-from parallel2d.progress import Progress, StepOutcome, problems_of_state
+from parallel2d.progress import Progress, RankReport, StepOutcome, problems_of_state
 from parallel2d.sync import GradientSync, accumulate
 from parallel2d.sync.engine import engines_in
+
+_SUMS = 8  # numbers of the agreement that stand before the ranks' reports
 
 
 def _nothing() -> None:
@@ -52,7 +53,7 @@ def _never() -> bool:
 
 
 class Trainer:
-    """Trains ``model`` over ``mesh``. What it is given is already sharded, seeded and open."""
+    """Trains ``model``, which is parallel over ``mesh`` and has its weights already."""
 
     def __init__(
         self,
@@ -70,40 +71,42 @@ class Trainer:
         device: torch.device,
         data_fingerprint: str,
     ) -> None:
-        self.config, self.model, self.loss, self.mesh, self.optimizer = (
-            config,
-            model,
-            loss,
-            mesh,
-            optimizer,
-        )
-        self.training, self.validation, self.plan = training, validation, plan
-        self.recorder, self.checkpointer, self.device = recorder, checkpointer, device
+        self.config = config
+        self.model = model
+        self.loss = loss
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.training = training
+        self.validation = validation
+        self.plan = plan
+        self.recorder = recorder
+        self.checkpointer = checkpointer
+        self.device = device
         self.data_fingerprint = data_fingerprint
-        # What the command that trains has to say; nothing in a loop of somebody's own.
+        # Hooks for the command that trains. The second comes before a step is saved and recorded;
+        # if it raises, nothing is written. The third is called once, after this process's first
+        # step.
         self.stop_requested: Callable[[], bool] = _never
-        self.before_writing: Callable[[], object] = _nothing  # may raise, and nothing is written
-        # As sharding casts them where it computes in another dtype than it stores; it casts nothing
-        # where both are the same
-        self._input_dtype = input_dtype(config.precision)
+        self.before_writing: Callable[[], object] = _nothing
+        self.after_first_step: Callable[[], object] = _nothing
+
         self.scaler = LossScaler(config.precision.loss_scaling)
         self.clock = PhaseClock(device)
         self.progress = Progress()
         self.preempted = False
-        # called once, when the first step of this process is done
-        self.after_first_step: Callable[[], object] = _nothing
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # Agreeing on which parameters were used rides on the step's agreement, where nothing must
-        # come before it
-        self._engine = next(
-            (e for e in engines_in(model) if isinstance(e, GradientSync) and e.defer_agreement()),
-            None,
-        )
-        self._data_ranks = mesh_shape(mesh).data_ranks
+        # Sharding casts inputs where it computes in another dtype than it stores; where both are
+        # the same it casts nothing, and the trainer does.
+        self._input_dtype = input_dtype(config.precision)
+        # Which parameters were used travels in the step's agreement, if the engine can wait so long
+        engines = (engine for engine in engines_in(model) if isinstance(engine, GradientSync))
+        self._engine = next((engine for engine in engines if engine.defer_agreement()), None)
+        shape = mesh_shape(mesh)
+        self._data_ranks = shape.data_ranks
         # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
-        self._counts = float(mesh_shape(mesh).tensor == 1 or mesh.get_local_rank("tensor") == 0)
+        self._counts = float(shape.tensor == 1 or mesh.get_local_rank("tensor") == 0)
         self._upcoming: StepBatch | None = None
-        self._upcoming_tokens = 0
+        self._upcoming_tokens = 0  # of the global batch
         self._measured = recorder.measure({}, 0.0)
 
     def run(self) -> None:
@@ -113,9 +116,9 @@ class Trainer:
         Raises `ConfigError` after too many non-finite steps in a row.
         """
         feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
+        # Automatic collections would fall at different moments on different ranks, and all ranks
+        # would wait for each of them.
         gc.collect()
-        # collections would fall at different moments on different ranks, and each would wait for
-        # all
         gc.disable()
         try:
             self.begin(feed)
@@ -131,14 +134,11 @@ class Trainer:
             feed.close()
 
     def begin(self, feed: BatchFeed) -> None:
-        """Reads the first batch. Its token count is agreed on apart; later ones ride on the step
-        before. Collective."""
+        """Reads the first batch and sums its token count over the ranks; those of later batches are
+        in the agreement of the step before. Collective."""
         self._upcoming = self._take(feed) if self.progress.step < self.config.train.steps else None
-        count = torch.tensor(
-            [self._upcoming.valid_tokens if self._upcoming else 0],
-            dtype=torch.float64,
-            device=self.device,
-        )
+        tokens = _valid_tokens(self._upcoming)
+        count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
 
     def step(self, feed: BatchFeed) -> None:
@@ -166,15 +166,7 @@ class Trainer:
 
         self._count(step, batch, outcome)
         self._end_if_hopeless()
-        validation_loss = None
-        if (
-            self.validation is not None
-            and train.validate_every
-            and step % train.validate_every == 0
-        ):
-            begin = time.perf_counter()
-            validation_loss = self.validate(self.validation)
-            seconds["validation_s"] = time.perf_counter() - begin
+        validation_loss = self._validate_if_due(step, seconds)
         self.before_writing()
         self.preempted = outcome.preempted
         last = self._upcoming is None
@@ -199,7 +191,8 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken. Raises `ConfigError` for what it cannot have
         given."""
-        if problems := problems_of_state(state, state["step"]):
+        problems = problems_of_state(state, state["step"])
+        if problems:
             raise ConfigError(
                 f"the checkpoint's state cannot be gone on from: {'; '.join(problems[:4])}"
             )
@@ -212,7 +205,7 @@ class Trainer:
         ``stream``. Collective."""
         feed = BatchFeed(stream, self.plan, self.device)
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         try:
             for _ in range(self.config.train.validate_batches):
                 batch = self._take(feed)
@@ -231,6 +224,16 @@ class Trainer:
         dist.all_reduce(sums)
         return (sums[0] / sums[1].clamp(min=1)).item()
 
+    def _validate_if_due(self, step: int, seconds: dict[str, float]) -> float | None:
+        """Adds what it takes to ``seconds``."""
+        every = self.config.train.validate_every
+        if self.validation is None or not every or step % every:
+            return None
+        begin = time.perf_counter()
+        loss = self.validate(self.validation)
+        seconds["validation_s"] = time.perf_counter() - begin
+        return loss
+
     def _take(self, feed: BatchFeed) -> StepBatch | None:
         try:
             return feed.next()
@@ -246,6 +249,7 @@ class Trainer:
     def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
         scale. Returns this rank's summed loss, fp64."""
+        # Gradients are averaged over the data ranks, so each loss is weighted by their number.
         weight = self._data_ranks / max(tokens, 1) * self.scaler.scale
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in accumulate(
@@ -257,48 +261,59 @@ class Trainer:
         return summed
 
     def _agree(self, summed: Tensor, batch: StepBatch) -> StepOutcome:
-        """See [Note: one agreement per step]."""
-        upcoming = self._upcoming.valid_tokens if self._upcoming else 0
-        counts = torch.tensor(
-            [batch.valid_tokens, batch.sample_hash, upcoming],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        share = (
-            squared_norm_share(self.parameters, dist.get_world_size()).to(self.device).reshape(1)
-        )
-        sums = torch.cat([torch.cat([summed.reshape(1), counts]) * self._counts, share])
+        """See [Note: one agreement per step]. ``summed``: this rank's loss."""
+        sums = self._own_sums(summed, batch)
         broken = (~sums.isfinite().all()).reshape(1).double()
-        flags = torch.tensor(
-            [self.stop_requested(), self.checkpointer.time_is_up()], dtype=torch.float64
-        )
-        places = torch.zeros(dist.get_world_size(), len(self._measured), dtype=torch.float64)
-        places[dist.get_rank()] = torch.tensor(self._measured, dtype=torch.float64)
+        flags = [self.stop_requested(), self.checkpointer.time_is_up()]
+        told = torch.tensor(flags, dtype=torch.float64)
+        reports = self._own_report()
         used = self._engine.vector() if self._engine else torch.zeros(0, dtype=torch.float64)
-        vector = torch.cat(
-            [
-                sums.nan_to_num(0.0, 0.0, 0.0),
-                broken,
-                torch.cat([flags, places.flatten(), used]).to(self.device),
-            ]
-        )
+        # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
+        # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
+        from_cpu = torch.cat([told, reports.flatten(), used]).to(self.device)
+        vector = torch.cat([sums.nan_to_num(0.0, 0.0, 0.0), broken, from_cpu])
         dist.all_reduce(vector)
+
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_norm, not_finite, preempted, due = (
-            vector[:8].tolist()
+            vector[:_SUMS].tolist()
         )
+        end = _SUMS + reports.numel()
         self._upcoming_tokens = int(upcoming_tokens)
         if self._engine:
-            self._engine.agree_on(vector[8 + places.numel() :].cpu())
+            self._engine.agree_on(vector[end:].cpu())
+        rows = vector[_SUMS:end].view(reports.shape).tolist()
+        loss = loss_sum / max(tokens, 1.0)
+        grad_norm = math.sqrt(squared_norm) / self.scaler.scale
         return StepOutcome(
-            loss=math.nan if not_finite else loss_sum / max(tokens, 1.0),
-            grad_norm=math.nan if not_finite else math.sqrt(squared_norm) / self.scaler.scale,
+            loss=math.nan if not_finite else loss,
+            grad_norm=math.nan if not_finite else grad_norm,
             tokens=int(tokens),
             batch_hash=int(batch_hash),
             finite=not not_finite,
             preempted=preempted > 0,
             save_is_due=due > 0,
-            ranks=vector[8 : 8 + places.numel()].view(places.shape).tolist(),
+            ranks=[RankReport.from_floats(row, self._measured.communication) for row in rows],
         )
+
+    def _own_sums(self, summed: Tensor, batch: StepBatch) -> Tensor:
+        """What is summed over the ranks: loss, tokens, hash, tokens of the next batch, squared norm
+        of the gradient."""
+        counts = torch.tensor(
+            [batch.valid_tokens, batch.sample_hash, _valid_tokens(self._upcoming)],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        share = squared_norm_share(self.parameters, dist.get_world_size())
+        of_data = torch.cat([summed.reshape(1), counts]) * self._counts
+        return torch.cat([of_data, share.to(self.device).reshape(1)])
+
+    def _own_report(self) -> Tensor:
+        """This rank's report in its own row, zeros in the others': the sum over the ranks holds
+        every rank's. fp64 [ranks, numbers of a report]."""
+        values = torch.tensor(self._measured.floats(), dtype=torch.float64)
+        reports = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64)
+        reports[dist.get_rank()] = values
+        return reports
 
     def _update(self, outcome: StepOutcome) -> None:
         if outcome.finite:
@@ -311,7 +326,8 @@ class Trainer:
 
     def _count(self, step: int, batch: StepBatch, outcome: StepOutcome) -> None:
         progress = self.progress
-        progress.step, progress.samples = step, batch.position
+        progress.step = step
+        progress.samples = batch.position
         progress.tokens += outcome.tokens
         progress.skipped += not outcome.finite
         progress.skipped_in_a_row = 0 if outcome.finite else progress.skipped_in_a_row + 1
@@ -325,3 +341,7 @@ class Trainer:
                 f"{self.progress.step}: lower optimizer.lr={self.config.optimizer.lr} or use a "
                 "wider precision"
             )
+
+
+def _valid_tokens(batch: StepBatch | None) -> int:
+    return batch.valid_tokens if batch is not None else 0

@@ -31,8 +31,9 @@ from parallel2d.cost.collectives import sent_bytes
 from parallel2d.cost.tensor_twin import tensor_twin
 from parallel2d.cost.traffic import count_tensor_axis, predict_communication
 from parallel2d.data.batch import token_sequences
-from parallel2d.metrics.communication import KEYS, CommunicationMeter
+from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.deviation import Deviation
+from parallel2d.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.models.llama import tensor_plan
 from tools.cluster import Cluster, why_not
 
@@ -133,7 +134,7 @@ def measure(
     dist.all_reduce(sums)
     per_step = {
         key: value / STEPS / dist.get_world_size()
-        for key, value in zip(KEYS, sums.tolist(), strict=True)
+        for key, value in zip(COMMUNICATION_KEYS, sums.tolist(), strict=True)
     }
     return {
         "measured": per_step,
@@ -261,7 +262,7 @@ def names_after_meter() -> bool:
     meter.remove()
     dist.all_reduce(torch.ones(8), group=mesh.get_group("shard"))
     assert not any(unnamed)
-    assert dict(zip(KEYS, named, strict=True))["comm/shard/bytes"] == sent_bytes(
+    assert dict(zip(COMMUNICATION_KEYS, named, strict=True))["comm/shard/bytes"] == sent_bytes(
         "all_reduce", 32, 2, "cpu"
     )
     assert not any(meter.read())
@@ -294,7 +295,7 @@ def wait_for_a_late_rank(how: str) -> tuple[float, float, float]:
             dist.all_reduce(torch.ones(8), group=group, async_op=True).wait()
         else:
             functional.all_reduce(torch.ones(8), "sum", group).sum()
-        values = dict(zip(KEYS, meter.read(), strict=True))
+        values = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
     finally:
         meter.remove()
     return (

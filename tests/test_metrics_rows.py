@@ -25,9 +25,9 @@ from parallel2d.data.batch import token_sequences
 from parallel2d.errors import ConfigError
 from parallel2d.metrics import goodput
 from parallel2d.metrics import writer as writer_module
-from parallel2d.metrics.communication import KEYS
 from parallel2d.metrics.console import describe, wrap
 from parallel2d.metrics.goodput import Goodput
+from parallel2d.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.metrics.recorder import Recorder, measure_rank
 from parallel2d.metrics.stragglers import WINDOW, Stragglers
 from parallel2d.metrics.tensorboard import LAYOUT
@@ -267,7 +267,7 @@ ROW = {
     "throughput/tokens_per_s_per_rank": 25.0, "throughput/model_tflops_per_rank": 0.1, "goodput/fraction": 0.5,
     "goodput/lost_data_s": 1.0, "memory/peak_rss_gib": 1.0, "rank/skew": 1.0, "time/step_s": 2.0, "time/data_s": 0.0,
     "time/forward_backward_s": 1.5, "time/sync_s": 0.3, "time/optimizer_s": 0.2,
-    **dict.fromkeys(KEYS, 10.0),
+    **dict.fromkeys(COMMUNICATION_KEYS, 10.0),
 }  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from training import build_llama, global_batch, whole
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
 from parallel2d.errors import ConfigError
-from parallel2d.metrics.communication import KEYS, CommunicationMeter
+from parallel2d.metrics.communication import CommunicationMeter
+from parallel2d.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.model_structure import find_blocks
 from parallel2d.optimizer import build_optimizer, plan_groups, set_learning_rate, update_bytes
 from parallel2d.weights.initial_values import build_on_meta, plan_weights
@@ -228,7 +229,7 @@ def measure_update(
     try:
         meter.start()
         optimizer.step()
-        found = dict(zip(KEYS, meter.read(), strict=True))
+        found = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
     finally:
         meter.remove()
     return {axis: found[f"comm/{axis}/bytes"] for axis in ("replicate", "shard", "tensor")}, counted

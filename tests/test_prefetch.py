@@ -17,7 +17,8 @@ from parallel2d.config import BucketingConfig, PrefetchConfig
 from parallel2d.config.checks import validated
 from parallel2d.cost.traffic import predict_communication
 from parallel2d.errors import ConfigError
-from parallel2d.metrics.communication import KEYS, CommunicationMeter
+from parallel2d.metrics.communication import CommunicationMeter
+from parallel2d.metrics.keys import COMMUNICATION_KEYS
 
 
 class Reordered(nn.Module):
@@ -235,7 +236,7 @@ def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
             meter.start()
             for _ in accumulate(model, range(accumulation), during):
                 model(tokens).float().square().mean().backward()
-            measured = dict(zip(KEYS, meter.read(), strict=True))
+            measured = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
     finally:
         meter.remove()
     predicted = predict_communication(

@@ -3,7 +3,9 @@ take different routes."""
 
 from __future__ import annotations
 
+import ast
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from gradient_cases import DIM, ByRank, Case, Everything, OneRankAlone, Route
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import WorkerError
 
@@ -605,10 +608,9 @@ def test_torchs_engine_says_what_it_cannot_do(ranks, what):
 def _lacking():
     model, mesh = sharded()
     backward(model, mesh)
-    objects = [*fsdp_internals.states(model), *fsdp_internals.groups(model)]
-    objects += [
-        parameter for group in fsdp_internals.groups(model) for parameter in group.fsdp_params
-    ]
+    states, groups = fsdp_internals.states(model), fsdp_internals.groups(model)
+    objects = [*states, *groups, *(state._comm_ctx for state in states)]
+    objects += [parameter for group in groups for parameter in group.fsdp_params]
     assert {type(owner) for owner in objects} == set(fsdp_internals.KEPT)
     return {
         f"{type(owner).__name__}.{name}"
@@ -627,5 +629,67 @@ def test_private_names_of_torch_are_there(ranks):
     }
     missing = missing.union(*ranks.run(4, _lacking))
     assert not missing, (
-        f"torch {torch.__version__} lacks them: see parallel2d/parallelize/fsdp_internals.py"
+        f"torch {torch.__version__} lacks them: see parallel2d/parallelize/fsdp_internals"
     )
+
+
+ROOT = Path(__file__).parents[1]
+INTERNALS = ROOT / "parallel2d" / "parallelize" / "fsdp_internals"
+
+
+def _names_reached(path):
+    """Attributes that the code in a file reaches on other objects than ``self``, also by getattr and its like."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "delattr",
+        ):
+            found |= {name.value for name in node.args[1:2] if isinstance(name, ast.Constant)}
+    return found
+
+
+def _private(names):
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def _imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_tables_list_the_private_names_that_are_reached():
+    tables = [*fsdp_internals.REACHED, *fsdp_internals.KEPT.items()]
+    listed = set().union(*(names for _, names in tables))
+    reached = set().union(*map(_names_reached, INTERNALS.glob("*.py")))
+    assert _private(reached) == _private(listed)
+
+
+def test_no_other_file_reaches_private_names_of_fully_shard():
+    """Nor names without underscore of torch's private classes, except those that public classes have too."""
+    tables = [*fsdp_internals.REACHED, *fsdp_internals.KEPT.items()]
+    public = {*dir(nn.Module), *dir(FSDPModule), *dir(MixedPrecisionPolicy)}
+    of_torch = set()
+    for owner, names in tables:
+        if getattr(owner, "__module__", "").startswith("torch.distributed.fsdp"):
+            of_torch |= _private(names) | (set(names) - public)
+    found = set()
+    for folder in ("parallel2d", "models", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if INTERNALS in path.parents:
+                continue
+            where = path.relative_to(ROOT)
+            found |= {f"{where}: {name}" for name in _names_reached(path) & of_torch}
+            found |= {
+                f"{where}: {name}"
+                for name in _imported(path)
+                if name.startswith("torch.distributed.fsdp._")
+            }
+    assert not found

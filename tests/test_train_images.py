@@ -15,10 +15,10 @@ from torch import nn
 from workers import WorkerError
 
 from parallel2d import launch
-from parallel2d.assemble import fit_images
 from parallel2d.config import DataConfig, HuggingFaceModel
 from parallel2d.model_families import build_model
 from parallel2d.train import main
+from parallel2d.training_data import fit_images
 
 pytestmark = pytest.mark.extras("PIL", "transformers")
 

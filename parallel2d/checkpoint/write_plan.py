@@ -17,34 +17,6 @@ from parallel2d.weights.geometry import Region, local_region
 SPLIT_BYTES = 16 * 2**20
 
 
-def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
-    """The mesh axes along which ranks hold the same rectangle, and the ranks that hold this one, in
-    the same order on each of them.
-
-    A mesh axis that the tensor's own mesh does not have (a layer outside the tensor-parallel plan)
-    repeats it too.
-    """
-    if mesh is None:
-        return (), [0]
-    split = set()
-    if isinstance(tensor, DTensor):
-        names = tensor.device_mesh.mesh_dim_names or ()
-        split = {
-            name
-            for name, placement in zip(names, tensor.placements, strict=True)
-            if not placement.is_replicate()
-        }
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    assert mesh.mesh_dim_names is not None
-    axes = tuple(name for name in mesh.mesh_dim_names if name not in split)
-    place = tuple(
-        slice(None) if name in axes else coordinate[axis]
-        for axis, name in enumerate(mesh.mesh_dim_names)
-    )
-    return axes, mesh.mesh[place].flatten().tolist()
-
-
 def plan_writes(
     tensors: Iterable[tuple[str, Tensor]],
     mesh: DeviceMesh | None,
@@ -57,42 +29,92 @@ def plan_writes(
     by size, large ones cut in equal parts, so that the bytes are even over ranks. ``tensors`` must
     come in the same order on every rank.
     """
+    # Bytes dealt out so far to each of the ranks that hold the same rectangles.
     loads: dict[tuple[str, ...], list[int]] = {}
-    rank = mesh.get_rank() if mesh is not None else 0
+    rank = 0
+    ranks = 1
+    if mesh is not None:
+        rank = mesh.get_rank()
+        ranks = mesh.size()
     for name, tensor in tensors:
-        region = local_region(tensor)
         axes, holders = _holders(tensor, mesh)
-        local = (
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-            .detach()
-            .reshape(region.lengths)
-        )
         # Sizes differ by a row between shards; the mean is the same on every rank, so all deal out
         # alike.
-        splits = (mesh.size() if mesh is not None else 1) // len(holders)
-        size = tensor.numel() * tensor.element_size() // splits
+        shards = ranks // len(holders)
+        size = tensor.numel() * tensor.element_size() // shards
+        # Every node keeps a copy: its ranks share the work among themselves.
         if nodes is not None:
             holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
-        count, index = len(holders), holders.index(rank)
-        if count > 1 and size >= SPLIT_BYTES:
-            begin, length = _chunk(region.lengths[0], count, index)
-            local = local.narrow(0, begin, length)
-            region = Region(
-                (region.offsets[0] + begin, *region.offsets[1:]), (length, *region.lengths[1:])
-            )
+        held = local_region(tensor)
+        written = held
+        if len(holders) > 1 and size >= SPLIT_BYTES:
+            written = _equal_part(held, len(holders), holders.index(rank))
         else:
-            load = loads.setdefault(axes, [0] * count)
-            writer = load.index(min(load))
-            load[writer] += size + 1
-            if index != writer:
+            # Too small to cut: all of it goes to the rank that has least to write.
+            load = loads.setdefault(axes, [0] * len(holders))
+            writer = _least_loaded(load, size)
+            if holders[writer] != rank:
                 continue
-        if region.numel:
-            yield name, region, local
+        # Empty where there are more ranks than rows.
+        if written.numel:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            values = local.detach().reshape(held.lengths)
+            yield name, written, values[written.slices_in(held)]
+
+
+def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
+    """The mesh axes along which ranks hold the same rectangle, and the ranks that hold this one, in
+    the same order on each of them.
+
+    A mesh axis that the tensor's own mesh does not have (a layer outside the tensor-parallel plan)
+    repeats it too.
+    """
+    if mesh is None:
+        return (), [0]
+    names = mesh.mesh_dim_names
+    coordinate = mesh.get_coordinate()
+    assert names is not None
+    assert coordinate is not None
+    split = _split_axes(tensor)
+    axes = tuple(name for name in names if name not in split)
+    # Along a split axis the position of this rank, along the others all positions.
+    index: list[int | slice] = list(coordinate)
+    for axis in axes:
+        index[names.index(axis)] = slice(None)
+    return axes, mesh.mesh[tuple(index)].flatten().tolist()
+
+
+def _split_axes(tensor: Tensor) -> set[str]:
+    """The mesh axes along which ranks hold different parts of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    split = set()
+    for name, placement in zip(names, tensor.placements, strict=True):
+        if not placement.is_replicate():
+            split.add(name)
+    return split
+
+
+def _least_loaded(load: list[int], size: int) -> int:
+    """Index of the rank with the fewest bytes, to which ``size`` bytes are added."""
+    writer = load.index(min(load))
+    # One more, so that empty and tiny rectangles are spread over ranks too.
+    load[writer] += size + 1
+    return writer
+
+
+def _equal_part(region: Region, parts: int, index: int) -> Region:
+    """Part ``index`` of ``region`` cut along dim 0."""
+    begin, length = _chunk(region.lengths[0], parts, index)
+    offsets = (region.offsets[0] + begin, *region.offsets[1:])
+    return Region(offsets, (length, *region.lengths[1:]))
 
 
 def _chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     """(offset, length) of part ``index`` when ``torch.chunk`` cuts ``length`` in ``parts``; the
     last may be empty."""
+    # Rounded up.
     size = -(-length // parts)
     begin = min(index * size, length)
     return begin, min(size, length - begin)

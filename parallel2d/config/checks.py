@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from parallel2d.config.constraints import choice_problems, field_problems
-from parallel2d.config.job import OPTIMIZERS, LaunchConfig, LoopConfig, OptimizerConfig, TrainConfig
+from parallel2d.config.job import LaunchConfig, LoopConfig, OptimizerConfig, TrainConfig
 from parallel2d.config.model_and_data import (
     CustomModel,
     DataConfig,
@@ -80,6 +80,7 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
     elif isinstance(model, HuggingFaceModel):
         yield from _reference_problems(model, ("loss",))
         yield from _tensor_plan_problems(model.tensor_plan)
+        # One names a folder with a configuration, the other a configuration without a folder.
         if (model.path is None) == (model.architecture is None):
             yield (
                 "model=hf needs either model.path, the folder of a saved model, or "
@@ -90,13 +91,12 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _llama_problems(model: LlamaModel, seq_len: int) -> Iterator[str]:
-    if model.dim % model.n_heads:
+    head_dim, rest = divmod(model.dim, model.n_heads)
+    if rest:
         yield f"model.dim={model.dim} must be a multiple of model.n_heads={model.n_heads}"
-    elif (model.dim // model.n_heads) % 2:
-        yield (
-            f"model.dim / model.n_heads = {model.dim // model.n_heads} must be even: rotary "
-            "embedding turns pairs"
-        )
+    elif head_dim % 2:
+        yield (f"model.dim / model.n_heads = {head_dim} must be even: rotary embedding turns pairs")
+    # Grouped-query attention: each key and value head serves equally many query heads.
     if model.n_heads % model.n_kv_heads:
         yield (
             f"model.n_heads={model.n_heads} must be a multiple of "
@@ -109,22 +109,29 @@ def _llama_problems(model: LlamaModel, seq_len: int) -> Iterator[str]:
 def _reference_problems(model: Any, keys: tuple[str, ...]) -> Iterator[str]:
     for key in keys:
         value = getattr(model, key)
-        if value not in (None, "???") and not _is_reference(value):
+        # A required field that was not given ("???") has a line of its own.
+        if value in (None, "???"):
+            continue
+        if not _is_reference(value):
             yield f"model.{key}={value} must have the form package.module:name"
 
 
 def _tensor_plan_problems(plan: Any) -> Iterator[str]:
-    if isinstance(plan, dict):
-        for pattern, word in plan.items():
-            if word not in TENSOR_WORDS:
-                near = did_you_mean(word, TENSOR_WORDS, alike=0.5)
-                allowed = ", ".join(TENSOR_WORDS)
-                yield f"model.tensor_plan: {pattern}: {word} is not one of {allowed}{near}"
-    elif plan is not None and not _is_reference(plan):
-        yield (
-            f"model.tensor_plan={plan} must be {{pattern: word}} or have the form "
-            "package.module:function"
-        )
+    if plan is None:
+        return
+    if not isinstance(plan, dict):
+        if not _is_reference(plan):
+            yield (
+                f"model.tensor_plan={plan} must be {{pattern: word}} or have the form "
+                "package.module:function"
+            )
+        return
+    for pattern, word in plan.items():
+        if word in TENSOR_WORDS:
+            continue
+        near = did_you_mean(word, TENSOR_WORDS, alike=0.5)
+        allowed = ", ".join(TENSOR_WORDS)
+        yield f"model.tensor_plan: {pattern}: {word} is not one of {allowed}{near}"
 
 
 def _is_reference(value: Any) -> bool:
@@ -139,7 +146,7 @@ def _is_reference(value: Any) -> bool:
 
 _SEQUENCES = ("packing", "intra_document_masking")
 _PREPARED = ("tokenizer", "end_token", "validation_fraction", "workers", "cache_dir", *_SEQUENCES)
-# The fields that each kind of data reads, beside those that all read.
+# The fields that each kind of data reads, beside those that all of them read.
 _READ_BY = {
     "stdlib": _PREPARED,
     "text": ("path", "text_field", "document_kib", "max_bad_rows", *_PREPARED),
@@ -147,7 +154,6 @@ _READ_BY = {
     "hf": ("path", "subset", "split", "text_field", "max_bad_rows", *_PREPARED),
     "images": ("path", "validation_fraction", "workers", "image_size", "channels"),
 }
-_READ_ALWAYS = ("name", "epochs", "end")
 _PATHS = {
     "text": "a file, folder or glob",
     "hf": "a data set's name, or the folder of a saved one",
@@ -156,7 +162,7 @@ _PATHS = {
 
 
 def _data_problems(data: DataConfig) -> Iterator[str]:
-    yield from _unread_data_problems(data)
+    yield from _without_effect("data", data, _READ_BY)
     yield from _data_path_problems(data)
     yield from _image_problems(data)
     if data.packing == "padded" and data.intra_document_masking:
@@ -168,18 +174,28 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.end={data.end} has no effect with data.epochs=0, which reads without end"
 
 
-def _unread_data_problems(data: DataConfig) -> Iterator[str]:
-    if data.name not in _READ_BY:
-        return
-    default = DataConfig()
-    read = (*_READ_ALWAYS, *_READ_BY[data.name])
-    for item in fields(data):
-        value = getattr(data, item.name)
-        if value != getattr(default, item.name) and item.name not in read:
-            readers = ", ".join(name for name, keys in _READ_BY.items() if item.name in keys)
-            yield (
-                f"data.{item.name}={value} has no effect with data={data.name}, only with {readers}"
-            )
+def _without_effect(
+    section: str, config: Any, read_by: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """Yields one line per field that is not at its default and that ``config.name`` does not read.
+
+    ``read_by``: name -> the fields that it reads, of those that not all names read.
+    """
+    if config.name not in read_by:
+        return  # an unknown name, which has a line of its own
+    default = type(config)()
+    conditional = set(itertools.chain.from_iterable(read_by.values()))
+    for item in fields(config):
+        if item.name not in conditional or item.name in read_by[config.name]:
+            continue
+        value = getattr(config, item.name)
+        if value == getattr(default, item.name):
+            continue
+        readers = [name for name, names in read_by.items() if item.name in names]
+        yield (
+            f"{section}.{item.name}={value} has no effect with {section}={config.name}, only with "
+            f"{', '.join(readers)}"
+        )
 
 
 def _data_path_problems(data: DataConfig) -> Iterator[str]:
@@ -206,35 +222,24 @@ def _image_problems(data: DataConfig) -> Iterator[str]:
 
 # How gradients become updates
 
-# The optimizers that read each field; the others are read by all.
+_ADAM = ("betas", "eps", "implementation")
+# The fields that each optimizer reads, beside those that all of them read.
 _UPDATED_BY = {
-    "betas": ("adamw", "adam", "muon"),
-    "eps": ("adamw", "adam", "muon"),
-    "implementation": ("adamw", "adam", "sgd", "muon"),
-    "amsgrad": ("adamw", "adam"),
-    "momentum": ("sgd", "muon"),
-    "nesterov": ("sgd", "muon"),
-    "beta2_decay": ("adafactor",),
-    "clip_threshold": ("adafactor",),
-    "adjust_lr": ("muon",),
-    "newton_schulz_steps": ("muon",),
+    "adamw": (*_ADAM, "amsgrad"),
+    "adam": (*_ADAM, "amsgrad"),
+    "sgd": ("implementation", "momentum", "nesterov"),
+    "adafactor": ("beta2_decay", "clip_threshold"),
+    "muon": (*_ADAM, "momentum", "nesterov", "adjust_lr", "newton_schulz_steps"),
 }
 _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    default, name = OptimizerConfig(), optimizer.name
-    for key, readers in _UPDATED_BY.items():
-        value = getattr(optimizer, key)
-        if value != getattr(default, key) and name not in readers and name in OPTIMIZERS:
-            yield (
-                f"optimizer.{key}={value} has no effect with optimizer={name}, only with "
-                f"{', '.join(readers)}"
-            )
+    yield from _without_effect("optimizer", optimizer, _UPDATED_BY)
     betas = optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
-    if name == "sgd" and optimizer.implementation == "fused":
+    if optimizer.name == "sgd" and optimizer.implementation == "fused":
         yield (
             "optimizer.implementation=fused: torch's fused SGD does not take sharded parameters; "
             "use foreach or loop"
@@ -242,12 +247,13 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov=true needs optimizer.momentum above 0"
     for entry in optimizer.groups:
-        yield from _group_problems(entry, name)
+        yield from _group_problems(entry, optimizer.name)
 
 
 def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
-    is_mapping = isinstance(entry, dict) and isinstance(entry.get("pattern"), str)
-    if not is_mapping or len(entry) < 2:
+    has_pattern = isinstance(entry, dict) and isinstance(entry.get("pattern"), str)
+    # A pattern alone would choose parameters and change nothing about them.
+    if not has_pattern or len(entry) < 2:
         yield (
             f"optimizer.groups has {entry}; an entry has the form "
             "{pattern: '*.norm*', weight_decay: 0.0, lr_scale: 0.1}"
@@ -283,10 +289,12 @@ def _parallel_problems(config: TrainConfig | ParallelConfig) -> Iterator[str]:
 
 
 def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+    # Both may be null, which a field with choices may not.
     for key in ("output", "buffers"):
         value = getattr(precision, key)
-        if value is not None and value not in DTYPES:
-            yield f"precision.{key}={value} is not one of {', '.join(DTYPES)}, or null"
+        if value is None or value in DTYPES:
+            continue
+        yield f"precision.{key}={value} is not one of {', '.join(DTYPES)}, or null"
     if precision.keep_low_precision_gradients and precision.reduce == precision.storage:
         yield (
             "precision.keep_low_precision_gradients=true has no effect with "
@@ -329,16 +337,19 @@ _PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 
 def _checkpointing_problems(checkpointing: ActivationCheckpointingConfig) -> Iterator[str]:
-    name, default = checkpointing.name, ActivationCheckpointingConfig()
-    if name in _CHECKPOINTED_BY:
-        for key in ("every", "keep", "memory_budget", "blocks", "policy"):
-            unread = key not in _CHECKPOINTED_BY[name]
-            if unread and getattr(checkpointing, key) != getattr(default, key):
-                readers = [reader for reader, keys in _CHECKPOINTED_BY.items() if key in keys]
-                yield (
-                    f"activation_checkpointing.{key} needs "
-                    f"activation_checkpointing={' or '.join(readers)}, got {name}"
-                )
+    name = checkpointing.name
+    default = ActivationCheckpointingConfig()
+    for key in ("every", "keep", "memory_budget", "blocks", "policy"):
+        # An unknown name has a line of its own, and no further ones.
+        if key in _CHECKPOINTED_BY.get(name, (key,)):
+            continue
+        if getattr(checkpointing, key) == getattr(default, key):
+            continue
+        readers = [reader for reader, keys in _CHECKPOINTED_BY.items() if key in keys]
+        yield (
+            f"activation_checkpointing.{key} needs "
+            f"activation_checkpointing={' or '.join(readers)}, got {name}"
+        )
     if checkpointing.blocks and checkpointing.policy is not None:
         yield (
             "activation_checkpointing.policy and activation_checkpointing.blocks both say what "
@@ -386,7 +397,9 @@ def _training_precision_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _loop_problems(config: TrainConfig) -> Iterator[str]:
-    train, warmup = config.train, config.scheduler.warmup_steps
+    train = config.train
+    warmup = config.scheduler.warmup_steps
+    # Images have no length; the default is what a user who gave none has.
     if config.data.name == "images" and train.seq_len != LoopConfig().seq_len:
         yield (
             f"train.seq_len={train.seq_len} has no effect with data=images: an image is one "
@@ -394,16 +407,19 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
         )
     if warmup >= train.steps and warmup > 0:
         yield f"scheduler.warmup_steps={warmup} must be below train.steps={train.steps}"
-    micro, whole = train.micro_batch_size, train.global_batch_size
+    micro = train.micro_batch_size
+    whole = train.global_batch_size
+    # "auto" is chosen to fit.
     if isinstance(micro, int) and micro > whole:
         yield f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}"
 
 
 def _profile_problems(config: TrainConfig) -> Iterator[str]:
-    steps, last = config.profile.steps, config.train.steps
-    # 1 <= first <= last traced step <= last step of the run, each pair in order
-    in_order = itertools.pairwise([1, *steps, last])
-    if steps and not (len(steps) == 2 and all(one <= other for one, other in in_order)):
+    steps = config.profile.steps
+    last = config.train.steps
+    # 1 <= first traced step <= last traced step <= last step of the run
+    in_order = [1, *steps, last] == sorted([1, *steps, last])
+    if steps and not (len(steps) == 2 and in_order):
         yield (
             f"profile.steps={steps} must be the first and the last step of a trace, within 1 "
             f"and train.steps={last}"
@@ -414,6 +430,7 @@ def _profile_problems(config: TrainConfig) -> Iterator[str]:
 
 def _launch_problems(launch: LaunchConfig) -> Iterator[str]:
     first = launch.first_step_timeout
+    # Written so that NaN, which is at least nothing, is refused.
     if first is not None and not first >= launch.timeout:
         yield (
             f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}"
@@ -423,6 +440,7 @@ def _launch_problems(launch: LaunchConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    # Several nodes must know where to meet; a single one must not wait for others.
     if largest > 1 and not launch.rdzv_endpoint:
         yield (
             f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on "

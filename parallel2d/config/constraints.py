@@ -17,6 +17,7 @@ def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
     for item in fields(config):
         value = getattr(config, item.name)
         key = prefix + item.name
+        # "???" is OmegaConf's mark of a value that must be given.
         if is_dataclass(value):
             yield from field_problems(value, key + ".")
         elif value == "???":
@@ -47,17 +48,17 @@ def _bound_problems(key: str, value: Any, constraint: Mapping[str, Any]) -> Iter
     auto = constraint.get("auto", False)
     if auto and value == "auto":
         return
-    # A key that also takes `auto` counts something, so its numbers are whole.
-    kinds = int if auto else (int, float)
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if is_number and _is_within(value, constraint):
-        return
     named = [text.format(constraint[name]) for name, text in _BOUNDS.items() if name in constraint]
-    bounds = " and ".join(named)
+    allowed = " and ".join(named)
+    kinds: Any = (int, float)
     if auto:
-        yield f"{key}={value} must be a whole number of {bounds}, or auto"
-    else:
-        yield f"{key}={value} must be {bounds}"
+        # A key that also takes `auto` counts something, so its numbers are whole.
+        kinds = int
+        allowed = f"a whole number of {allowed}, or auto"
+    # To Python a boolean is an integer.
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_number or not _is_within(value, constraint):
+        yield f"{key}={value} must be {allowed}"
 
 
 def _is_within(value: float, constraint: Mapping[str, Any]) -> bool:

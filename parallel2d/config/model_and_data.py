@@ -1,4 +1,4 @@
-"""What is trained on what: models and data."""
+"""The ``model`` and ``data`` sections of a configuration: which model is trained on which data."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DataConfig:
     path: str | None = None
     # tokens, instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]
     mixture: list[Any] = option([])
-    # or the path of a tokenizer.json; the model's vocabulary must hold its ids
+    # bytes, or the path of a tokenizer.json; the model's vocabulary must hold its ids
     tokenizer: str = "bytes"
     # ends a document; None: the tokenizer.json's usual one, or one id more
     end_token: str | None = None
@@ -88,7 +88,7 @@ class DataConfig:
     document_kib: int = option(64, minimum=1)
     subset: str | None = None  # hf: the data set's configuration
     split: str = "train"  # hf: the part that is read; documents are held out of it by hash
-    # Of documents, chosen by their content's hash, or of images, by that of their path
+    # of documents, chosen by the hash of their content, or of images, by that of their path
     validation_fraction: float = option(0.02, minimum=0, maximum=0.5)
     # rows that cannot be read; more than these are an error with file and line
     max_bad_rows: int = option(0, minimum=0)
@@ -97,14 +97,16 @@ class DataConfig:
     # batches carry document ids; no target crosses into another document
     intra_document_masking: bool = False
     epochs: int = option(0, minimum=0)  # 0: epoch after epoch without end
-    # the last global batch: left out, weight zero, next epoch
+    # the last global batch of the last epoch, when it is not full. drop: it is omitted; pad: it is
+    # filled with samples of weight zero; wrap: with the first ones of the next epoch
     end: str = option("drop", choices=("drop", "pad", "wrap"))
-    # Processes that prepare, auto: one per core; images: threads of a rank that decode, auto: as
-    # many, up to 16. The result is the same
+    # processes that prepare, auto: one per core; images: threads of a rank that decode, auto: as
+    # many, up to 16. The result does not depend on it
     workers: int | str = option("auto", minimum=1, auto=True)
     # where stdlib, text and hf are prepared; None: parallel2d in the user's cache folder
     cache_dir: str | None = None
-    # images: pixels of a side, scaled and cropped to that; None: as the model's configuration
+    # images: pixels of a side, to which they are scaled and cropped; None: as the model's
+    # configuration
     image_size: int | None = None
-    # images: 3 (RGB) or 1 (grey); None: what the model's configuration says, else 3
+    # images: 3 (RGB) or 1 (grey); None: as the model's configuration, else 3
     channels: int | None = None

@@ -1,4 +1,4 @@
-"""``package.module:name`` words of a configuration turned to the objects that they name."""
+"""Imports what the ``package.module:name`` values of a configuration refer to: `load_reference`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from parallel2d.errors import ConfigError
 
 
 def load_reference(key: str, reference: str) -> Any:
-    """The callable that ``package.module:name`` names. Raises `ConfigError` with the reason when it
-    cannot be imported."""
+    """The callable that ``package.module:name`` names; ``key``, of the configuration, is for the
+    message. Raises `ConfigError` with the reason when it cannot be imported."""
     module_name, _, name = reference.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
+        # A name may have dots, such as that of a class's method.
         for part in name.split("."):
             found = getattr(found, part)
     except ImportError as error:

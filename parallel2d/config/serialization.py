@@ -44,6 +44,7 @@ def from_yaml(text: str) -> TrainConfig:
 
 def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     missing = sorted(OmegaConf.missing_keys(composed))
+    # OmegaConf would stop at the first of them.
     if missing:
         raise ConfigError("\n".join(f"{key} is required and was not given" for key in missing))
     try:
@@ -51,6 +52,7 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(first_line(error)) from None
     assert isinstance(config, TrainConfig)
+    # The conversion drops keys that the dataclasses do not have, so they are looked for here.
     unknown = _unknown_keys(composed)
     if unknown:
         known = [key for key in dotted_keys(composed) if not key.startswith(tuple(unknown))]
@@ -68,7 +70,7 @@ def _unknown_key(key: str, known: list[str]) -> str:
 def _unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:
     """Keys that ``+key=value`` added and that the schema does not have: nothing would read them."""
     kind: Any = OmegaConf.get_type(config)
-    known = None
+    known = None  # any key may stand in a mapping that has no schema, such as model.arguments
     if dataclasses.is_dataclass(kind):
         known = {item.name for item in dataclasses.fields(kind)}
     unknown: list[str] = []
@@ -98,7 +100,9 @@ def is_group(config: DictConfig, key: str) -> bool:
 
 def first_line(error: BaseException) -> str:
     """The first lines of an error of Hydra's or OmegaConf's, or of its cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if error.__cause__ is not None and len(lines) < 2:
-        lines += [line.strip() for line in str(error.__cause__).splitlines()[:1]]
-    return "; ".join(lines[:2])
+    lines = [line.strip() for line in str(error).splitlines()]
+    shown = list(filter(None, lines))[:2]
+    # Hydra often wraps OmegaConf's error in one line that does not name the reason.
+    if len(shown) < 2 and error.__cause__ is not None:
+        shown += str(error.__cause__).strip().splitlines()[:1]
+    return "; ".join(shown)

@@ -1,8 +1,7 @@
 """A copy of the model on meta, split over the tensor axis as the model itself will be, but not
 sharded: what it computes costs nothing, and what it would send over the tensor axis can be counted.
 
-The model as built (on meta) and the settings of `parallelize` flow in, a module without storage
-flows out.
+`tensor_twin` makes it.
 """
 
 from __future__ import annotations
@@ -44,57 +43,69 @@ def tensor_twin(
     groups = bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules)
     split_layers(twin, mesh, plan)
     checkpoint_activations(twin, blocks, config.activation_checkpointing)
-    if precision.param != precision.storage:
-        for group in [*groups, [twin]]:
-            for module in group:
-                _cast_at_its_border(module, precision)
+    if precision.param == precision.storage:
+        return twin
+    # Sharding makes one group of what is left, at the root.
+    for group in [*groups, [twin]]:
+        for module in group:
+            _cast_at_its_border(module, precision)
     return twin
 
 
 @contextmanager
 def on_fake_tensors(twin: nn.Module, device_type: str) -> Iterator[None]:
-    """Inside, parameters, buffers and whatever is made have no storage but say that they are on
+    """Inside, parameters, buffers and whatever is made have no storage, and their ``device`` is
     ``device_type``: some models refuse to run on plain meta tensors, which are twice as fast.
-    ``twin``, all of it on meta, is used up: it is of no use outside."""
+    ``twin``, all of it on meta, cannot be used outside any more."""
     with FakeTensorMode():
-        _pretend_all(twin, device_type)
+        _replace_by_fake_tensors(twin, device_type)
         yield
 
 
-def _pretend_all(twin: nn.Module, device_type: str) -> None:
-    """Tied parameters stay tied."""
+def _replace_by_fake_tensors(twin: nn.Module, device_type: str) -> None:
     made: dict[int, Any] = {}
     for module in twin.modules():
+        owned: dict[str, Any]
         for owned in (module._parameters, module._buffers):
             for name, value in owned.items():
                 if value is None:
                     continue
+                # Once for each tensor: tied parameters stay tied.
                 if id(value) not in made:
-                    fake = _pretend(value, device_type)
-                    made[id(value)] = (
-                        nn.Parameter(fake, value.requires_grad)
-                        if isinstance(value, nn.Parameter)
-                        else fake
-                    )
+                    made[id(value)] = _fake(value, device_type)
                 owned[name] = made[id(value)]
 
 
-def _pretend(value: Tensor, device_type: str) -> Tensor:
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    fake = torch.empty(local.shape, dtype=local.dtype, device=device_type)
-    if not isinstance(value, DTensor):
-        return fake
-    mesh, placements = value.device_mesh, value.placements
-    return DTensor.from_local(
-        fake, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+def _fake(value: Tensor, device_type: str) -> Tensor:
+    """A parameter for a parameter, a `DTensor` for a `DTensor`."""
+    if isinstance(value, DTensor):
+        fake: Tensor = DTensor.from_local(
+            _empty_like(value._local_tensor, device_type),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            # Given, since torch would take the parts of all ranks to be equal in size.
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    else:
+        fake = _empty_like(value, device_type)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(fake, value.requires_grad)
+    return fake
+
+
+def _empty_like(value: Tensor, device_type: str) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device_type)
 
 
 def _cast_at_its_border(module: nn.Module, precision: Precision) -> None:
     """Casts what goes in and out as sharding does for a group. A module of
-    ``precision.fp32_modules`` computes in fp32 and hands over what ``precision.param`` says."""
+    ``precision.fp32_modules`` computes in fp32 and returns values in ``precision.param``."""
     in_fp32 = id(module) in precision.fp32_modules
-    inside = torch.float32 if in_fp32 else precision.param
+    inside = precision.param
+    if in_fp32:
+        inside = torch.float32
 
     def enter(_module: nn.Module, given: Any, named: Any) -> tuple[Any, Any]:
         return _cast(given, inside), _cast(named, inside)
@@ -109,4 +120,9 @@ def _cast_at_its_border(module: nn.Module, precision: Precision) -> None:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
+
+    return tree_map_only(Tensor, cast, values)

@@ -59,12 +59,13 @@ def predict_communication(
     activations, which depend on the model's plan: `count_tensor_axis`.
     """
     shape, device = mesh_shape(mesh), mesh.device_type
+    # Torch's own engine adds narrow gradients in a reduce-scatter, ours exchanges them.
     ours = any(isinstance(engine, GradientSync) for engine in engines_in(model))
     scatters = 1 if during_accumulation == "none" else accumulation
     reductions = accumulation if during_accumulation == "full" else 1
     replicate = shard = 0.0
-    for group in fsdp_internals.groups(model):
-        traffic = fsdp_internals.group_traffic(group)
+    for traffic in fsdp_internals.traffic_by_group(model):
+        # Once for forward, and once more for backward where it frees parameters in between.
         gathers = accumulation * (2 if traffic.frees_after_forward else 1)
         gathered = traffic.gathered_bytes * shape.shard
         shard += gathers * sent_bytes("all_gather", gathered, shape.shard, device)
@@ -106,8 +107,7 @@ def count_tensor_axis(
     tensors cannot run.
     """
     problem: Exception | None = None
-    # Meta tensors are twice as fast, and some models only run on tensors that say which device they
-    # would be on.
+    # Meta tensors are twice as fast, and some models only run on tensors with a real device.
     for device_type in ("meta", mesh.device_type):
         counter.install()
         try:
@@ -152,6 +152,9 @@ def _make_gradients_whole(model: nn.Module, dtype: torch.dtype | None) -> None:
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
             continue
-        if gradient.placements != parameter.placements:
-            wide: Any = gradient.to(torch.promote_types(gradient.dtype, dtype or gradient.dtype))
-            wide.redistribute(placements=parameter.placements)
+        if gradient.placements == parameter.placements:
+            continue
+        sent = torch.promote_types(gradient.dtype, dtype or gradient.dtype)
+        wide: Any = gradient.to(sent)
+        # The counter sees the collective that this takes; its result is not needed.
+        wide.redistribute(placements=parameter.placements)

@@ -1,5 +1,5 @@
-"""Files in folders that somebody else may write to: no link is followed, and nothing is believed to
-be small or sound."""
+"""Reads and writes files in folders that other users may write to: no link is followed, and sizes
+and contents are checked before they are used. Start at `read_json` and `replace`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
@@ -16,8 +17,11 @@ MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
 def open_regular(path: str) -> BinaryIO:
     """A file to read. Raises OSError for a link and for what is no regular file, such as a pipe
     that would never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
     return open(descriptor, "rb")
@@ -28,6 +32,7 @@ def read_json(path: str, largest: int = 16 * 2**20) -> Any:
     ``largest`` bytes, for what is not JSON, and for lists and dicts nested deeper than any code
     that walks them expects."""
     with open_regular(path) as file:
+        # One byte more than allowed is enough to see that a file is too large.
         data = file.read(largest + 1)
     if len(data) > largest:
         raise ValueError(f"more than {largest} bytes")
@@ -37,13 +42,18 @@ def read_json(path: str, largest: int = 16 * 2**20) -> Any:
 def check_density(data: bytes) -> None:
     """Raises ValueError for JSON that is hardly more than brackets: each becomes an object of many
     times its size."""
-    if data.count(b"{") + data.count(b"[") > len(data) // 8 + 10_000:
+    brackets = data.count(b"{") + data.count(b"[")
+    # A short text may be mostly brackets: 10,000 of them do no harm.
+    most = len(data) // 8 + 10_000
+    if brackets > most:
         raise ValueError("more lists than a file of its size has")
 
 
 def parse(data: bytes | str) -> Any:
-    """JSON from anywhere. Raises ValueError."""
-    check_density(data if isinstance(data, bytes) else data.encode())
+    """The value of JSON from any source. Raises ValueError for what is not JSON, and as
+    `check_density` and `check_depth` do."""
+    encoded = data.encode() if isinstance(data, str) else data
+    check_density(encoded)  # before `json.loads` makes objects of it
     try:
         value = json.loads(data)
     except RecursionError:
@@ -54,15 +64,21 @@ def parse(data: bytes | str) -> Any:
 
 def check_depth(value: Any) -> None:
     """Raises ValueError when lists and dicts nest deeper than any code that walks them expects."""
-    level = [value] if isinstance(value, dict | list) else []
+    # Level by level: a recursive check would itself exhaust the stack.
+    level = _containers([value])
     for _ in range(MAX_DEPTH):
-        containers = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [
-            item for container in containers for item in container if isinstance(item, dict | list)
-        ]
-        if not level:
+        below: list[Any] = []
+        for container in level:
+            items = container.values() if isinstance(container, dict) else container
+            below += _containers(items)
+        if not below:
             return
+        level = below
     raise ValueError("nested too deeply")
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, dict | list)]
 
 
 def replace(path: str, text: str, *, durable: bool = False) -> None:
@@ -72,53 +88,80 @@ def replace(path: str, text: str, *, durable: bool = False) -> None:
     ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves
     nothing behind then.
     """
+    # In the same folder, because a rename does not cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(draft, flags, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        _write_new(draft, text, durable)
         os.replace(draft, path)
-    except BaseException:
+    except BaseException:  # an interrupt leaves nothing behind either
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
 
 
+def _write_new(path: str, text: str, durable: bool) -> None:
+    """Raises OSError when there is something at ``path`` already."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
+
+
 def check_no_planted_links(folder: str) -> None:
     """Raises OSError for a link, in the folder or in one inside it, that another user has made:
     what is written there goes elsewhere. Nothing happens when the folder does not exist."""
-    level = [folder]
-    for _ in range(2):
-        entries: list[os.DirEntry[str]] = []
-        for inside in level:
-            with (
-                contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
-                os.scandir(inside) as found,
-            ):
-                entries += found
-        for entry in entries:
-            if entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid != os.getuid():
-                raise OSError(
-                    errno.ELOOP,
-                    "a link that another user has made, and is not followed",
-                    entry.path,
-                )
-        level = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for inside in _checked_folders(folder):
+        _checked_folders(inside)
+
+
+def _checked_folders(folder: str) -> list[str]:
+    """Paths of the folders in ``folder``; none when it cannot be listed."""
+    entries: list[os.DirEntry[str]] = []
+    # In a folder that does not exist yet, or may not be listed, there is nothing to check.
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+        os.scandir(folder) as found,
+    ):
+        entries += found
+    for entry in entries:
+        _check_not_planted(entry)
+    return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _check_not_planted(entry: os.DirEntry[str]) -> None:
+    if not entry.is_symlink():
+        return
+    # The owner of the link itself; what it leads to may well belong to this user.
+    owner = entry.stat(follow_symlinks=False).st_uid
+    if owner != os.getuid():
+        raise OSError(
+            errno.ELOOP,
+            "a link that another user has made, and is not followed",
+            entry.path,
+        )
 
 
 def printable(text: object, limit: int = 120) -> str:
     """``text`` for a message: one line, control characters escaped, long text cut."""
-    shown = "".join(map(_escaped, str(text)[: limit + 1]))
-    return shown if len(shown) <= limit else shown[:limit] + "..."
+    # One character more than the limit shows whether there is anything to cut.
+    characters = str(text)[: limit + 1]
+    shown = "".join(map(_escaped, characters))
+    if len(shown) <= limit:
+        return shown
+    return shown[:limit] + "..."
 
 
 def for_terminal(text: object) -> str:
     """A whole message: lines stay, other control characters are escaped."""
-    return "".join(c if c in "\n\t" else _escaped(c) for c in str(text))
+    return "".join(
+        character if character in "\n\t" else _escaped(character) for character in str(text)
+    )
 
 
 def _escaped(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+    if character.isprintable():
+        return character
+    # Such as \x1b, with which a terminal's commands begin, and \udc80 of a name that is not UTF-8.
+    return character.encode("unicode_escape").decode()

@@ -1,10 +1,10 @@
 """Folders that live as long as the process which starts a node's workers, for what must outlive the
-workers.
+workers. Start at `open_folder`.
 
 They are named after that process's id and start time, since an id alone is given out again, inside
 a folder of this user and this process-id namespace, where ids of others mean nothing. Temporary
 folders are open to all users, and these names can be guessed: so both levels are made private, and
-nothing in them is believed that others could have put there.
+a folder that belongs to another user is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def temporary_place() -> str:
     """Where launchers keep their records: the user's runtime folder if it is private, otherwise the
     temporary folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return runtime if runtime and is_private(runtime) else tempfile.gettempdir()
+    if runtime and is_private(runtime):
+        return runtime
+    return tempfile.gettempdir()
 
 
 def make_private(path: str) -> None:
@@ -30,14 +32,18 @@ def make_private(path: str) -> None:
     a link, no folder, or belongs to another user."""
     with contextlib.suppress(FileExistsError):
         os.makedirs(path, mode=0o700)
+    # What was there before may be anybody's. lstat, because a link's own owner counts.
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link is not followed)", path)
     if status.st_uid != os.getuid():
         raise PermissionError(
-            errno.EPERM, f"belongs to user {status.st_uid}, not to {os.getuid()}", path
+            errno.EPERM,
+            f"belongs to user {status.st_uid}, not to {os.getuid()}",
+            path,
         )
-    if status.st_mode & 0o077:
+    open_to_others = status.st_mode & 0o077
+    if open_to_others:
         os.chmod(path, 0o700)
 
 
@@ -51,6 +57,7 @@ def make_own(path: str) -> None:
 def open_folder(process: int, place: str) -> str:
     """The private folder in ``place`` of a launcher with this process id, made if it does not
     exist; those of launchers that are gone are removed. Raises OSError as `make_private` does."""
+    # The outer folder is private before anything in it is listed or removed.
     make_private(around(place))
     remove_stale(place)
     path = folder_of(process, place)
@@ -64,9 +71,10 @@ def is_private(path: str) -> bool:
         status = os.lstat(path)
     except OSError:
         return False
-    return (
-        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    )
+    is_folder = stat.S_ISDIR(status.st_mode)
+    is_own = status.st_uid == os.getuid()
+    others_may_write = bool(status.st_mode & 0o022)
+    return is_folder and is_own and not others_may_write
 
 
 def around(place: str) -> str:
@@ -88,20 +96,26 @@ def remove(path: str) -> None:
     """Removes a launcher's folder, and the one around it when that was the last. Nothing happens
     when it is not there."""
     shutil.rmtree(path, ignore_errors=True)
+    # rmdir refuses a folder that still holds those of other launchers.
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
 
 
 def remove_stale(place: str) -> None:
     """Removes the folders in ``place`` of launchers that no longer exist."""
+    folder = around(place)
     try:
-        names = os.listdir(around(place))
+        names = os.listdir(folder)
     except OSError:
         return
     for name in names:
         match = re.fullmatch(r"launcher-(\d+)-(\w+)", name)
-        if match and _started(int(match[1])) != match[2]:
-            shutil.rmtree(os.path.join(around(place), name), ignore_errors=True)
+        if match is None:
+            continue
+        process, started = int(match[1]), match[2]
+        # The id may belong to a younger process by now, which has another start time.
+        if _started(process) != started:
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
 def _started(process: int) -> str:
@@ -109,6 +123,10 @@ def _started(process: int) -> str:
     or off Linux."""
     try:
         with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
+            text = file.read()
+        # proc(5): field 22 of the line, the 20th after the command's name. The name is in
+        # parentheses and may itself hold spaces and parentheses, so they are counted from its end.
+        _, _, fields = text.rpartition(")")
+        return fields.split()[19]
     except (OSError, IndexError):
         return "unknown"

@@ -1,11 +1,10 @@
-"""One safetensors file: its header written, parsed and checked, its tensors read by byte range.
+"""Writes, checks and reads safetensors files: 8 bytes of header length, a JSON header, packed
+values. Start at `encode` to write one and at `read_header` to read one.
 
-Named tensors flow in and blocks of bytes flow out; or a `ByteSource` flows in and views of its
-tensors flow out. The format is safetensors (8 bytes of header length, a JSON header, packed
-values): data only, so reading it can run nothing. It is written here rather than through the
-library because blocks must be hashed on their way to any storage, and read here because a rank
-wants ranges of rows, from local files and object stores alike. Every number in a header is treated
-as hostile.
+The format holds data only, so reading it can run nothing. Files are written here rather than
+through the library because blocks must be hashed on their way to any storage, and read here because
+a rank needs ranges of rows, from local files and object stores alike. Every number in a header is
+treated as hostile.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ MAX_NAME = 1024
 
 @sendable
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that is incomplete, altered, or not what its manifest says. The message names
-    the file and the fault."""
+    """A checkpoint that is incomplete, altered, or not as its manifest describes it. The message
+    names the file and the fault."""
 
 
 class ByteSource(Protocol):
@@ -77,26 +76,27 @@ class Entry:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The values of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().reshape(-1)
-    # a single value counts as contiguous whatever its stride
+    if not flat.numel():
+        return memoryview(b"")
+    # A single value counts as contiguous whatever its stride, and `view` needs a stride of 1.
     flat = flat.as_strided(flat.shape, (1,))
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def encode_header(
     entries: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None
 ) -> bytes:
     """The head of a file whose tensors, (name, dtype name, shape), follow packed in this order."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, Any] = {}
+    if metadata:
+        header["__metadata__"] = metadata
     position = 0
     for name, dtype, shape in entries:
-        size = math.prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [position, position + size],
-        }
-        position += size
+        end = position + _packed_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces up to a multiple of 8 bytes, so that the values that follow are aligned.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -106,8 +106,10 @@ def encode(
 ) -> Iterator[bytes | memoryview]:
     """Yields the blocks of a file that holds ``tensors`` (contiguous, on CPU), widest dtypes first
     so that each is aligned."""
+    # `sorted` is stable: tensors of one width keep the order in which they were given.
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    yield encode_header(((name, DTYPE_NAMES[t.dtype], t.shape) for name, t in ordered), metadata)
+    entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in ordered]
+    yield encode_header(entries, metadata)
     for _, tensor in ordered:
         yield tensor_bytes(tensor)
 
@@ -120,16 +122,9 @@ def is_size(value: Any) -> bool:
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object. Raises `DamagedCheckpointError` for all else, repeated keys included."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key appears twice")
-        return found
-
     try:
         check_density(data)
-        value = json.loads(data, object_pairs_hook=unique)
+        value = json.loads(data, object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{what}: not valid JSON ({printable(error)})") from None
     if not isinstance(value, dict):
@@ -137,22 +132,44 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
 def check_description(name: Any, dtype: Any, shape: Any, what: str) -> None:
     """Raises `DamagedCheckpointError` unless these can describe a tensor."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+    if not _is_name(name):
         raise DamagedCheckpointError(f"{what}: {printable(name)!r} cannot be a tensor's name")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} has the unknown dtype {printable(dtype)!r}"
         )
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(is_size, shape)):
+    if not _are_sizes(shape, at_most=MAX_DIMS):
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} has the impossible shape {printable(shape)}"
         )
-    if math.prod(shape) * DTYPES[dtype].itemsize >= 2**63:
+    if _packed_bytes(dtype, shape) >= 2**63:
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} of shape {printable(shape)} is larger than any memory"
         )
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
+
+
+def _are_sizes(value: Any, at_most: int) -> bool:
+    """Whether it is a list of ``at_most`` numbers, all of which can be sizes or offsets."""
+    if not isinstance(value, list) or len(value) > at_most:
+        return False  # a hostile list may be long: it is not looked through
+    return all(map(is_size, value))
+
+
+def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
@@ -162,51 +179,67 @@ def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
     makes: known dtypes, sizes that follow from shapes, ranges that fill the file from the header's
     end to its own end without holes or overlap.
     """
+    length = _header_length(source, what)
+    header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
+    header.pop("__metadata__", None)
+    base = 8 + length  # the header counts offsets from its own end
+    found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
+    _check_packed(found, base, source.size, what)
+    return found
+
+
+def _header_length(source: ByteSource, what: str) -> int:
     if source.size < 8:
         raise DamagedCheckpointError(
             f"{what}: {source.size} bytes are too few for a safetensors file"
         )
     (length,) = struct.unpack("<Q", bytes(source.buffer(0, 8)))
+    # Before anything of that size is read or allocated.
     if length > MAX_HEADER_BYTES or 8 + length > source.size:
         raise DamagedCheckpointError(
             f"{what}: a header of {length} bytes does not fit a file of {source.size} bytes"
         )
-    header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
-    header.pop("__metadata__", None)
-    base = 8 + length
-    found: dict[str, Entry] = {}
-    for name, item in header.items():
-        if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
-            raise DamagedCheckpointError(
-                f"{what}: {printable(name)} is not described by dtype, shape and data_offsets"
-            )
-        check_description(name, item["dtype"], item["shape"], what)
-        offsets = item["data_offsets"]
-        if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-            raise DamagedCheckpointError(
-                f"{what}: {printable(name)} has the impossible offsets {printable(offsets)}"
-            )
-        size = math.prod(item["shape"]) * DTYPES[item["dtype"]].itemsize
-        if offsets[1] - offsets[0] != size:
-            raise DamagedCheckpointError(
-                f"{what}: {printable(name)} needs {size} bytes, its offsets are "
-                f"{printable(offsets)}"
-            )
-        found[name] = Entry(
-            item["dtype"], tuple(item["shape"]), base + offsets[0], base + offsets[1]
+    return length
+
+
+def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
+    """One tensor of a header whose file holds values from byte ``base`` on."""
+    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} is not described by dtype, shape and data_offsets"
         )
+    # Of any type until they are checked, each before it is used.
+    dtype = item["dtype"]
+    shape = item["shape"]
+    offsets = item["data_offsets"]
+    check_description(name, dtype, shape, what)
+    if not _are_sizes(offsets, at_most=2) or len(offsets) != 2:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} has the impossible offsets {printable(offsets)}"
+        )
+    begin, end = offsets
+    size = _packed_bytes(dtype, shape)
+    if end - begin != size:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} needs {size} bytes, its offsets are {printable(offsets)}"
+        )
+    return Entry(dtype, tuple(shape), base + begin, base + end)
+
+
+def _check_packed(entries: dict[str, Entry], base: int, size: int, what: str) -> None:
+    """Raises `DamagedCheckpointError` unless ``entries`` fill bytes ``base`` to ``size``."""
     position = base
-    for entry in sorted(found.values(), key=lambda entry: (entry.begin, entry.end)):
+    # By end too: an empty tensor at the place where another begins comes before it.
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
             raise DamagedCheckpointError(
                 f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}"
             )
         position = entry.end
-    if position != source.size:
+    if position != size:
         raise DamagedCheckpointError(
-            f"{what}: its tensors end at byte {position}, the file at byte {source.size}"
+            f"{what}: its tensors end at byte {position}, the file at byte {size}"
         )
-    return found
 
 
 def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:
@@ -216,13 +249,18 @@ def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:
     A scalar counts as one row and comes back as a scalar. The tensor must not be written to.
     """
     dtype = DTYPES[entry.dtype]
-    rows = entry.shape[0] if entry.shape else 1
+    is_scalar = not entry.shape
+    rows = 1 if is_scalar else entry.shape[0]
     shape = (end - begin, *entry.shape[1:])
+    # `torch.frombuffer` takes no empty buffer.
     if not rows or not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
-    row = (entry.end - entry.begin) // rows
-    buffer = source.buffer(entry.begin + begin * row, entry.begin + end * row)
-    if (entry.begin + begin * row) % dtype.itemsize:
-        buffer = bytearray(buffer)  # packed at an odd place by another writer
+    row_bytes = (entry.end - entry.begin) // rows
+    first_byte = entry.begin + begin * row_bytes
+    end_byte = entry.begin + end * row_bytes
+    buffer = source.buffer(first_byte, end_byte)
+    if first_byte % dtype.itemsize:
+        # Packed at an odd place by another writer: a copy of the bytes is aligned.
+        buffer = bytearray(buffer)
     tensor = torch.frombuffer(buffer, dtype=dtype)
-    return tensor.view(shape) if entry.shape else tensor.view(())
+    return tensor.view(()) if is_scalar else tensor.view(shape)

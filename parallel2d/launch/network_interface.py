@@ -1,10 +1,9 @@
-"""Which network interface training uses. The endpoint's host flows in; an interface's name and its
-address here flow out.
+"""Chooses the network interface that training uses: `choose_interface`.
 
-[Note: which interface] Without being told, gloo takes whatever address this machine's own host name
-resolves to (often loopback), and NCCL takes the first interface that is up, in an order of its own.
-The interface that leads to the endpoint is the one on which the nodes are known to meet, so that is
-the guess; what the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is kept.
+[Note: which interface] Unless a variable names one, gloo takes whatever address this machine's own
+host name resolves to (often loopback), and NCCL takes the first interface that is up, in an order
+of its own. The interface that leads to the endpoint is one over which the nodes reach each other,
+so that one is chosen; what the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is kept.
 """
 
 from __future__ import annotations
@@ -14,13 +13,17 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from parallel2d.errors import ConfigError
 from parallel2d.store.address import resolve
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+# An address of the endpoint, as `resolve` returns it: its family, its numeric form, the socket
+# address.
+_Target = tuple[socket.AddressFamily, str, tuple[Any, ...]]
 
 
 class Interface(NamedTuple):
@@ -43,27 +46,58 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] | None =
     env = os.environ if environment is None else environment
     present = list_interfaces()
     targets = resolve(endpoint_host)
-    routed = _routed(endpoint_host, present)
-    families = (
-        [family for family, _, _ in targets] if routed is None else [_family_of(routed.address)]
-    )
-    if names := [name.strip() for name in env.get(GLOO, "").split(",") if name.strip()]:
-        return _first_with_address(
-            GLOO, env[GLOO], [each for each in present if each.name == names[0]], families, present
-        )
-    if pattern := env.get(NCCL, "").strip():
-        allowed = [each for each in present if matches_nccl(pattern, each.name)]
-        # several fit: the one that leads to the endpoint
-        if routed is not None and routed in allowed:
+    routed = _routed(targets, present)
+    chosen = _chosen_by_user(env, present)
+    if chosen is None:
+        if routed is not None:
             return routed
-        return _first_with_address(NCCL, pattern, allowed, families, present)
-    if routed is None:
+        addresses = sorted({address for _, address, _ in targets})
         raise ConfigError(
             f"no interface of {socket.gethostname()} leads to the endpoint {endpoint_host} "
-            f"({', '.join(sorted({address for _, address, _ in targets}))}); it has "
-            f"{_listing(present)}; set {GLOO} and {NCCL}"
+            f"({', '.join(addresses)}); it has {_listing(present)}; set {GLOO} and {NCCL}"
         )
-    return routed
+    if not chosen.interfaces:
+        raise ConfigError(
+            f"{chosen.variable}={chosen.value}: {socket.gethostname()} has no such interface that "
+            f"is up and has an address; it has {_listing(present)}"
+        )
+    # NCCL's pattern may match several interfaces; the one that leads to the endpoint is preferred.
+    if chosen.variable == NCCL and routed in chosen.interfaces:
+        return routed
+    # Without a route from here, the family that the endpoint itself prefers.
+    family = targets[0][0] if routed is None else _family_of(routed.address)
+    return _first_of_family(family, chosen.interfaces)
+
+
+class _Chosen(NamedTuple):
+    """A variable that the user set, and the interfaces that it allows."""
+
+    variable: str
+    value: str
+    interfaces: list[Interface]
+
+
+def _chosen_by_user(env: Mapping[str, str], present: list[Interface]) -> _Chosen | None:
+    """The choice in GLOO_SOCKET_IFNAME, or else in NCCL_SOCKET_IFNAME, or None."""
+    for_gloo = env.get(GLOO, "")
+    names = _comma_separated(for_gloo)
+    if names:
+        # Gloo takes a list of names too, but one address is needed here: that of the first.
+        named = [each for each in present if each.name == names[0]]
+        return _Chosen(GLOO, for_gloo, named)
+    for_nccl = env.get(NCCL, "").strip()
+    if for_nccl:
+        matching = [each for each in present if matches_nccl(for_nccl, each.name)]
+        return _Chosen(NCCL, for_nccl, matching)
+    return None
+
+
+def _first_of_family(family: socket.AddressFamily, candidates: list[Interface]) -> Interface:
+    """The first of ``candidates`` with an address of ``family``; where none has one, the first."""
+    for each in candidates:
+        if _family_of(each.address) == family:
+            return each
+    return candidates[0]
 
 
 def choice_reason(endpoint_host: str, environment: Mapping[str, str] | None = None) -> str:
@@ -82,66 +116,69 @@ def matches_nccl(pattern: str, name: str) -> bool:
     but that name; a comma separates alternatives. (NCCL's user guide, "Environment variables")"""
     exclude = pattern.startswith("^")
     words = pattern.removeprefix("^")
-    exact = words.startswith("=")
-    listed = [
-        word.strip().partition(":")[0]
-        for word in words.removeprefix("=").split(",")
-        if word.strip()
-    ]
-    found = any(name == word if exact else name.startswith(word) for word in listed)
+    # NCCL takes what follows a colon for a port number, which interfaces do not have.
+    listed = [word.partition(":")[0] for word in _comma_separated(words.removeprefix("="))]
+    if words.startswith("="):
+        found = name in listed
+    else:
+        found = name.startswith(tuple(listed))
     return found != exclude
 
 
 def list_interfaces() -> list[Interface]:
     """Every address of every interface that is up, IPv4 and IPv6, as the system lists them;
     loopback last."""
-    found = [Interface(name, address) for name, address in _getifaddrs()]
-    return sorted(dict.fromkeys(found), key=lambda each: is_loopback(each.address))
+    # A dictionary, to drop what is listed twice and keep the order.
+    found = dict.fromkeys(_getifaddrs())
+    return sorted(found, key=lambda each: is_loopback(each.address))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address in numbers stays inside the machine."""
-    return address.startswith(("127.", "::ffff:127.")) or address == "::1"
+    """Whether a numeric address stays inside the machine."""
+    # The second prefix is that of IPv4 addresses in IPv6 notation.
+    if address.startswith(("127.", "::ffff:127.")):
+        return True
+    return address == "::1"
 
 
-def _routed(host: str, present: list[Interface]) -> Interface | None:
-    """Connecting a datagram socket sends nothing; it asks the kernel for the route and tells the
-    source address it would use."""
+def _comma_separated(text: str) -> list[str]:
+    """The words of ``text`` without the blanks around them and without empty ones."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _routed(targets: list[_Target], present: list[Interface]) -> Interface | None:
+    """The one of ``present`` that leads to the first of ``targets`` with a route, or None."""
     by_address = {each.address: each for each in present}
-    for family, _, address in resolve(host):
-        with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            try:
-                asking.connect((address[0], 9, *address[2:]))
-                source = asking.getsockname()
-            except OSError:
-                continue
-        numeric = socket.getnameinfo(source, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
-        if numeric in by_address:
-            return by_address[numeric]
+    for family, _, target in targets:
+        source = _source_address(family, target)
+        if source in by_address:
+            return by_address[source]
     return None
 
 
-def _first_with_address(
-    variable: str,
-    value: str,
-    candidates: list[Interface],
-    families: list[socket.AddressFamily],
-    present: list[Interface],
-) -> Interface:
-    for family in families:
-        for each in candidates:
-            if _family_of(each.address) == family:
-                return each
-    if candidates:
-        return candidates[0]
-    raise ConfigError(
-        f"{variable}={value}: {socket.gethostname()} has no such interface that is up and has an "
-        f"address; it has {_listing(present)}"
-    )
+def _source_address(family: socket.AddressFamily, target: tuple[Any, ...]) -> str | None:
+    """This machine's numeric address on the route to ``target``, a socket address; None when there
+    is no route.
+
+    Connecting a datagram socket sends nothing: the kernel looks up the route and sets the socket's
+    own address.
+    """
+    # Any port will do. The rest of an IPv6 address is its flow and its scope.
+    connected_to = (target[0], 9, *target[2:])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(connected_to)
+            source = probe.getsockname()
+        except OSError:
+            return None
+    return socket.getnameinfo(source, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def _listing(present: list[Interface]) -> str:
-    return ", ".join(f"{name} ({address})" for name, address in present) or "none that is up"
+    """The interfaces for a message: ``eth0 (10.0.0.1), lo (127.0.0.1)``."""
+    if not present:
+        return "none that is up"
+    return ", ".join(f"{name} ({address})" for name, address in present)
 
 
 def _family_of(address: str) -> socket.AddressFamily:
@@ -149,6 +186,8 @@ def _family_of(address: str) -> socket.AddressFamily:
 
 
 class _SocketAddress(ctypes.Structure):
+    """The beginning of C's ``struct sockaddr``."""
+
     if sys.platform == "linux":
         _fields_ = [("family", ctypes.c_uint16), ("data", ctypes.c_ubyte * 26)]
     else:  # the BSDs put a length first
@@ -160,15 +199,18 @@ class _SocketAddress(ctypes.Structure):
 
 
 class _InterfaceAddress(ctypes.Structure):
-    pass
+    """The beginning of C's ``struct ifaddrs``, getifaddrs(3): one address, and the next entry."""
 
 
+# Its fields follow the class, because the first is a pointer to the class itself.
 _InterfaceAddress._fields_ = [
     ("next", ctypes.POINTER(_InterfaceAddress)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.POINTER(_SocketAddress)),
-]  # getifaddrs(3); what follows is not read
+]
+
+_IFF_UP = 1
 
 
 @functools.cache
@@ -176,27 +218,42 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _getifaddrs() -> list[tuple[str, str]]:
+def _getifaddrs() -> list[Interface]:
+    """The addresses of all interfaces that are up, in the order of the C library's list."""
     head = ctypes.POINTER(_InterfaceAddress)()
     if _libc().getifaddrs(ctypes.byref(head)):
         raise OSError(ctypes.get_errno(), "getifaddrs")
-    found = []
+    # The list is the C library's memory: it is read whole before it is freed.
     try:
-        entry = head
-        while entry:
-            item = entry.contents
-            entry = item.next
-            if not item.address or not item.flags & 1:  # IFF_UP
-                continue
-            family, data = item.address.contents.family, bytes(item.address.contents.data)
-            name = item.name.decode()
-            if family == socket.AF_INET:
-                found.append((name, socket.inet_ntop(socket.AF_INET, data[2:6])))
-            elif family == socket.AF_INET6:
-                address = socket.inet_ntop(socket.AF_INET6, data[6:22])
-                found.append(
-                    (name, f"{address}%{name}" if address.startswith("fe80:") else address)
-                )
+        return list(_entries(head))
     finally:
         _libc().freeifaddrs(head)
-    return found
+
+
+def _entries(entry: Any) -> Iterator[Interface]:
+    """The interfaces that are up and have an IP address, from a pointer to the first entry on."""
+    while entry:
+        item = entry.contents
+        entry = item.next
+        is_up = item.flags & _IFF_UP
+        if not is_up or not item.address:
+            continue
+        name = item.name.decode()
+        address = _numeric_address(item.address.contents, name)
+        if address is not None:
+            yield Interface(name, address)
+
+
+def _numeric_address(found: _SocketAddress, name: str) -> str | None:
+    """``10.0.0.1`` or ``fd00::1``; None for other families than IP, such as the hardware address.
+
+    ``name``: the interface, which an IPv6 address of the local link needs (``fe80::1%eth0``).
+    """
+    data = bytes(found.data)
+    # Before the address come its port, 2 bytes, and in IPv6 the flow, 4 bytes.
+    if found.family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, data[2:6])
+    if found.family == socket.AF_INET6:
+        address = socket.inet_ntop(socket.AF_INET6, data[6:22])
+        return f"{address}%{name}" if address.startswith("fe80:") else address
+    return None

@@ -1,4 +1,5 @@
-"""Processes of a node: how many ranks it runs, their names, and that none outlives its parent."""
+"""The processes of a node: how many ranks it runs, their names, and that none outlives its
+parent."""
 
 from __future__ import annotations
 
@@ -12,17 +13,24 @@ from parallel2d.errors import ConfigError
 
 CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
 
+# Options of Linux's prctl(2), from <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
 
 def workers_per_node(config: LaunchConfig) -> int:
     """``launch.nproc_per_node`` as a number. Raises `ConfigError` for more workers than
     accelerators."""
     import torch
 
-    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    accelerators = 0
+    if torch.accelerator.is_available():
+        accelerators = torch.accelerator.device_count()
     if config.nproc_per_node == "auto":
         return accelerators or CPU_WORKERS
     wanted = int(config.nproc_per_node)
-    if accelerators and wanted > accelerators:
+    # Any number of workers may share a CPU.
+    if 0 < accelerators < wanted:
         raise ConfigError(
             f"launch.nproc_per_node={wanted}: this machine has {accelerators} accelerators, and "
             "two ranks cannot share one"
@@ -33,15 +41,20 @@ def workers_per_node(config: LaunchConfig) -> int:
 def end_with_parent() -> None:
     """Has the kernel end this process when the one that started it dies, however it dies (Linux;
     elsewhere nothing)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The kernel sends nothing for a parent that died before that call. Such a process has another
+    # parent by now.
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def set_process_name(name: str) -> None:
-    """What ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere
+    """Sets what ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere
     nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(15, name.encode()[:15], 0, 0, 0)  # PR_SET_NAME
+    if sys.platform != "linux":
+        return
+    # 15 bytes and a final zero are all that the kernel keeps of a name.
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -1,2 +1,2 @@
-"""What is measured and where it is written. Numbers flow in from the loop, rows flow out to files
-and the console; nothing here decides anything."""
+"""What a run measures, and where it is written: files and the console. Nothing here changes what
+the loop does."""

@@ -1,4 +1,4 @@
-"""Where a step's time goes: consecutive phases on the device's own clock."""
+"""Times the consecutive phases of a step on the device's own clock: `PhaseClock`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from parallel2d.metrics.profile import named
 
-# of the loop, in its order; their names in a trace
+# Names in a trace, in the order of the loop; rows have others for the same phases, see
+# `parallel2d.metrics.keys`
 PHASES = ("forward_backward", "data", "agree", "update")
 
 
@@ -41,8 +42,10 @@ class PhaseClock:
         """Shows the phase that begins now in a trace, if one is made."""
         if self._region is not None:
             self._region.__exit__(None, None, None)
-        self._region = named(PHASES[index]) if index < len(PHASES) else None
-        if self._region is not None:
+        self._region = None
+        # The last mark ends the last phase, and none begins.
+        if index < len(PHASES):
+            self._region = named(PHASES[index])
             self._region.__enter__()
 
     def read(self) -> dict[str, float]:

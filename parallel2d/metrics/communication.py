@@ -1,8 +1,6 @@
-"""Bytes, calls and seconds per mesh axis, from the collectives that really ran.
-
-A mesh flows in; torch's collective functions are wrapped while the meter is installed, and each
-call on the process group of a mesh axis is added to that axis. Out come numbers per step. Not
-installed, nothing is wrapped and nothing costs anything.
+"""Bytes, calls and seconds per mesh axis, from the collectives that really ran:
+`CommunicationMeter` wraps torch's collective functions while it is installed, and costs nothing
+otherwise.
 
 [Note: what is counted] A collective belongs to an axis when it was given that axis's process group
 by name. The loop's own small agreements name no group and belong to no axis, also where an axis
@@ -10,7 +8,7 @@ spans the world and shares its process group. Bytes are those a rank sends: the 
 wire factor of `sent_bytes`. Seconds on CPU are those in which the calling thread was held up,
 issuing and waiting; all of them are exposed. On GPU they are the time between two events around the
 collective in the stream that issued it, hidden behind compute or not, and the exposed ones are
-apart from them: [Note: exposed seconds] in `metrics/streams.py`.
+measured apart from them: [Note: exposed seconds] in `metrics/streams.py`.
 """
 
 from __future__ import annotations
@@ -28,13 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from parallel2d.cost.collectives import sent_bytes
-from parallel2d.mesh import AXES
+from parallel2d.metrics.keys import AXES, QUANTITIES
 from parallel2d.metrics.profile import named
 from parallel2d.metrics.streams import StreamWaits, cuda_stream_waits, seconds_between
 from parallel2d.runtime import on_teardown
-
-QUANTITIES = ("bytes", "calls", "seconds", "exposed_seconds")
-KEYS = tuple(f"comm/{axis}/{quantity}" for axis in AXES for quantity in QUANTITIES)
 
 
 class _Tally:
@@ -43,12 +38,16 @@ class _Tally:
     __slots__ = ("axis", "bytes", "calls", "events", "seconds", "size")
 
     def __init__(self, axis: str, size: int) -> None:
-        self.axis, self.size = axis, size
+        self.axis = axis
+        self.size = size
+        # On GPU, around each collective, in the stream that issued it
         self.events: list[tuple[torch.Event, torch.Event]] = []
         self.reset()
 
     def reset(self) -> None:
-        self.bytes, self.calls, self.seconds = 0.0, 0, 0.0
+        self.bytes = 0.0
+        self.calls = 0
+        self.seconds = 0.0
         self.events.clear()
 
 
@@ -76,25 +75,23 @@ class CommunicationMeter:
     """
 
     def __init__(self, mesh: DeviceMesh, *, dry: bool = False) -> None:
-        self._dry, self._device_type = dry, mesh.device_type
+        self._dry = dry
+        self._device_type = mesh.device_type
         self._streams: StreamWaits | None = None
         if mesh.device_type == "cuda" and not dry:
             self._streams = cuda_stream_waits(torch.device("cuda", torch.cuda.current_device()))
-        self._axes = {
-            axis: _Tally(axis, mesh.size(index))
-            for index, axis in enumerate(mesh.mesh_dim_names or ())
-        }
-        self._by_group: dict[str, _Tally | None] = {
-            mesh.get_group(index).group_name: self._axes[axis]
-            for index, axis in enumerate(mesh.mesh_dim_names or ())
-            if mesh.size(index) > 1
-        }
-        self._by_ranks = {
-            tuple(dist.get_process_group_ranks(mesh.get_group(index))): self._axes[axis]
-            for index, axis in enumerate(mesh.mesh_dim_names or ())
-            if mesh.size(index) > 1
-        }
-        # functional collectives in flight, by the address of their output
+        self._axes: dict[str, _Tally] = {}
+        self._by_group: dict[str, _Tally | None] = {}
+        self._by_ranks: dict[tuple[int, ...], _Tally] = {}
+        for index, axis in enumerate(mesh.mesh_dim_names or ()):
+            tally = _Tally(axis, mesh.size(index))
+            self._axes[axis] = tally
+            # Over an axis of one rank nothing is sent.
+            if tally.size > 1:
+                group = mesh.get_group(index)
+                self._by_group[group.group_name] = tally
+                self._by_ranks[tuple(dist.get_process_group_ranks(group))] = tally
+        # Functional collectives in flight, by the address of their output
         self._awaited: dict[int, _Tally] = {}
         # Other asynchronous ones, by the id of their handle: handle, axis, device type
         self._works: dict[int, tuple[Any, _Tally, str]] = {}
@@ -136,24 +133,30 @@ class CommunicationMeter:
             self._streams.start()
 
     def read(self) -> list[float]:
-        """What ran since `start`, in the order of `KEYS`; zeros for an axis that the mesh lacks. On
-        GPU the step must be done."""
+        """What ran since `start`, in the order of `COMMUNICATION_KEYS` of
+        `parallel2d.metrics.keys`; zeros for an axis that the mesh lacks. On GPU the step must be
+        done."""
         values: list[float] = []
         for axis in AXES:
             tally = self._axes.get(axis)
             if tally is None:
                 values += [0.0] * len(QUANTITIES)
                 continue
-            seconds = exposed = tally.seconds
-            if self._streams:
-                seconds += sum(seconds_between(*pair) for pair in tally.events)
-                exposed += sum(
-                    seconds_between(*pair)
-                    for waited, *pair in self._streams.waits
-                    if waited == axis
-                )
+            # On CPU there are no events, and the thread was held up for all of the seconds.
+            seconds = tally.seconds + sum(seconds_between(*pair) for pair in tally.events)
+            exposed = tally.seconds + self._stalled_s(axis)
             values += [tally.bytes, float(tally.calls), seconds, exposed]
         return values
+
+    def _stalled_s(self, axis: str) -> float:
+        """Seconds for which the compute stream of a GPU waited for collectives of ``axis``."""
+        if self._streams is None:
+            return 0.0
+        seconds = 0.0
+        for waited, before, after in self._streams.waits:
+            if waited == axis:
+                seconds += seconds_between(before, after)
+        return seconds
 
     def sent_over(self, axis: str) -> float:
         """Bytes sent over ``axis`` since `start`."""
@@ -163,16 +166,15 @@ class CommunicationMeter:
         """Collectives begun in this step, and the last of them with its axis, for people. Callable
         from any thread."""
         begun = sum(tally.calls for tally in self._axes.values())
-        if begun and self._last:
-            return (
-                begun,
-                f"{self._last[0]} over the {self._last[1]} axis, or the agreement after it,",
-            )
-        return begun, "the first collective"
+        last = self._last
+        if not begun or last is None:
+            return begun, "the first collective"
+        collective, axis = last
+        return begun, f"{collective} over the {axis} axis, or the agreement after it,"
 
     def _wrap(self, module: Any, name: str, count: Callable[..., Any]) -> None:
         original = getattr(module, name, None)
-        if original is None:
+        if original is None:  # torch has it under another name in this version
             return
 
         @functools.wraps(original)
@@ -192,45 +194,52 @@ class CommunicationMeter:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        index, names = whole
+        """A function of torch.distributed. ``whole``: place and names of the argument that holds
+        the whole payload."""
         group = kwargs.get("group")
         if group is None:
             group = next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
-        tally = self._tally_of(group.group_name) if group is not None else None
+        tally = None if group is None else self._tally_of(group.group_name)
         if tally is None:
             return original(*args, **kwargs)
-        tensor = (
-            args[index]
-            if len(args) > index
-            else next(kwargs[name] for name in names if name in kwargs)
-        )
+        index, names = whole
+        tensor = _argument(args, kwargs, index, *names)
         return self._timed(tally, collective, tensor, tensor.nbytes, original, args, kwargs)
 
     def _functional(
         self, collective: str, place: int, original: Any, args: Any, kwargs: Any
     ) -> Any:
-        tensor = args[0] if args else kwargs["self"]
-        tally = self._tally_of(_group_name(args[place] if len(args) > place else kwargs["group"]))
-        if tally is None or (functional._are_we_tracing() and not self._dry):
+        """A functional collective, which returns its output. ``place``: of the argument
+        ``group``."""
+        tensor = _argument(args, kwargs, 0, "self")
+        group = _argument(args, kwargs, place, "group")
+        tally = self._tally_of(_group_name(group))
+        if tally is None:
             return original(*args, **kwargs)
-        whole = tensor.nbytes * (tally.size if collective == "all_gather" else 1)
+        # Tensors without storage look like tracing, and a dry meter counts just those.
+        if functional._are_we_tracing() and not self._dry:
+            return original(*args, **kwargs)
+        whole = tensor.nbytes
+        if collective == "all_gather":
+            whole *= tally.size
         output = self._timed(tally, collective, tensor, whole, original, args, kwargs)
         if isinstance(output, functional.AsyncCollectiveTensor) and not output.completed:
             self._awaited[output.elem.data_ptr()] = tally
         return output
 
     def _wait(self, original: Any, args: Any, kwargs: Any) -> Any:
-        tensor = args[0] if args else kwargs["tensor"]
-        if (
-            not self._awaited
-            or not isinstance(tensor, Tensor)
-            or tensor.device.type not in ("cpu", "cuda")
-        ):
+        """For the output of a functional collective."""
+        if not self._awaited:
+            return original(*args, **kwargs)
+        tensor = _argument(args, kwargs, 0, "tensor")
+        # Tensors on the meta device have no address.
+        if not isinstance(tensor, Tensor) or tensor.device.type not in ("cpu", "cuda"):
             return original(*args, **kwargs)
         tally = self._awaited.pop(tensor.data_ptr(), None)
         return self._waiting(tally, tensor.device.type, lambda: original(*args, **kwargs))
 
     def _wait_work(self, original: Any, args: Any, kwargs: Any) -> Any:
+        """For the handle of another asynchronous collective."""
         _, tally, device_type = self._works.pop(id(args[0]), (None, None, ""))
         return self._waiting(tally, device_type, lambda: original(*args, **kwargs))
 
@@ -250,14 +259,8 @@ class CommunicationMeter:
     def _tally_of(self, group_name: str) -> _Tally | None:
         if group_name not in self._by_group:
             # DTensor remembers meshes that are equal to one it saw before, whose groups are others
-            # over the same ranks
-            try:
-                ranks = tuple(
-                    dist.get_process_group_ranks(_resolve_process_group(GroupName(group_name)))
-                )
-            except (RuntimeError, ValueError, KeyError):
-                ranks = ()
-            self._by_group[group_name] = self._by_ranks.get(ranks)
+            # over the same ranks.
+            self._by_group[group_name] = self._by_ranks.get(_ranks_of(group_name))
         return self._by_group[group_name]
 
     def _timed(
@@ -270,6 +273,8 @@ class CommunicationMeter:
         args: Any,
         kwargs: Any,
     ) -> Any:
+        """Counts a collective, and runs it unless the meter is dry. ``whole``: bytes of the whole
+        payload."""
         device_type = self._device_type if self._dry else tensor.device.type
         if device_type not in ("cpu", "cuda"):
             return original(*args, **kwargs)
@@ -288,6 +293,7 @@ class CommunicationMeter:
                 begin = time.perf_counter()
                 result = original(*args, **kwargs)
                 tally.seconds += time.perf_counter() - begin
+        # The handle is kept with its id, which another object could get otherwise.
         if isinstance(result, dist.Work):
             self._works[id(result)] = (result, tally, device_type)
         return result
@@ -312,15 +318,32 @@ _FUNCTIONAL = (
 )
 
 
+def _argument(args: Any, kwargs: Any, index: int, *names: str) -> Any:
+    """An argument that was given by place or by one of ``names``."""
+    if len(args) > index:
+        return args[index]
+    return next(kwargs[name] for name in names if name in kwargs)
+
+
 def _group_name(group: Any) -> str:
     """Of what functional collectives take for a group: a process group, its name, a mesh, or a mesh
     and an axis number."""
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name
-    if isinstance(group, str):
-        return group
-    if isinstance(group, DeviceMesh):
-        return group.get_group().group_name
-    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        return group[0].get_group(group[1]).group_name
+    match group:
+        case dist.ProcessGroup():
+            return group.group_name
+        case str():
+            return group
+        case DeviceMesh():
+            return group.get_group().group_name
+        case (DeviceMesh() as mesh, axis):
+            return mesh.get_group(axis).group_name
     return ""
+
+
+def _ranks_of(group_name: str) -> tuple[int, ...]:
+    """Empty for a name that torch has no group for."""
+    try:
+        group = _resolve_process_group(GroupName(group_name))
+        return tuple(dist.get_process_group_ranks(group))
+    except (RuntimeError, ValueError, KeyError):
+        return ()

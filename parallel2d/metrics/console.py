@@ -1,5 +1,5 @@
-"""What a person sees: a header, then a live display on a terminal or plain lines elsewhere, in 80
-columns. Rank 0 only."""
+"""What rank 0 shows on the console, in 80 columns: a header, then a live display on a terminal or
+plain lines elsewhere (`ConsoleDisplay`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel2d.files import for_terminal
+from parallel2d.metrics import keys
 
 WIDTH = 80
+_REDRAWN_EVERY_S = 0.1  # the live display, at most
+_LINE_EVERY_S = 5.0  # of plain lines
 
 
 class ConsoleDisplay:
@@ -23,20 +26,23 @@ class ConsoleDisplay:
     ``plain`` (a row every few seconds), ``silent``. ``unit``: what is counted, in short."""
 
     def __init__(self, mode: str, steps: int, unit: str = "tok") -> None:
-        self._steps, self._unit = steps, unit
+        self._steps = steps
+        self._unit = unit
         self._silent = mode == "silent"
         self._rich = mode == "rich" and sys.stderr.isatty()
         self._live: Live | None = None
-        self._last_line = 0.0
+        self._last_shown = 0.0
+        self._interval_s = _LINE_EVERY_S
 
     def begin(self, step: int) -> None:
         """Starts the live display, after ``step`` finished steps."""
         if step:
             self.say(f"resumed after step {step}")
         if self._rich:
-            self._live = Live(
-                self._view(step, [], None), console=Console(stderr=True), auto_refresh=False
-            )
+            self._interval_s = _REDRAWN_EVERY_S
+            view = self._view(step, [], "")
+            # No refresh by itself: that would be a thread, which takes time from the loop.
+            self._live = Live(view, console=Console(stderr=True), auto_refresh=False)
             self._live.start(refresh=True)
 
     def step(
@@ -46,32 +52,43 @@ class ConsoleDisplay:
         since the last save."""
         if self._silent:
             return
-        parts = describe(row, checkpoint_age_s, self._unit)
-        eta = f"ETA {_duration(eta_s)}" if eta_s is not None and row["step"] < self._steps else None
         now = time.monotonic()
+        if not self._is_due(row, now - self._last_shown):
+            return
+        self._last_shown = now
+        step = row[keys.STEP]
+        parts = describe(row, checkpoint_age_s, self._unit)
+        eta = ""
+        if eta_s is not None and step < self._steps:
+            eta = f"ETA {_duration(eta_s)}"
         if self._live is not None:
-            if row["step"] == self._steps or now - self._last_line > 0.1:
-                self._last_line = now
-                self._live.update(self._view(row["step"], parts, eta), refresh=True)
-        elif (
-            row["step"] in (1, self._steps) or now - self._last_line > 5 or "validation/loss" in row
-        ):
-            self._last_line = now
-            for line in wrap(
-                [f"step {row['step']}/{self._steps}", *parts, *([eta] if eta else [])]
-            ):
-                self.say(line)
+            self._live.update(self._view(step, parts, eta), refresh=True)
+            return
+        shown = [f"step {step}/{self._steps}", *parts]
+        if eta:
+            shown.append(eta)
+        for line in wrap(shown):
+            self.say(line)
 
-    def _view(self, step: int, parts: list[str], eta: str | None) -> Group:
-        """A line with the bar, and below it what the newest row says."""
+    def _is_due(self, row: dict[str, Any], since_last_s: float) -> bool:
+        """Whether enough time has passed, or the row is one that is always shown."""
+        if row[keys.STEP] in (1, self._steps):
+            return True
+        # Plain lines stay, so every validation gets one.
+        if self._live is None and keys.VALIDATION_LOSS in row:
+            return True
+        return since_last_s > self._interval_s
+
+    def _view(self, step: int, parts: list[str], eta: str) -> Group:
+        """A line with the bar, and below it ``parts``."""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        bar.add_row(
-            f"step {step}/{self._steps}", ProgressBar(total=self._steps, completed=step), eta or ""
-        )
-        return Group(bar, *(Text(line, no_wrap=True) for line in wrap(parts)))
+        progress = ProgressBar(total=self._steps, completed=step)
+        bar.add_row(f"step {step}/{self._steps}", progress, eta)
+        lines = [Text(line, no_wrap=True) for line in wrap(parts)]
+        return Group(bar, *lines)
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -88,19 +105,23 @@ class ConsoleDisplay:
 
 
 def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "tok") -> list[str]:
-    """What a row says: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
-    parts = [f"loss {row['loss']:.4f}"]
-    if "validation/loss" in row:
-        parts.append(f"validation {row['validation/loss']:.4f}")
-    if "throughput/tokens_per_s" in row:
-        parts.append(f"{_count(row['throughput/tokens_per_s'])} {unit}/s")
-    if "throughput/mfu" in row:
-        parts.append(f"MFU {row['throughput/mfu']:.0%}")
-    elif "throughput/model_tflops_per_rank" in row:
-        parts.append(f"{row['throughput/model_tflops_per_rank']:.3g} TFLOP/s")
-    if row.get("comm/between_hosts/bytes"):
-        parts.append(f"net {_count(row['comm/between_hosts/bytes'])}B/step")
-    memory = row.get("memory/peak_gib") or row.get("memory/peak_rss_gib")
+    """A row in words: loss, speed, bytes between hosts, memory, age of the last checkpoint."""
+    parts = [f"loss {row[keys.LOSS]:.4f}"]
+    if keys.VALIDATION_LOSS in row:
+        parts.append(f"validation {row[keys.VALIDATION_LOSS]:.4f}")
+    if keys.TOKENS_PER_S in row:
+        speed = _count(row[keys.TOKENS_PER_S])
+        parts.append(f"{speed} {unit}/s")
+    # Where the peak of the device is known, the fraction of it says more.
+    if keys.MFU in row:
+        parts.append(f"MFU {row[keys.MFU]:.0%}")
+    elif keys.MODEL_TFLOPS_PER_RANK in row:
+        parts.append(f"{row[keys.MODEL_TFLOPS_PER_RANK]:.3g} TFLOP/s")
+    between_hosts = row.get(keys.BYTES_BETWEEN_HOSTS)
+    if between_hosts:
+        parts.append(f"net {_count(between_hosts)}B/step")
+    # Of the device, where there is one
+    memory = row.get(keys.PEAK_GIB) or row.get(keys.PEAK_RSS_GIB)
     if memory:
         parts.append(f"{memory:.3g} GiB")
     if checkpoint_age_s is not None:
@@ -112,10 +133,12 @@ def wrap(parts: list[str], width: int = WIDTH) -> list[str]:
     """``parts`` in lines of at most ``width`` columns; those after the first are indented."""
     lines: list[str] = []
     for part in parts:
-        if lines and len(lines[-1]) + 2 + len(part) <= width:
+        if not lines:
+            lines.append(part)
+        elif len(lines[-1]) + 2 + len(part) <= width:
             lines[-1] += f"  {part}"
         else:
-            lines.append(f"    {part}" if lines else part)
+            lines.append(f"    {part}")
     return lines
 
 
@@ -129,4 +152,6 @@ def _count(value: float) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

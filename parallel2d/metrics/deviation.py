@@ -1,4 +1,4 @@
-"""Compares the bytes that each mesh axis moves with the bytes that were predicted."""
+"""Compares the bytes that each mesh axis moves with those that were predicted: `Deviation`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOLERANCE = 0.05  # of the prediction; beyond it the axis is named
 
 
 class Deviation:
-    """Says once per axis that it moves more or less than predicted."""
+    """Warns once per axis that moves more or less than predicted. ``predicted``: bytes by key."""
 
     def __init__(self, predicted: Mapping[str, float]) -> None:
         self._predicted = dict(predicted)
@@ -22,18 +22,27 @@ class Deviation:
         found = []
         for key, expected in list(self._predicted.items()):
             measured = row.get(key)
-            if measured is None or abs(measured - expected) <= TOLERANCE * max(expected, 1.0):
+            if measured is None:
+                continue
+            if abs(measured - expected) <= TOLERANCE * max(expected, 1.0):
                 continue
             del self._predicted[key]
-            axis = key.split("/")[1]
-            ratio = f"{measured / expected:.2f} times the" if expected else "not the"
-            found.append(
-                f"the {axis} axis moves {_bytes(measured)} per step and rank, {ratio} predicted "
-                f"{_bytes(expected)}: "
-                "look for collectives that the layout does not need"
-            )
-            log.warning("%s", found[-1])
+            warning = _describe(key, measured, expected)
+            found.append(warning)
+            log.warning("%s", warning)
         return found
+
+
+def _describe(key: str, measured: float, expected: float) -> str:
+    axis = key.split("/")[1]
+    ratio = "not the"
+    if expected:
+        ratio = f"{measured / expected:.2f} times the"
+    return (
+        f"the {axis} axis moves {_bytes(measured)} per step and rank, {ratio} predicted "
+        f"{_bytes(expected)}: "
+        "look for collectives that the layout does not need"
+    )
 
 
 def _bytes(value: float) -> str:

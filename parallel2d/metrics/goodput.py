@@ -1,9 +1,8 @@
-"""Goodput: which part of the wall time trained the model, and what took the rest, by name.
+"""Which part of the wall time trained the model, and what took the rest: `Goodput`.
 
-Seconds of steps, checkpoints and validations flow in; totals since the run first began flow out,
-restarts included: a restarted run goes on from the totals of its last row, and what lies between
-that row and its first new step is lost to the restart. Steps that it does again were useful for
-nothing: their time moves from useful to ``repeated``.
+The totals count from when the run first began, restarts included: a restarted run goes on from the
+totals of its last row, and the time between that row and its first new step is lost to the restart.
+Steps that it repeats were of no use before: their time moves from useful to ``repeated``.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-LOSSES = ("first_step", "data", "checkpoint", "validation", "restart", "repeated")
+from parallel2d.metrics.keys import GOODPUT, LOSSES, STEP, UNIX_S, USEFUL_S, WALL_S, lost_key
 
 
 class Goodput:
-    """Rank 0's ledger. ``useful`` = step time without the wait for data; everything is in
-    seconds."""
+    """Totals on rank 0, in seconds. Useful is the time of steps without the wait for data."""
 
     def __init__(self) -> None:
         self._lost = dict.fromkeys(LOSSES, 0.0)
@@ -33,23 +31,28 @@ class Goodput:
         one up to ``step``. Where rows are some steps apart, ``step`` may lie between these two, and
         the time between them is divided evenly.
         """
-        if not last_row or "goodput/wall_s" not in last_row:
+        if not last_row or WALL_S not in last_row:
             return
-        for name in LOSSES:
-            self._lost[name] = _seconds(last_row, f"goodput/lost_{name}_s")
-        self._useful = _seconds(last_row, "goodput/useful_s")
-        if last_row["step"] > step:
-            kept_step, kept_useful = (
-                (kept_row["step"], _seconds(kept_row, "goodput/useful_s")) if kept_row else (0, 0.0)
-            )
-            share = (last_row["step"] - step) / (last_row["step"] - kept_step)
-            again = share * max(0.0, self._useful - kept_useful)
-            self._useful -= again
-            self._lost["repeated"] += again
-        pause = max(0.0, time.time() - _seconds(last_row, "goodput/unix_s"))
+        for cause in LOSSES:
+            self._lost[cause] = _seconds(last_row, lost_key(cause))
+        self._useful = _seconds(last_row, USEFUL_S)
+        if last_row[STEP] > step:
+            self._lose_steps_after(step, last_row, kept_row)
+        pause = max(0.0, time.time() - _seconds(last_row, UNIX_S))
         self._lost["restart"] += pause
-        self._wall_before = _seconds(last_row, "goodput/wall_s") + pause
+        self._wall_before = _seconds(last_row, WALL_S) + pause
         self._begun = time.time()
+
+    def _lose_steps_after(
+        self, step: int, last_row: dict[str, Any], kept_row: dict[str, Any] | None
+    ) -> None:
+        kept_step, kept_useful = 0, 0.0
+        if kept_row:
+            kept_step, kept_useful = kept_row[STEP], _seconds(kept_row, USEFUL_S)
+        share = (last_row[STEP] - step) / (last_row[STEP] - kept_step)
+        again = share * max(0.0, self._useful - kept_useful)
+        self._useful -= again
+        self._lost["repeated"] += again
 
     def add(self, seconds: dict[str, float], *, first: bool) -> None:
         """One step. The whole first step of a process (compilation, first touch of memory) counts
@@ -69,15 +72,17 @@ class Goodput:
         now = time.time()
         wall = self._wall_before + now - self._begun
         return {
-            "goodput/fraction": self._useful / wall if wall > 0 else 0.0,
-            "goodput/useful_s": self._useful,
-            "goodput/wall_s": wall,
-            "goodput/unix_s": now,
-            **{f"goodput/lost_{name}_s": seconds for name, seconds in self._lost.items()},
+            GOODPUT: self._useful / wall if wall > 0 else 0.0,
+            USEFUL_S: self._useful,
+            WALL_S: wall,
+            UNIX_S: now,
+            **{lost_key(cause): seconds for cause, seconds in self._lost.items()},
         }
 
 
 def _seconds(row: dict[str, Any], key: str) -> float:
-    """0 for what no row of ours holds: the file may have been changed."""
+    """0 for a value that no run writes: the file may have been changed."""
     value: Any = row.get(key)
-    return float(value) if type(value) in (int, float) and 0 <= value < 1e12 else 0.0
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        return 0.0
+    return float(value)

@@ -1,4 +1,5 @@
-"""What is said once, before the first step: the header on the console and ``layout.json``."""
+"""The facts of a run that are shown once, before the first step, as the header on the console and
+as ``layout.json``: `RunFacts`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from parallel2d import files
 from parallel2d.data.batch import SampleShape
-from parallel2d.mesh import MeshShape, draw_mesh
+from parallel2d.mesh import AXES, MeshShape, draw_mesh
 from parallel2d.topology import Topology
 
 
@@ -83,11 +84,14 @@ class RunFacts:
     def slow_axes(self) -> tuple[str, ...]:
         """Axes that have a group with ranks on several hosts."""
         found = []
-        for dim, axis in enumerate(("replicate", "shard", "tensor")):
+        for dim, axis in enumerate(AXES):
             groups = self.ranks.movedim(dim, -1).reshape(-1, self.ranks.shape[dim]).tolist()
-            if any(len({self.topology.hosts[rank] for rank in group}) > 1 for group in groups):
+            if any(self._crosses_hosts(group) for group in groups):
                 found.append(axis)
         return tuple(found)
+
+    def _crosses_hosts(self, ranks: list[int]) -> bool:
+        return len({self.topology.hosts[rank] for rank in ranks}) > 1
 
     def write_layout(self) -> None:
         """Writes ``layout.json`` into the run directory."""
@@ -99,7 +103,7 @@ class RunFacts:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
         return {
             "parameters": self.parameters,
-            "mesh": {axis: getattr(self.shape, axis) for axis in ("replicate", "shard", "tensor")},
+            "mesh": {axis: getattr(self.shape, axis) for axis in AXES},
             "ranks": self.ranks.tolist(),
             "hosts": list(self.topology.hosts),
             "strategy": self.strategy,

@@ -1,8 +1,5 @@
-"""What a rank says when memory runs out: who, where, when, how much was asked for and held; on GPU
-a snapshot of the allocator.
-
-An exception passes through `OutOfMemoryNote`; if it says that memory ran out, a sentence is added
-to it.
+"""Adds a sentence to an exception of a rank that runs out of memory: which rank, where, when, how
+much was asked for and held (`OutOfMemoryNote`). On GPU a snapshot of the allocator is written too.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ class OutOfMemoryNote:
     """A context manager around everything that allocates on a rank.
 
     Args:
-        history: on GPU, keep the Python stacks of allocations, so that the snapshot tells where
+        history: on GPU, keep the Python stacks of allocations, so that the snapshot shows where
             each block came from.
 
     Attributes:
@@ -41,7 +38,9 @@ class OutOfMemoryNote:
     def __init__(
         self, rank: int, host: str, run_dir: str, device: torch.device, *, history: bool = False
     ) -> None:
-        self._rank, self._host, self._device = rank, host.split("/")[0], device
+        self._rank = rank
+        self._host = host.split("/")[0]
+        self._device = device
         self._path = os.path.join(run_dir, "memory", f"rank-{rank}.pickle")
         self._history = history
         self._snapshot: str | None = None
@@ -77,7 +76,9 @@ class OutOfMemoryNote:
         step = self.position().step if self.position else 0
         when = f"in step {step}" if step else "before the first step"
         asked = _ASKED.search(str(error))
-        what = _readable(asked[1] or asked[2]) if asked else "memory of a size that is not told"
+        what = "memory of a size that is not told"
+        if asked:
+            what = _readable(asked[1] or asked[2])
         parts = [
             f"rank {self._rank} on {self._host} ran out of memory {when}: it asked for {what}",
             self._held(),
@@ -91,35 +92,38 @@ class OutOfMemoryNote:
         return "; ".join(parts)
 
     def _held(self) -> str:
+        """How much this rank holds, of its device or of its host."""
         if self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)
-            allocated, reserved = (
-                stats.get(f"{name}_bytes.all.current", 0) / _GIB
-                for name in ("allocated", "reserved")
-            )
+            allocated = stats.get("allocated_bytes.all.current", 0) / _GIB
+            reserved = stats.get("reserved_bytes.all.current", 0) / _GIB
             total = torch.cuda.get_device_properties(self._device).total_memory / _GIB
             return f"it held {allocated:.2f} GiB in {reserved:.2f} GiB reserved, of {total:.2f} GiB"
         held = f"it held {resident_gib():.2f} GiB"
         try:
-            with open("/proc/meminfo") as file:
-                kib = {
-                    line.split(":")[0]: int(line.split()[1])
-                    for line in file
-                    if line.startswith("Mem")
-                }
-            return (
-                f"{held}; {kib['MemAvailable'] / 2**20:.1f} of the host's "
-                f"{kib['MemTotal'] / 2**20:.1f} GiB were free"
-            )
+            free_gib, total_gib = _host_memory_gib()
         except (OSError, ValueError, LookupError):
             return held
+        return f"{held}; {free_gib:.1f} of the host's {total_gib:.1f} GiB were free"
+
+
+def _host_memory_gib() -> tuple[float, float]:
+    """Available and total, as the kernel reports them; see proc_meminfo(5)."""
+    kib = {}
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("Mem"):
+                name, amount, *_ = line.split()
+                kib[name.rstrip(":")] = int(amount)
+    return kib["MemAvailable"] / 2**20, kib["MemTotal"] / 2**20
 
 
 def _readable(amount: str) -> str:
+    """``amount``, a number and its unit, with many bytes as GiB."""
     number, _, unit = amount.partition(" ")
-    return (
-        f"{int(number) / _GIB:.2f} GiB" if unit == "bytes" and int(number) >= _GIB / 100 else amount
-    )
+    if unit == "bytes" and int(number) >= _GIB / 100:
+        return f"{int(number) / _GIB:.2f} GiB"
+    return amount
 
 
 def resident_gib() -> float:
@@ -135,6 +139,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that a host or a device has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(
-        error
-    )
+    # Of CPU memory torch raises a plain RuntimeError.
+    message = "DefaultCPUAllocator: can't allocate memory"
+    return isinstance(error, RuntimeError) and message in str(error)

@@ -1,9 +1,8 @@
-"""Traces of chosen steps on chosen ranks, for chrome://tracing and Perfetto, our phases and axes
-named in them.
+"""Traces of chosen steps on chosen ranks, for chrome://tracing and Perfetto: `StepProfiler`; and
+the names of phases and axes in them: `named`.
 
-Steps flow by; between the first and the last wanted one torch's profiler runs, then
-``traces/rank-N-steps-A-B.json`` flows out. On GPU a memory snapshot for pytorch.org/memory_viz lies
-beside it. While nothing is traced, `named` costs one comparison.
+The trace is ``traces/rank-N-steps-A-B.json`` in the run directory. On GPU a memory snapshot for
+pytorch.org/memory_viz is written beside it.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from typing import Any
 
 import torch
 
-_active = False
+_HISTORY = 200_000  # allocations and frees that a memory snapshot holds
+_active = False  # whether a step of this process is traced now
 
 
 def named(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A region of the trace called ``name``; nothing while no step is traced."""
+    """A region of the trace called ``name``; costs one comparison while no step is traced."""
     return torch.profiler.record_function(name) if _active else contextlib.nullcontext()
 
 
 class StepProfiler:
-    """``steps``: first and last step that is traced, or empty; ``ranks``: that are traced, empty
-    for all."""
+    """``steps``: the first and the last step of the trace, or empty for none; ``ranks``: those that
+    are traced, empty for all."""
 
     def __init__(
         self,
@@ -35,30 +35,37 @@ class StepProfiler:
         steps: Sequence[int],
         ranks: Sequence[int],
     ) -> None:
-        self._wanted = (steps[0], steps[-1]) if steps and (not ranks or rank in ranks) else None
-        self._path = os.path.join(
-            run_dir, "traces", f"rank-{rank}-steps-{steps[0]}-{steps[-1]}" if steps else "none"
-        )
+        self._wanted: tuple[int, int] | None = None
+        self._path = ""
+        if steps and (not ranks or rank in ranks):
+            first, last = steps[0], steps[-1]
+            self._wanted = (first, last)
+            self._path = os.path.join(run_dir, "traces", f"rank-{rank}-steps-{first}-{last}")
         self._gpu = device.type == "cuda"
         self._profiler: Any = None
 
     def start_step(self, step: int) -> None:
         """Called before every step."""
-        global _active
-        if self._wanted is None or not self._wanted[0] <= step <= self._wanted[1]:
+        if self._wanted is None or self._profiler is not None:
             return
-        if self._profiler is None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self._gpu:
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
-            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._profiler.start()
-            _active = True
+        first, last = self._wanted
+        # A run that goes on from a checkpoint may begin in the middle.
+        if first <= step <= last:
+            self._start()
+
+    def _start(self) -> None:
+        global _active
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+        _active = True
 
     def end_step(self, step: int) -> None:
         """Called after every step; writes the trace after the last wanted one."""
-        if self._profiler is not None and self._wanted is not None and step >= self._wanted[1]:
+        if self._wanted is not None and step >= self._wanted[1]:
             self.close()
 
     def close(self) -> None:
@@ -66,7 +73,9 @@ class StepProfiler:
         global _active
         if self._profiler is None:
             return
-        profiler, self._profiler, _active = self._profiler, None, False
+        profiler = self._profiler
+        self._profiler = None
+        _active = False
         profiler.stop()
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         profiler.export_chrome_trace(f"{self._path}.json")

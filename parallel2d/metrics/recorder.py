@@ -1,5 +1,5 @@
-"""From steps to rows: averages over the steps between two logged ones, throughput, memory; handed
-to files and console."""
+"""Measures every step on every rank and, on rank 0, writes a row of averages every few steps:
+`Recorder`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from parallel2d.metrics.communication import KEYS, CommunicationMeter
+from parallel2d.metrics import keys
+from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.deviation import Deviation
 from parallel2d.metrics.goodput import Goodput
@@ -20,35 +21,34 @@ from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.stragglers import Stragglers
 from parallel2d.metrics.watch import Position
 from parallel2d.metrics.writer import MetricsWriter
-from parallel2d.progress import Progress, StepOutcome
+from parallel2d.progress import Progress, RankReport, StepOutcome
 
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
-# What a rank tells the others after a step, in this order; followed by `KEYS` when communication is
-# measured
-_RANK = ("busy_s", "peak_rss", "rss", "peak", "allocated", "reserved", "retries")
 
 
-def measure_rank(device: torch.device, *, busy_s: float) -> list[float]:
-    """The values of ``_RANK``: seconds the rank was busy, peak and present resident memory, and of
-    the device peak, allocated and reserved memory (all GiB) and how often the allocator had to give
-    everything back and try again. Zeros without a GPU."""
-    memory = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, resident_gib()]
+def measure_rank(
+    device: torch.device, *, busy_s: float, communication: Mapping[str, float] | None = None
+) -> RankReport:
+    """This rank's report: its memory now, and what the caller measured."""
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_rss_gib, rss_gib = peak_kib / 2**20, resident_gib()
+    moved = communication or {}
     if device.type != "cuda":
-        return [busy_s, *memory, 0.0, 0.0, 0.0, 0.0]
+        return RankReport(busy_s, peak_rss_gib, rss_gib, communication=moved)
     held = torch.cuda.memory_stats(device)
-    names = (
-        "allocated_bytes.all.peak",
-        "allocated_bytes.all.current",
-        "reserved_bytes.all.current",
-    )
-    return [
+    return RankReport(
         busy_s,
-        *memory,
-        *(held.get(name, 0) / _GIB for name in names),
-        float(held.get("num_alloc_retries", 0)),
-    ]
+        peak_rss_gib,
+        rss_gib,
+        peak_gib=held.get("allocated_bytes.all.peak", 0) / _GIB,
+        allocated_gib=held.get("allocated_bytes.all.current", 0) / _GIB,
+        reserved_gib=held.get("reserved_bytes.all.current", 0) / _GIB,
+        # How often the allocator had to give all cached blocks back and try again
+        allocation_retries=float(held.get("num_alloc_retries", 0)),
+        communication=moved,
+    )
 
 
 class Recorder:
@@ -61,7 +61,7 @@ class Recorder:
             one device, or None.
         hosts: by rank; ``meter``: installed while the recorder is open; ``predicted``: bytes per
             axis to compare with.
-        slow_axes: axes whose groups cross hosts; ``profiler``: traces the steps it was told to.
+        slow_axes: axes whose groups cross hosts; ``profiler``: traces the steps it was made for.
     """
 
     def __init__(
@@ -82,31 +82,30 @@ class Recorder:
         slow_axes: Sequence[str] = (),
         profiler: StepProfiler | None = None,
     ) -> None:
-        self.log_every, self.steps, self.ranks, self.tokens_per_step = (
-            log_every,
-            steps,
-            ranks,
-            tokens_per_step,
-        )
-        self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
-        self.writer, self.display = writer, display
-        self.device, self.meter, self.slow_axes = (
-            device or torch.device("cpu"),
-            meter,
-            tuple(slow_axes),
-        )
-        self._goodput, self._stragglers, self._deviation = (
-            Goodput(),
-            Stragglers(hosts),
-            Deviation(predicted or {}),
-        )
-        self.profiler, self._step = profiler, 0
-        self._saved_at: float | None = None
+        self.log_every = log_every
+        self.steps = steps
+        self.ranks = ranks
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_step = flops_per_step
+        self.peak_flops = peak_flops
+        self.writer = writer
+        self.display = display
+        self.device = device or torch.device("cpu")
+        self.meter = meter
+        self.slow_axes = tuple(slow_axes)
+        self.profiler = profiler
+        self._goodput = Goodput()
+        self._stragglers = Stragglers(hosts)
+        self._deviation = Deviation(predicted or {})
+        self._step = 0
+        self._first = True
+        self._saved_at: float | None = None  # when the last checkpoint was written
+        # Over the steps since the last row
         self._sums: dict[str, float] = {}
         self._counted = 0
-        self._first = True
-        self._started = time.perf_counter()
-        self._steady_s, self._steady_steps = 0.0, 0
+        # Over all steps but the first, for the time that the rest will take
+        self._steady_s = 0.0
+        self._steady_steps = 0
 
     def begin(self, step: int) -> None:
         """Opens what is written to, after ``step`` finished steps (0, or those of a restored
@@ -134,9 +133,9 @@ class Recorder:
             )
         return Position(self._step, *self.meter.position())
 
-    def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> list[float]:
-        """What this rank tells the others about the step that ends now; rides on the next step's
-        agreement.
+    def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> RankReport:
+        """Ends the measurement of a step that took ``seconds``, empty before the first. The other
+        ranks learn the report in the next step's agreement.
 
         Busy are the seconds of the step without those spent in collectives and in the agreement.
         Where these are not known (on GPU, where they run beside the rest, or unmeasured) it is
@@ -146,14 +145,13 @@ class Recorder:
             self.profiler.end_step(self._step)
         if self.meter is None:
             return measure_rank(self.device, busy_s=busy_cpu_s)
-        moved = self.meter.read()
-        busy = busy_cpu_s
+        moved = dict(zip(keys.COMMUNICATION_KEYS, self.meter.read(), strict=True))
+        busy_s = busy_cpu_s
         if self.device.type == "cpu" and "step_s" in seconds:
-            held_up_s = sum(
-                value for key, value in zip(KEYS, moved, strict=True) if key.endswith("/seconds")
-            )
-            busy = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
-        return [*measure_rank(self.device, busy_s=busy), *moved]
+            held_up_s = sum(moved[key] for key in keys.COMMUNICATION_SECONDS)
+            # Not zero, which would mean that this rank was not measured.
+            busy_s = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
+        return measure_rank(self.device, busy_s=busy_s, communication=moved)
 
     def record(
         self,
@@ -168,102 +166,99 @@ class Recorder:
         """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
         with a validation."""
         row: dict[str, Any] = {
-            "step": progress.step,
-            "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm,
-            "learning_rate": learning_rate,
-            "tokens": progress.tokens,
-            "samples": progress.samples,
-            "data/batch_hash": outcome.batch_hash,
-            "skipped_steps": progress.skipped,
-            **self._over_ranks(outcome.ranks),
+            keys.STEP: progress.step,
+            keys.LOSS: outcome.loss,
+            keys.GRAD_NORM: outcome.grad_norm,
+            keys.LEARNING_RATE: learning_rate,
+            keys.TOKENS: progress.tokens,
+            keys.SAMPLES: progress.samples,
+            keys.BATCH_HASH: outcome.batch_hash,
+            keys.SKIPPED_STEPS: progress.skipped,
+            **_memory(outcome.ranks),
         }
+        busy_s = [report.busy_s for report in outcome.ranks]
+        if not self._first:  # the reports of the first step are from before it
+            row |= _slowest(busy_s)
         if validation_loss is not None:
-            row["validation/loss"] = validation_loss
+            row[keys.VALIDATION_LOSS] = validation_loss
         self._goodput.add(seconds, first=self._first)
         row |= self._goodput.row()
         if seconds.get("checkpoint_s"):
             self._saved_at = time.perf_counter()
-        if self._first:  # compilation and warm-up: reported apart, never averaged in
+        if self._first:
             self._first = False
-            row["time/first_step_s"] = seconds["step_s"]
-            self._emit(row)
-            if self.display:
-                self.display.say(
-                    f"first step {seconds['step_s']:.2f} s (not counted in the averages)"
-                )
+            self._emit_first(row, seconds["step_s"])
             return
-        self._warn(self._stragglers.check([rank[0] for rank in outcome.ranks]))
-        for name, value in [*seconds.items(), *self._moved(outcome.ranks)]:
+        self._warn(self._stragglers.check(busy_s))
+        self._add(seconds, outcome.ranks)
+        due = progress.step % self.log_every == 0 or last or validation_loss is not None
+        if not due:
+            return
+        row |= self._averages()
+        self._emit(row, busy_s)
+
+    def _emit_first(self, row: dict[str, Any], step_s: float) -> None:
+        """Compilation and warm-up make the first step of a process long: its time is reported
+        apart, and never averaged in."""
+        row[keys.FIRST_STEP_S] = step_s
+        self._emit(row)
+        if self.display:
+            self.display.say(f"first step {step_s:.2f} s (not counted in the averages)")
+
+    def _add(self, seconds: Mapping[str, float], reports: Sequence[RankReport]) -> None:
+        """Adds one step to the sums: the seconds of this one, what was moved in the one before."""
+        for name, value in [*seconds.items(), *_mean_communication(reports)]:
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._counted += 1
         self._steady_s += seconds["step_s"]
         self._steady_steps += 1
-        if progress.step % self.log_every and not last and validation_loss is None:
-            return
+
+    def _averages(self) -> dict[str, float]:
+        """Time, communication and throughput of a step: the means since the last row, from which
+        the sums begin anew."""
         means = {name: total / self._counted for name, total in self._sums.items()}
-        moved = {name: means.pop(name) for name in KEYS if name in means}
-        row |= {f"time/{name}": value for name, value in means.items()}
+        self._sums = {}
+        self._counted = 0
+        moved = {key: means.pop(key) for key in keys.COMMUNICATION_KEYS if key in means}
+        row = {keys.time_key(name): value for name, value in means.items()}
         row |= moved
         if moved:
-            row["comm/between_hosts/bytes"] = sum(
-                moved[f"comm/{axis}/bytes"] for axis in self.slow_axes
-            )
+            crossing = [moved[keys.communication_key(axis, "bytes")] for axis in self.slow_axes]
+            row[keys.BYTES_BETWEEN_HOSTS] = sum(crossing)
             self._warn(self._deviation.check(moved))
-        tokens_per_s = self.tokens_per_step / means["step_s"]
-        row["throughput/tokens_per_s"] = tokens_per_s
-        row["throughput/tokens_per_s_per_rank"] = tokens_per_s / self.ranks
+        return row | self._throughput(means["step_s"])
+
+    def _throughput(self, step_s: float) -> dict[str, float]:
+        tokens_per_s = self.tokens_per_step / step_s
+        row = {
+            keys.TOKENS_PER_S: tokens_per_s,
+            keys.TOKENS_PER_S_PER_RANK: tokens_per_s / self.ranks,
+        }
         if self.flops_per_step is not None:
-            per_rank = self.flops_per_step / means["step_s"] / self.ranks
-            row["throughput/model_tflops_per_rank"] = per_rank / 1e12
+            flops_per_rank = self.flops_per_step / step_s / self.ranks
+            row[keys.MODEL_TFLOPS_PER_RANK] = flops_per_rank / 1e12
             if self.peak_flops is not None:
-                row["throughput/mfu"] = per_rank / self.peak_flops
-        self._sums, self._counted = {}, 0
-        self._emit(row, [rank[0] for rank in outcome.ranks])
+                row[keys.MFU] = flops_per_rank / self.peak_flops
+        return row
 
     def _emit(self, row: dict[str, Any], busy_s: Sequence[float] = ()) -> None:
         if self.writer:
             self.writer.write(row, busy_s)
-        if self.display:
-            mean = self._steady_s / self._steady_steps if self._steady_steps else None
-            eta = mean * (self.steps - row["step"]) if mean is not None else None
-            age = time.perf_counter() - self._saved_at if self._saved_at is not None else None
-            self.display.step(row, eta, age)
+        if self.display is None:
+            return
+        eta_s = age_s = None
+        if self._steady_steps:
+            eta_s = self._steady_s / self._steady_steps * (self.steps - row[keys.STEP])
+        if self._saved_at is not None:
+            age_s = time.perf_counter() - self._saved_at
+        self.display.step(row, eta_s, age_s)
 
     def _warn(self, sentences: Sequence[str]) -> None:
+        if self.display is None:  # every rank comes to the same sentences, and one shows them
+            return
         for sentence in sentences:
-            if self.display:
-                log.warning("%s", sentence)
-                self.display.say(f"warning: {sentence}")
-
-    @staticmethod
-    def _moved(ranks: list[list[float]]) -> list[tuple[str, float]]:
-        """`KEYS`, mean over the ranks, of the step before; nothing when communication is not
-        measured."""
-        columns = list(zip(*(rank[len(_RANK) :] for rank in ranks), strict=True))
-        return [
-            (key, sum(column) / len(column)) for key, column in zip(KEYS, columns, strict=False)
-        ]
-
-    def _over_ranks(self, ranks: list[list[float]]) -> dict[str, float]:
-        """Memory (its maximum over the ranks) and the slowest rank, from what every rank measured;
-        see `measure_rank`."""
-        columns = dict(zip(_RANK, zip(*ranks, strict=True), strict=False))
-        row = {
-            "memory/peak_rss_gib": max(columns["peak_rss"]),
-            "memory/rss_gib": max(columns["rss"]),
-        }
-        if max(columns["peak"]):
-            allocated, reserved = max(columns["allocated"]), max(columns["reserved"])
-            row["memory/peak_gib"] = max(columns["peak"])
-            row["memory/allocated_gib"], row["memory/reserved_gib"] = allocated, reserved
-            row["memory/fragmentation"] = 1 - allocated / reserved if reserved else 0.0
-            row["memory/allocation_retries"] = max(columns["retries"])
-        busy = columns["busy_s"]
-        if not self._first and (mean := sum(busy) / len(busy)):
-            row["rank/slowest"] = busy.index(max(busy))
-            row["rank/skew"] = max(busy) / mean
-        return row
+            log.warning("%s", sentence)
+            self.display.say(f"warning: {sentence}")
 
     def close(self) -> None:
         """Ends the measurements and closes what is written to."""
@@ -275,3 +270,43 @@ class Recorder:
             self.writer.close()
         if self.display:
             self.display.close()
+
+
+def _memory(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Of the rank that has most, for each quantity; that of the device only where there is one."""
+    row = {
+        keys.PEAK_RSS_GIB: _largest(reports, "peak_rss_gib"),
+        keys.RSS_GIB: _largest(reports, "rss_gib"),
+    }
+    peak_gib = _largest(reports, "peak_gib")
+    if peak_gib:
+        allocated_gib = _largest(reports, "allocated_gib")
+        reserved_gib = _largest(reports, "reserved_gib")
+        row[keys.PEAK_GIB] = peak_gib
+        row[keys.ALLOCATED_GIB] = allocated_gib
+        row[keys.RESERVED_GIB] = reserved_gib
+        row[keys.FRAGMENTATION] = 1 - allocated_gib / reserved_gib if reserved_gib else 0.0
+        row[keys.ALLOCATION_RETRIES] = _largest(reports, "allocation_retries")
+    return row
+
+
+def _largest(reports: Sequence[RankReport], field: str) -> float:
+    found: float = max(getattr(report, field) for report in reports)
+    return found
+
+
+def _slowest(busy_s: Sequence[float]) -> dict[str, float]:
+    """The rank that was busy longest and its part of the mean; empty where nothing was measured."""
+    mean = sum(busy_s) / len(busy_s)
+    if not mean:
+        return {}
+    longest = max(busy_s)
+    return {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
+
+
+def _mean_communication(reports: Sequence[RankReport]) -> list[tuple[str, float]]:
+    """Each quantity by its key, mean over the ranks; empty where nothing was measured."""
+    # One tuple of the ranks' values per key; the keys are the same on all ranks.
+    columns = zip(*(report.communication.values() for report in reports), strict=True)
+    keyed = zip(reports[0].communication, columns, strict=True)
+    return [(key, sum(column) / len(column)) for key, column in keyed]

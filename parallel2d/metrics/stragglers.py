@@ -1,5 +1,4 @@
-"""Ranks that are persistently slower than the others. Busy seconds of every rank flow in each step;
-one sentence per slow rank flows out."""
+"""Finds ranks that are slower than the others for many steps: `Stragglers`."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-# steps; a rank must be slow in the middle one of them to be named, so single pauses never count
+# Steps over which the median of a rank's ratio counts, so that single pauses do not
 WINDOW = 12
 SLOW = 1.5  # times the other ranks' busy time
 
@@ -23,22 +22,29 @@ class Stragglers:
     def check(self, busy_s: Sequence[float]) -> list[str]:
         """``busy_s[rank]``: seconds of the last step in which the rank worked, waits for others
         left out."""
-        if len(busy_s) < 2 or not all(busy_s):
+        if len(busy_s) < 2:
             return []
-        said = []
+        # Zero stands for a rank that has measured nothing yet.
+        if not all(busy_s):
+            return []
+        warnings = []
         for rank, seconds in enumerate(busy_s):
-            others = statistics.median(value for other, value in enumerate(busy_s) if other != rank)
+            others = statistics.median([*busy_s[:rank], *busy_s[rank + 1 :]])
             ratios = self._ratios[rank]
             ratios.append(seconds / others)
-            if (
-                len(ratios) == WINDOW
-                and rank not in self._named
-                and (ratio := statistics.median(ratios)) >= SLOW
-            ):
+            if rank in self._named:
+                continue
+            if len(ratios) < WINDOW:
+                continue
+            ratio = statistics.median(ratios)
+            if ratio >= SLOW:
                 self._named.add(rank)
-                said.append(
-                    f"rank {rank} on {self._hosts[rank]} is slow: {ratio:.1f} times the busy time "
-                    "of the other ranks over the "
-                    f"last {WINDOW} steps; all others wait for it"
-                )
-        return said
+                warnings.append(self._describe(rank, ratio))
+        return warnings
+
+    def _describe(self, rank: int, ratio: float) -> str:
+        return (
+            f"rank {rank} on {self._hosts[rank]} is slow: {ratio:.1f} times the busy time "
+            "of the other ranks over the "
+            f"last {WINDOW} steps; all others wait for it"
+        )

@@ -1,8 +1,8 @@
-"""How long a GPU's compute stream stands still for collectives that run in other streams.
+"""How long a GPU's compute stream waits for collectives that run in other streams: `StreamWaits`.
 
-Streams' own methods are wrapped while it is installed: which axis a stream last served and which
-event marks that flow in, pairs of events around the waits of the compute stream flow out. A wait
-costs two event records and never holds the host up.
+While it is installed, the streams' own methods are wrapped, so that the waits of the compute stream
+for a collective lie between two events each. A wait costs two event records and never holds the
+host up.
 
 [Note: exposed seconds] Between an event before and one after a wait, both in the compute stream,
 lies exactly the time for which that stream had nothing else to do: what communication costs beside
@@ -22,12 +22,14 @@ import torch
 class StreamWaits:
     """``stream_class``: whose ``wait_event`` and ``record_event`` are wrapped (``wait_stream`` is
     made of both); ``current()``: the stream in which operators run now; ``timed_event()``: a new
-    event that knows its time."""
+    event with timing enabled."""
 
     def __init__(
         self, stream_class: Any, current: Callable[[], Any], timed_event: Callable[[], Any]
     ) -> None:
-        self._class, self._current, self._timed_event = stream_class, current, timed_event
+        self._class = stream_class
+        self._current = current
+        self._timed_event = timed_event
         self._originals: tuple[Any, Any] | None = None
         self._compute: int | None = None
         self._axis_of: dict[int, str] = {}  # stream -> axis of its last collective
@@ -35,10 +37,9 @@ class StreamWaits:
 
     def install(self) -> None:
         """Wraps the two methods until `remove`."""
-        wait_event, record_event = self._originals = (
-            self._class.wait_event,
-            self._class.record_event,
-        )
+        wait_event = self._class.wait_event
+        record_event = self._class.record_event
+        self._originals = (wait_event, record_event)
         tracker = self
 
         @functools.wraps(wait_event)
@@ -48,10 +49,12 @@ class StreamWaits:
         @functools.wraps(record_event)
         def record(stream: Any, event: Any = None) -> Any:
             recorded = record_event(stream, event)
+            # Whoever waits for this event waits for the stream's last collective.
             recorded._parallel2d_axis = tracker._axis_of.get(stream.cuda_stream)
             return recorded
 
-        self._class.wait_event, self._class.record_event = wait, record
+        self._class.wait_event = wait
+        self._class.record_event = record
 
     def remove(self) -> None:
         """Puts torch's own methods back."""
@@ -83,6 +86,8 @@ class StreamWaits:
         if axis is None:
             original(stream, event)
         elif stream.cuda_stream != self._compute:
+            # One communication stream waits for another: who waits for this one then, as sharding
+            # does between reduce-scatter and all-reduce, waits for that axis too.
             original(stream, event)
             self._axis_of[stream.cuda_stream] = axis
         else:

@@ -1,9 +1,9 @@
-"""Who is late when ranks wait for each other in vain.
+"""Finds the ranks that the others wait for when a collective times out: `Watch`.
 
-Each rank's position (step, collectives begun, the last of them) flows into the rendezvous store
-once a second, from a thread, so that a step pays nothing. After a collective timed out, a sentence
-that names the late ranks flows out; before that, every rank that is stuck writes the stacks of its
-threads, and torch's record of its last collectives, into ``stacks/`` of the run directory.
+A thread of each rank writes its position (step, collectives begun, the last of them) into the
+rendezvous store once a second: a beat. After a timeout `Watch.explain` names the late ranks. Before
+that, every rank that is stuck writes the stacks of its threads, and torch's record of its last
+collectives, into ``stacks/`` of the run directory.
 
 [Note: late ranks] A rank whose beats stand still is stopped, or its machine is gone. Of those that
 beat, the ones with the smallest (step, collectives begun) are behind: the others wait for them.
@@ -55,13 +55,12 @@ class Watch:
         timeout_s: float,
         position: Callable[[], Position],
     ) -> None:
-        self._store, self._rank, self._hosts, self._run_dir = (
-            store,
-            rank,
-            [h.split("/")[0] for h in hosts],
-            run_dir,
-        )
-        self._position, self._patience = position, 0.8 * timeout_s
+        self._store = store
+        self._rank = rank
+        self._hosts = [host.split("/")[0] for host in hosts]
+        self._run_dir = run_dir
+        self._position = position
+        self._patience = 0.8 * timeout_s
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
@@ -78,7 +77,7 @@ class Watch:
         self._thread.join(timeout=5)
 
     def explain(self) -> str:
-        """Who is late, as one sentence; takes a few seconds, in which the beats of all ranks are
+        """The late ranks, as one sentence; takes a few seconds, in which the beats of all ranks are
         compared."""
         silent = (
             f"late: rank 0 on {self._hosts[0]}, whose store does not answer (stopped, or the "
@@ -100,28 +99,36 @@ class Watch:
         return f"parallel2d/beat/{rank}"
 
     def _read(self) -> list[dict[str, Any] | None]:
-        keys = [self._key(rank) for rank in range(len(self._hosts))]
-        return [
-            json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys
-        ]
+        """The newest beat of every rank, None for one that never beat."""
+        beats: list[Any] = []
+        for rank in range(len(self._hosts)):
+            key = self._key(rank)
+            # Getting a key that is not there would wait for it.
+            beats.append(json.loads(self._store.get(key)) if self._store.check([key]) else None)
+        return beats
 
     def _beat(self) -> None:
-        number, last, moved, dumped = 0, None, time.monotonic(), False
+        number = 0
+        last: Position | None = None
+        moved_at = time.monotonic()
+        dumped = False  # since the rank moved last
         while not self._end.is_set():
             now = self._position()
+            stuck_s = time.monotonic() - moved_at
             if now != last:
-                last, moved, dumped = now, time.monotonic(), False
-            elif not dumped and now.step and time.monotonic() - moved > self._patience:
+                last = now
+                moved_at = time.monotonic()
+                dumped = False
+            # In step 0 the model is still being built, and nothing is counted.
+            elif not dumped and now.step and stuck_s > self._patience:
                 dumped = True
                 self.dump_stacks()
                 self.dump_collectives()
             number += 1
+            beat = json.dumps([number, now.step, now.collectives, now.doing])
             try:
-                self._store.set(
-                    self._key(self._rank),
-                    json.dumps([number, now.step, now.collectives, now.doing]),
-                )
-            except Exception:  # the store is gone; the loop will hear of it in its own way
+                self._store.set(self._key(self._rank), beat)
+            except Exception:  # the store is gone, which the loop notices by itself
                 return
             self._end.wait(INTERVAL)
 
@@ -155,10 +162,12 @@ class Watch:
             # NCCL's is only there in builds for CUDA
             dump = getattr(torch._C._distributed_c10d, name, None)
             record = dump() if dump is not None else b""
-            if json.loads(record or "{}").get("entries"):
-                written.append(os.path.join(folder, f"rank-{self._rank}.{kind}.json"))
-                with open(written[-1], "wb") as file:
-                    file.write(record)
+            if not json.loads(record or "{}").get("entries"):
+                continue
+            path = os.path.join(folder, f"rank-{self._rank}.{kind}.json")
+            with open(path, "wb") as file:
+                file.write(record)
+            written.append(path)
         return written
 
 
@@ -167,34 +176,40 @@ def describe_late(
 ) -> str:
     """The sentence of `Watch.explain`. ``before``, ``after``: beats [number, step, collectives,
     doing] by rank, some seconds apart; None for a rank that never beat. See [Note: late ranks]."""
-    stopped = [
-        rank
-        for rank, beat in enumerate(after)
-        if beat is None or (before[rank] and before[rank][0] == beat[0])
-    ]
-    alive = {
-        rank: (beat[1], beat[2])
-        for rank, beat in enumerate(after)
-        if beat is not None and rank not in stopped
-    }
-    parts = []
-    if after[me] is not None:
-        parts.append(f"rank {me} waited in {after[me][3]} of step {after[me][1]}")
-    if stopped:
-        parts.append(
-            f"late: {_name(stopped, hosts)}, which gave no sign of life any more (stopped, or the "
-            "machine is gone)"
-        )
-    elif alive and min(alive.values()) < max(alive.values()):
-        behind = [rank for rank, place in alive.items() if place == min(alive.values())]
-        step, collectives = alive[behind[0]]
-        parts.append(
-            f"late: {_name(behind, hosts)}, alive but behind, at step {step} after {collectives} "
-            "collectives of it"
-        )
-    else:
-        parts.append("no rank is behind: the network between them is the suspect")
-    return "; ".join(parts)
+    late = _describe_stopped(before, after, hosts) or _describe_behind(after, hosts)
+    if after[me] is None:
+        return late
+    _, step, _, doing = after[me]
+    return f"rank {me} waited in {doing} of step {step}; {late}"
+
+
+def _describe_stopped(before: Sequence[Any], after: Sequence[Any], hosts: Sequence[str]) -> str:
+    """Empty where every rank beats."""
+    stopped = []
+    for rank, beat in enumerate(after):
+        earlier = before[rank]
+        if beat is None or (earlier and earlier[0] == beat[0]):
+            stopped.append(rank)
+    if not stopped:
+        return ""
+    return (
+        f"late: {_name(stopped, hosts)}, which gave no sign of life any more (stopped, or the "
+        "machine is gone)"
+    )
+
+
+def _describe_behind(after: Sequence[Any], hosts: Sequence[str]) -> str:
+    """For ranks that all beat."""
+    places = [(step, collectives) for _, step, collectives, _ in after]
+    last = min(places)
+    if last == max(places):
+        return "no rank is behind: the network between them is the suspect"
+    behind = [rank for rank, place in enumerate(places) if place == last]
+    step, collectives = last
+    return (
+        f"late: {_name(behind, hosts)}, alive but behind, at step {step} after {collectives} "
+        "collectives of it"
+    )
 
 
 def _name(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Rows to files: ``metrics.jsonl`` and ``tensorboard/``, from rank 0 only."""
+"""Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, TextIO
 
+from parallel2d.metrics.keys import STEP
 from parallel2d.metrics.tensorboard import Board
 
 _BLOCK = 1 << 20  # bytes read at once from the end of a file
+
+Row = dict[str, Any]
 
 
 class MetricsWriter:
@@ -30,34 +33,32 @@ class MetricsWriter:
         tensorboard: bool,
         hparams: dict[str, str | float | bool] | None = None,
     ) -> None:
-        self._run_dir, self._texts, self._tensorboard = run_dir, texts, tensorboard
+        self._run_dir = run_dir
+        self._texts = texts
+        self._tensorboard = tensorboard
         self._hparams = hparams or {}
         self._file: TextIO | None = None
         self._board: Board | None = None
 
-    def begin(self, from_step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Opens both, to go on after ``from_step``. Rows after it belong to a history that a
-        restart undid.
+    def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
+        """Opens both, to go on after ``from_step``; a restart undid the steps of later rows.
 
-        Returns the last row that earlier incarnations wrote, undone or not, and the last one that
-        stands; None where there is none.
+        Returns the last row that was written before, undone or not, and the last one that stands;
+        None where there is none.
         """
         path = os.path.join(self._run_dir, "metrics.jsonl")
         rows = _set_aside_after(path, from_step)
         self._file = open(path, "a")  # noqa: SIM115 (closed by close)
         if self._tensorboard:
-            self._board = Board(
-                os.path.join(self._run_dir, "tensorboard"), from_step, self._texts, self._hparams
-            )
+            folder = os.path.join(self._run_dir, "tensorboard")
+            self._board = Board(folder, from_step, self._texts, self._hparams)
         return rows
 
-    def write(self, row: dict[str, Any], busy_s: Sequence[float] = ()) -> None:
+    def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
         """``row`` must hold ``step``; numbers become scalars, non-finite ones are written as null.
         ``busy_s``: of each rank."""
         assert self._file is not None, "begin() comes first"
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
-        }
+        clean = {key: _finite(value) for key, value in row.items()}
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -70,11 +71,16 @@ class MetricsWriter:
             self._board.close()
 
 
-def _set_aside_after(
-    path: str, from_step: int
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Keeps rows up to ``from_step`` in place. Later rows belong to a history that a restart undid:
-    they move to a file beside it.
+def _finite(value: Any) -> Any:
+    # JSON has no NaN and no infinity.
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
+    """Keeps rows up to ``from_step`` in place, and moves later ones, whose steps a restart undid,
+    to a file beside it.
 
     Reads and writes only those, from the end: a restart takes no longer because the run is long.
     Returns the last row that was there and the last one that stays.
@@ -83,30 +89,37 @@ def _set_aside_after(
         return None, None
     last = standing = None
     with open(path, "r+b") as file:
-        cut = end = file.seek(0, os.SEEK_END)
+        end = file.seek(0, os.SEEK_END)
+        cut = end  # where the rows to be moved begin
         for begin, line in _lines_backwards(file):
             row = _row(line)
             last = last or row
-            if row is not None and row["step"] <= from_step:
+            # Steps only grow, so all rows before this one stand too.
+            if row is not None and row[STEP] <= from_step:
                 standing = row
                 break
             cut = begin
         if cut < end:
-            number = 1
-            while os.path.exists(
-                aside := path.replace(".jsonl", f".before-restart-{number}.jsonl")
-            ):
-                number += 1
             file.seek(cut)
-            with open(aside, "wb") as undone:
+            with open(_unused_path(path), "wb") as undone:
                 shutil.copyfileobj(file, undone)
             file.truncate(cut)
     return last, standing
 
 
+def _unused_path(path: str) -> str:
+    number = 1
+    while True:
+        aside = path.replace(".jsonl", f".before-restart-{number}.jsonl")
+        if not os.path.exists(aside):
+            return aside
+        number += 1
+
+
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """The lines of a file and where each begins, from the last to the first."""
-    begin, rest = file.seek(0, os.SEEK_END), b""
+    begin = file.seek(0, os.SEEK_END)
+    rest = b""  # the beginning of a line that goes on in the block after
     while begin:
         size = min(_BLOCK, begin)
         begin -= size
@@ -114,17 +127,21 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         data = file.read(size) + rest
         lines = data.splitlines(keepends=True)
         at = begin + len(data)
-        rest = lines.pop(0) if begin else b""  # its beginning may lie before this block
+        # The first line may begin before this block.
+        rest = lines.pop(0) if begin else b""
         for line in reversed(lines):
             at -= len(line)
             yield at, line
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """None for a line that a kill tore."""
+def _row(line: bytes) -> Row | None:
+    """None for a line of which a kill left only a part, and for one that is no row."""
+    if not line.endswith(b"\n"):
+        return None
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = line.endswith(b"\n") and isinstance(row, dict) and type(row.get("step")) is int
-    return row if whole else None
+    if not isinstance(row, dict) or type(row.get(STEP)) is not int:
+        return None
+    return row

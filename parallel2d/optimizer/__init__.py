@@ -1,10 +1,8 @@
-"""The optimizer: which parameters it trains with which settings, how sharded matrices are updated,
-the learning rate.
+"""The optimizer of a parallelized model, and the learning rate. Start at `build_optimizer`.
 
-The trainable parameters of a parallelized model and an `OptimizerConfig` flow in, a
-``torch.optim.Optimizer`` flows out whose update is that of a single process on any layout. AdamW,
-Adam and SGD work on each element for itself and so are torch's own; Adafactor and Muon look at
-whole matrices and are in rooms of their own (`adafactor.py`, `muon.py`).
+It returns a ``torch.optim.Optimizer`` whose update is that of a single process on any layout.
+AdamW, Adam and SGD update each element on its own and so are torch's; Adafactor and Muon need sums
+over whole matrices, or whole matrices, and are in `adafactor.py` and `muon.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from torch import nn
 from parallel2d.config import OptimizerConfig
 from parallel2d.optimizer.adafactor import Adafactor
 from parallel2d.optimizer.groups import describe_group, plan_groups
+from parallel2d.optimizer.schedules import LossScaler, learning_rate, set_learning_rate
 from parallel2d.optimizer.muon import Muon
-from parallel2d.optimizer.schedule import LossScaler, learning_rate, set_learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +33,14 @@ __all__ = [
 ]
 
 
+# The arguments by which torch's optimizers choose among their implementations.
+_IMPLEMENTATIONS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "loop": {"foreach": False},
+}
+
+
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or
     plain on one process.
@@ -46,15 +52,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     for group in groups:
         log.info("%s", describe_group(group))
     beta1, beta2 = config.betas
-    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[
-        config.implementation
-    ]
+    implementation = _IMPLEMENTATIONS[config.implementation]
     adam: dict[str, Any] = {
         "lr": config.lr,
         "betas": (beta1, beta2),
         "eps": config.eps,
         "amsgrad": config.amsgrad,
-        **how,
+        **implementation,
     }
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **adam)
@@ -62,7 +66,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         return torch.optim.Adam(groups, **adam)
     if config.name == "sgd":
         return torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how
+            groups,
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            **implementation,
         )
     if config.name == "adafactor":
         return Adafactor(
@@ -77,7 +85,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         adjust_lr_fn=config.adjust_lr,
         betas=(beta1, beta2),
         adamw_eps=config.eps,
-        **how,
+        **implementation,
     )
 
 
@@ -89,4 +97,6 @@ def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     shapes, nothing is sent.
     """
     count = getattr(optimizer, "update_bytes", None)
-    return count() if count is not None else {}
+    if count is None:
+        return {}  # torch's own, which update each element on its own
+    return count()

@@ -1,16 +1,15 @@
-"""Adafactor (Shazeer and Stern 2018) on parameters that may be sharded. Gradients flow in, updated
-parameters flow out.
+"""Adafactor (Shazeer and Stern 2018) on parameters that may be sharded: the class `Adafactor`.
 
 The variant is ``torch.optim.Adafactor``'s, its state has the same names and whole shapes, and on
 plain tensors the update is the same.
 
-[Note: statistics of sharded matrices] Four numbers or vectors look at a whole matrix: the root mean
-square of the parameter, the row and the column means of the squared gradient, the mean of the row
-means, and the root mean square of the update. Each is a sum, so each rank sums its own part and the
-sums are added over those mesh axes that split the summed dim. The row statistic of a matrix that an
-axis splits by rows is itself split by that axis. All parameters share one all-reduce per axis and
-round, and there are three rounds per update, because the second needs the first's result and the
-third the second's.
+[Note: statistics of sharded matrices] Several numbers and vectors depend on a whole matrix: the
+root mean square of the parameter, the row and the column means of the squared gradient, the mean of
+the row means, and the root mean square of the update. Each is a sum, so each rank sums its own part
+and the sums are added over those mesh axes that split the summed dim. The row statistic of a matrix
+that an axis splits by rows is itself split by that axis. All parameters share one all-reduce per
+axis and round, and there are three rounds per update, because the second needs the first's result
+and the third the second's.
 """
 
 from __future__ import annotations
@@ -28,22 +27,23 @@ from parallel2d.optimizer.sums import AxisSums, split_axes
 
 
 @dataclass
-class _Work:
-    """One parameter's update in flight; tensors are this rank's parts."""
+class _Update:
+    """One parameter's update while it is computed; tensors are this rank's parts."""
 
     parameter: Tensor
     gradient: Tensor
     whole: Tensor  # the parameter itself, for its whole shape and its placements
     state: dict[str, Any]
     group: dict[str, Any]
-    step: float = 0.0
-    alpha: float = 0.0
-    row_means: Tensor | None = None  # mean over rows of row_var, whole
+    alpha: float = 0.0  # by how much the update is multiplied, before it is clipped
+    row_means: Tensor | None = None  # mean over rows of row_var, whole; None but for matrices
 
     @property
     def eps1(self) -> float:
         given = self.group["eps"][0]
-        return torch.finfo(self.parameter.dtype).eps if given is None else float(given)
+        if given is None:
+            return torch.finfo(self.parameter.dtype).eps
+        return float(given)
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -75,12 +75,12 @@ class Adafactor(torch.optim.Adafactor):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        works = list(self._works())
-        if not works:
+        updates = list(self._updates())
+        if not updates:
             return loss
-        self._first_round(works)
-        self._second_round(works)
-        self._third_round(works)
+        self._first_round(updates)
+        self._second_round(updates)
+        self._third_round(updates)
         return loss
 
     def update_bytes(self) -> dict[str, float]:
@@ -88,115 +88,122 @@ class Adafactor(torch.optim.Adafactor):
         sums = AxisSums(count_only=True)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad:
-                    continue
-                dims, dtype = parameter.ndim, _reduced_dtype(parameter)
-                scalar = torch.empty((), dtype=torch.float64, device="meta")
-                sums.add(parameter, scalar, range(dims))
-                if dims > 1:
-                    row, column = (
-                        torch.empty(
-                            _local(self.state[parameter][key]).shape, device="meta", dtype=dtype
-                        )
-                        for key in _FACTORS
-                    )
-                    sums.add(parameter, row, [dims - 1])
-                    sums.add(parameter, column, [dims - 2])
-                    sums.add(
-                        parameter,
-                        torch.empty((*row.shape[:-2], 1, 1), dtype=dtype, device="meta"),
-                        [dims - 2],
-                    )
-                sums.add(parameter, scalar, range(dims))
+                if parameter.requires_grad:
+                    self._count(parameter, sums)
         return sums.sent()
 
-    def _works(self) -> Iterator[_Work]:
+    def _count(self, parameter: Tensor, sums: AxisSums) -> None:
+        """Adds tensors on meta of the shapes that the three rounds add for ``parameter``."""
+        dims = parameter.ndim
+        dtype = _reduced_dtype(parameter)
+        scalar = torch.empty((), dtype=torch.float64, device="meta")
+        sums.add(parameter, scalar, range(dims))
+        if dims > 1:
+            row, column = (
+                torch.empty(_local(self.state[parameter][key]).shape, dtype=dtype, device="meta")
+                for key in _FACTORS
+            )
+            sums.add(parameter, row, [dims - 1])
+            sums.add(parameter, column, [dims - 2])
+            row_mean = torch.empty((*row.shape[:-2], 1, 1), dtype=dtype, device="meta")
+            sums.add(parameter, row_mean, [dims - 2])
+        sums.add(parameter, scalar, range(dims))
+
+    def _updates(self) -> Iterator[_Update]:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield _Work(
-                        _local(parameter),
-                        _local(parameter.grad),
-                        parameter,
-                        self.state[parameter],
-                        group,
-                    )
+                if parameter.grad is None:
+                    continue
+                yield _Update(
+                    parameter=_local(parameter),
+                    gradient=_local(parameter.grad),
+                    whole=parameter,
+                    state=self.state[parameter],
+                    group=group,
+                )
 
-    def _first_round(self, works: list[_Work]) -> None:
+    def _first_round(self, updates: list[_Update]) -> None:
         """The parameter's root mean square; decay; row and column statistics."""
         sums = AxisSums()
-        parts = []
-        for work in works:
-            dims = work.whole.ndim
-            square = sums.add(work.whole, _sum_of_squares(work.parameter), range(dims))
+        handles = []
+        for update in updates:
+            dims = update.whole.ndim
+            square = sums.add(update.whole, _sum_of_squares(update.parameter), range(dims))
             row = column = None
             if dims > 1:
-                squared = work.gradient.to(_reduced_dtype(work.gradient)).square()
-                row = sums.add(work.whole, squared.sum(-1, keepdim=True), [dims - 1])
-                column = sums.add(work.whole, squared.sum(-2, keepdim=True), [dims - 2])
-            parts.append((square, row, column))
+                squared = update.gradient.to(_reduced_dtype(update.gradient)).square()
+                row = sums.add(update.whole, squared.sum(-1, keepdim=True), [dims - 1])
+                column = sums.add(update.whole, squared.sum(-2, keepdim=True), [dims - 2])
+            handles.append((square, row, column))
         sums.reduce()
-        for work, (square, row, column) in zip(works, parts, strict=True):
-            group = work.group
-            work.state["step"] += 1
-            work.step = work.state["step"].item()
-            size, shape = work.whole.numel(), work.whole.shape
-            rms = math.sqrt(sums.value(square).item() / max(size, 1))
-            work.alpha = max(group["eps"][1], rms) * min(
-                float(group["lr"]), 1 / math.sqrt(work.step)
-            )
+        for update, (square, row, column) in zip(updates, handles, strict=True):
+            group = update.group
+            state = update.state
+            shape = update.whole.shape
+            state["step"] += 1
+            step = state["step"].item()
+            rms = math.sqrt(sums.value(square).item() / max(update.whole.numel(), 1))
+            rate = min(float(group["lr"]), 1 / math.sqrt(step))
+            update.alpha = max(group["eps"][1], rms) * rate
             if group["weight_decay"] != 0:
-                work.parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            new = work.step ** group["beta2_decay"]  # the new value's weight, 1 in the first step
-            if row is not None and column is not None:
-                for key, handle, length in (
-                    ("row_var", row, shape[-1]),
-                    ("col_var", column, shape[-2]),
-                ):
-                    variance = _local(work.state[key])
-                    variance.lerp_((sums.value(handle) / length).to(variance.dtype), new)
-            else:
-                _local(work.state["variance"]).lerp_(work.gradient * work.gradient, new)
+                update.parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            # The weight of the new squares; 1 in the first step, which replaces the initial zeros.
+            new = step ** group["beta2_decay"]
+            if row is None or column is None:
+                variance = _local(state["variance"])
+                variance.lerp_(update.gradient * update.gradient, new)
+                continue
+            _move_towards(state["row_var"], sums.value(row) / shape[-1], new)
+            _move_towards(state["col_var"], sums.value(column) / shape[-2], new)
 
-    def _second_round(self, works: list[_Work]) -> None:
+    def _second_round(self, updates: list[_Update]) -> None:
         """The mean over rows of the row statistic."""
         sums = AxisSums()
         handles = []
-        for work in works:
-            if work.whole.ndim > 1:
-                row = _local(work.state["row_var"])
-                handles.append(
-                    (work, sums.add(work.whole, row.sum(-2, keepdim=True), [work.whole.ndim - 2]))
-                )
+        for update in updates:
+            dims = update.whole.ndim
+            if dims > 1:
+                row = _local(update.state["row_var"])
+                handle = sums.add(update.whole, row.sum(-2, keepdim=True), [dims - 2])
+                handles.append((update, handle))
         sums.reduce()
-        for work, handle in handles:
-            work.row_means = sums.value(handle) / work.whole.shape[-2]
+        for update, handle in handles:
+            update.row_means = sums.value(handle) / update.whole.shape[-2]
 
-    def _third_round(self, works: list[_Work]) -> None:
+    def _third_round(self, updates: list[_Update]) -> None:
         """The update's root mean square, then the update; computed twice so that one parameter's is
         held at a time."""
         sums = AxisSums()
-        handles = [
-            sums.add(work.whole, _sum_of_squares(_update(work)), range(work.whole.ndim))
-            for work in works
-        ]
+        handles = []
+        for update in updates:
+            square = _sum_of_squares(_scaled_gradient(update))
+            handles.append(sums.add(update.whole, square, range(update.whole.ndim)))
         sums.reduce()
-        for work, handle in zip(works, handles, strict=True):
-            rms = math.sqrt(sums.value(handle).item() / max(work.whole.numel(), 1))
-            work.parameter.add_(_update(work), alpha=-work.alpha / max(1.0, rms / work.group["d"]))
+        for update, handle in zip(updates, handles, strict=True):
+            rms = math.sqrt(sums.value(handle).item() / max(update.whole.numel(), 1))
+            # Clipped: an update whose root mean square is above `d` is scaled down to it.
+            clipping = max(1.0, rms / update.group["d"])
+            update.parameter.add_(_scaled_gradient(update), alpha=-update.alpha / clipping)
 
 
 _FACTORS = ("row_var", "col_var")
 
 
-def _update(work: _Work) -> Tensor:
+def _scaled_gradient(update: _Update) -> Tensor:
     """The gradient over the root of its estimated variance: this rank's part."""
-    if work.row_means is not None:
-        row, column = (_local(work.state[key]) for key in _FACTORS)
-        variance = (row @ column).div_(work.row_means.clamp(min=work.eps1).to(row.dtype))
+    eps = update.eps1
+    if update.row_means is not None:
+        row, column = (_local(update.state[key]) for key in _FACTORS)
+        variance = (row @ column).div_(update.row_means.clamp(min=eps).to(row.dtype))
     else:
-        variance = _local(work.state["variance"]).clone()
-    return variance.clamp_(min=work.eps1 * work.eps1).rsqrt_().mul_(work.gradient)
+        variance = _local(update.state["variance"]).clone()
+    return variance.clamp_(min=eps * eps).rsqrt_().mul_(update.gradient)
+
+
+def _move_towards(variance: Tensor, mean: Tensor, weight: float) -> None:
+    """Moves ``variance`` towards the whole ``mean`` by ``weight``."""
+    local = _local(variance)
+    local.lerp_(mean.to(local.dtype), weight)
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
@@ -225,19 +232,25 @@ def _initial_state(parameter: Tensor) -> dict[str, Any]:
 def _factor(parameter: Tensor, summed: int) -> Tensor:
     """Zeros of the parameter's shape with dim ``summed`` reduced to 1, split by the axes that split
     another dim."""
-    shape = torch.Size(1 if dim == summed else length for dim, length in enumerate(parameter.shape))
     local = _local(parameter)
-    zeros = local.new_zeros(
-        [1 if dim == summed else length for dim, length in enumerate(local.shape)]
-    )
+    local_shape = list(local.shape)
+    local_shape[summed] = 1
+    zeros = local.new_zeros(local_shape)
     if not isinstance(parameter, DTensor):
         return zeros
-    gone = {axis for axis, _, dim, _ in split_axes(parameter) if dim == summed}
-    placements = [
-        Replicate() if axis in gone else placement
-        for axis, placement in enumerate(parameter.placements)
-    ]
+    placements = list(parameter.placements)
+    for axis, _, dim, _ in split_axes(parameter):
+        if dim == summed:
+            placements[axis] = Replicate()
+    shape = list(parameter.shape)
+    shape[summed] = 1
+    # `from_local` takes shape and stride, because parts may be of different sizes.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        zeros, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        zeros,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
     )

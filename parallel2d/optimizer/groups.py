@@ -1,18 +1,19 @@
-"""Which parameter is trained with which settings. A model and its `OptimizerConfig` flow in,
-torch's parameter groups flow out.
+"""Decides which parameter is trained with which settings: `plan_groups` makes the parameter groups
+of torch's optimizers.
 
 [Note: parameter groups] Every trainable parameter has default settings: weight decay on tensors of
 two and more dims, none on norms and biases; with Muon, the matrices of the repeated blocks are
-Muon's and all else is AdamW's. An entry of ``optimizer.groups`` changes what it names for the
-parameters whose canonical name its pattern matches; the first entry that matches a name is the one
-that counts. Canonical names and shapes do not depend on the layout, so neither do the groups, their
-order and their numbers.
+Muon's and all else is AdamW's. An entry of ``optimizer.groups`` changes the settings that it names
+for the parameters whose canonical name its pattern matches; the first entry that matches a name is
+the one that counts. Canonical names and shapes do not depend on the layout, so neither do the
+groups, their order and their numbers.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from parallel2d.model_structure import canonical_name, find_blocks, owns_itself
 
 MUON, ADAMW = "muon", "adamw"
 
+_NO_ENTRY = -1  # sorts before the number of any entry
+
 
 def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Groups for a ``torch.optim.Optimizer``: ``params``, ``weight_decay``, ``lr``, ``lr_scale``
@@ -31,38 +34,34 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     ``model``: parallelized, plain or on meta. See [Note: parameter groups]. Raises `ConfigError`
     listing every pattern that matches no trainable parameter, with near names.
     """
-    named = {canonical_name(name): p for name, p in model.named_parameters()}
-    trained = {name: p for name, p in named.items() if p.requires_grad}
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trained:
         raise ConfigError("every parameter is frozen: there is nothing to train")
-    entry_of = _match(list(named), set(trained), config.groups)
-    hidden = hidden_matrices(model) if config.name == "muon" else {}
-    groups: dict[Any, dict[str, Any]] = {}
-    # Groups of the defaults come first, then those of the entries in their order.
-    for name, parameter in sorted(trained.items(), key=lambda item: entry_of.get(item[0], -1)):
-        entry = config.groups[entry_of[name]] if name in entry_of else {}
-        settings: dict[str, Any] = {
-            "weight_decay": entry.get(
-                "weight_decay", config.weight_decay if parameter.ndim >= 2 else 0.0
-            ),
-            "lr_scale": float(entry.get("lr_scale", 1.0)),
-        }
-        settings["lr"] = config.lr * settings["lr_scale"]
-        if config.name == "muon":
-            settings["algorithm"] = entry.get("algorithm", MUON if name in hidden else ADAMW)
-            if settings["algorithm"] == MUON and parameter.ndim != 2:
-                raise ConfigError(
-                    f"optimizer.groups: pattern {entry['pattern']} gives {name} of shape "
-                    f"{list(parameter.shape)} to Muon, which takes "
-                    "matrices of two dims only"
-                )
+    entry_of = _matching_entries(list(named), set(trained), config.groups)
+    hidden: Mapping[str, Tensor] = {}
+    if config.name == "muon":
+        hidden = hidden_matrices(model)
+    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+    # In the order of the entries, so that the first entry that is wrong is the one reported.
+    for name in sorted(trained, key=lambda name: entry_of.get(name, _NO_ENTRY)):
+        parameter = trained[name]
+        number = entry_of.get(name, _NO_ENTRY)
+        entry = {}
+        if number != _NO_ENTRY:
+            entry = config.groups[number]
+        settings = _settings(parameter, entry, config, is_hidden=name in hidden)
+        is_muon = _is_muon(settings)
+        if is_muon:
+            _check_matrix(name, parameter, entry)
         # Parameters of more and of fewer than two dims stay apart, as they do without entries.
-        key = (entry_of.get(name, -1), parameter.ndim >= 2, *settings.items())
-        groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
-    ordered = [
-        groups[key]
-        for key in sorted(groups, key=lambda key: (key[0], not key[1], -_is_muon(groups[key])))
-    ]
+        is_vector = parameter.ndim < 2
+        key = (number, is_vector, not is_muon)
+        group = groups.setdefault(key, {"params": [], **settings})
+        group["params"].append(parameter)
+    # Groups of the defaults come first, then those of the entries in their order; within these,
+    # matrices before vectors, and Muon's before AdamW's.
+    ordered = [groups[key] for key in sorted(groups)]
     if config.name == "muon" and not any(map(_is_muon, ordered)):
         raise ConfigError(
             f"optimizer=muon: {type(model).__name__} has no repeated blocks with matrices in "
@@ -73,13 +72,44 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     return ordered
 
 
-def _is_muon(group: dict[str, Any]) -> bool:
+def _settings(
+    parameter: Tensor, entry: Mapping[str, Any], config: OptimizerConfig, is_hidden: bool
+) -> dict[str, Any]:
+    """The defaults of a parameter, changed by ``entry``."""
+    decay = config.weight_decay
+    if parameter.ndim < 2:  # norms and biases
+        decay = 0.0
+    lr_scale = float(entry.get("lr_scale", 1.0))
+    settings: dict[str, Any] = {
+        "weight_decay": entry.get("weight_decay", decay),
+        "lr_scale": lr_scale,
+        "lr": config.lr * lr_scale,
+    }
+    if config.name == "muon":
+        default = MUON if is_hidden else ADAMW
+        settings["algorithm"] = entry.get("algorithm", default)
+    return settings
+
+
+def _is_muon(group: Mapping[str, Any]) -> bool:
     return group.get("algorithm") == MUON
 
 
-def describe_group(group: dict[str, Any]) -> str:
+def _check_matrix(name: str, parameter: Tensor, entry: Mapping[str, Any]) -> None:
+    # The defaults give Muon matrices only, so any other parameter comes from an entry.
+    if parameter.ndim != 2:
+        raise ConfigError(
+            f"optimizer.groups: pattern {entry['pattern']} gives {name} of shape "
+            f"{list(parameter.shape)} to Muon, which takes "
+            "matrices of two dims only"
+        )
+
+
+def describe_group(group: Mapping[str, Any]) -> str:
     """One line for people."""
-    algorithm = f"{group['algorithm']}, " if "algorithm" in group else ""
+    algorithm = ""
+    if "algorithm" in group:
+        algorithm = f"{group['algorithm']}, "
     elements = sum(parameter.numel() for parameter in group["params"])
     return (
         f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}weight "
@@ -95,20 +125,15 @@ def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
     Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,
     because the last of them may be the head.
     """
-    embeddings = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for p in module.parameters()
-    }
+    # By id, because a tied embedding is also the weight of another module.
+    embeddings: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.update(id(parameter) for parameter in module.parameters())
     found: dict[str, Tensor] = {}
     for block_name, block in find_blocks(model):
-        layer = block
-        while (
-            inner := getattr(layer, "_checkpoint_wrapped_module", getattr(layer, "_orig_mod", None))
-        ) is not None:
-            layer = inner
-        if owns_itself(layer):
+        # A layer without children, such as each of a row of Linear layers.
+        if owns_itself(_unwrapped(block)):
             continue
         for name, parameter in block.named_parameters(prefix=block_name):
             if parameter.ndim == 2 and id(parameter) not in embeddings:
@@ -116,46 +141,57 @@ def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _match(names: list[str], trained: set[str], entries: list[Any]) -> dict[str, int]:
-    """Name -> number of the first entry whose pattern matches it."""
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of activation checkpointing and torch.compile, if any."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        module = inner
+        compiled = getattr(module, "_orig_mod", None)
+        inner = getattr(module, "_checkpoint_wrapped_module", compiled)
+    return module
+
+
+def _matching_entries(
+    names: Sequence[str], trained: set[str], entries: Sequence[Any]
+) -> dict[str, int]:
+    """Name -> number of the first entry whose pattern matches it. Raises `ConfigError` with one
+    line per entry that has no effect."""
     entry_of: dict[str, int] = {}
     problems = []
     for number, entry in enumerate(entries):
         pattern = entry["pattern"]
-        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        fresh = [name for name in matching if name in trained and name not in entry_of]
-        if fresh:
-            entry_of |= dict.fromkeys(fresh, number)
-        elif not matching:
+        where = f"optimizer.groups: pattern {pattern}"
+        matching = fnmatch.filter(names, pattern)
+        trainable = [name for name in matching if name in trained]
+        # What an earlier entry has taken stays with it.
+        fresh = set(trainable).difference(entry_of)
+        entry_of |= dict.fromkeys(fresh, number)
+        if not matching:
+            problems.append(f"{where} matches no parameter{_near(pattern, names)}")
+        elif not trainable:
+            problems.append(f"{where} matches frozen parameters only, such as {matching[0]}")
+        elif not fresh:
+            earlier = entries[entry_of[trainable[0]]]["pattern"]
             problems.append(
-                f"optimizer.groups: pattern {pattern} matches no parameter{_near(pattern, names)}"
-            )
-        elif not trained.intersection(matching):
-            problems.append(
-                f"optimizer.groups: pattern {pattern} matches frozen parameters only, such as "
-                f"{matching[0]}"
-            )
-        else:
-            earlier = entries[entry_of[next(name for name in matching if name in entry_of)]][
-                "pattern"
-            ]
-            problems.append(
-                f"optimizer.groups: pattern {pattern} has no effect: an earlier one, {earlier}, "
-                f"matches {matching[0]} first"
+                f"{where} has no effect: an earlier one, {earlier}, matches {matching[0]} first"
             )
     if problems:
         raise ConfigError("\n".join(problems))
     return entry_of
 
 
-def _near(pattern: str, names: list[str]) -> str:
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
     word = pattern.replace("*", "").strip(".")
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.4)
-    parts = {part: name for name in names for part in name.split(".") if not part.isdigit()}
+    # The names as wholes first; then their parts, such as `norm`, without numbers of layers.
+    name_with: dict[str, str] = {}
+    for name in names:
+        name_with |= {part: name for part in name.split(".") if not part.isdigit()}
     for inner in word.split("."):
-        close += [parts[part] for part in difflib.get_close_matches(inner, parts, n=3, cutoff=0.6)]
-    return (
-        f"; near: {', '.join(dict.fromkeys(close))}"
-        if close
-        else f"; the names begin with {', '.join(names[:3])}"
-    )
+        parts = difflib.get_close_matches(inner, name_with, n=3, cutoff=0.6)
+        close += [name_with[part] for part in parts]
+    if not close:
+        return f"; the names begin with {', '.join(names[:3])}"
+    without_repeats = dict.fromkeys(close)
+    return f"; near: {', '.join(without_repeats)}"

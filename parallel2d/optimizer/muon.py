@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024) for the hidden matrices and AdamW for all else, as one optimizer, on
-parameters that may be sharded.
+parameters that may be sharded: the class `Muon`.
 
-Gradients flow in, updated parameters flow out. The algorithms are ``torch.optim.Muon``'s and
+The algorithms are ``torch.optim.Muon``'s and
 ``torch.optim.AdamW``'s; on plain tensors the updates are theirs to the bit.
 
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
@@ -44,8 +44,8 @@ class Muon(torch.optim.Optimizer):
         lr: of both; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's updates have
             the size of AdamW's, so that one rate serves both; ``"original"`` wants about 20 times
             as much for Muon's groups (``lr_scale``).
-        momentum, nesterov, ns_steps: Muon's; ``betas``, ``adamw_eps``, ``foreach``, ``fused``:
-            AdamW's.
+        momentum, nesterov, ns_steps: of Muon.
+        betas, adamw_eps, foreach, fused: of AdamW.
 
     State, param_groups and learning-rate schedules are those of any optimizer. ``step()`` is
     collective where matrices are sharded.
@@ -72,15 +72,15 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # Its defaults complete the groups that are AdamW's; its own group is a placeholder, see
-        # `step`.
+        # Its defaults complete AdamW's groups. torch wants a parameter of its own for it, which is
+        # never updated: see `step`.
         self._adamw = torch.optim.AdamW(
             [torch.zeros(0)], lr=lr, betas=betas, eps=adamw_eps, foreach=foreach, fused=fused
         )
-        groups = [
-            {**(muon if group["algorithm"] == MUON else self._adamw.defaults), "lr": lr, **group}
-            for group in params
-        ]
+        groups = []
+        for group in params:
+            defaults = muon if group["algorithm"] == MUON else self._adamw.defaults
+            groups.append({**defaults, "lr": lr, **group})
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         for group in self._groups(MUON):
             for parameter in group["params"]:
@@ -105,37 +105,45 @@ class Muon(torch.optim.Optimizer):
                     self._update(parameter, group)
         # AdamW works on this optimizer's own groups and state; they are looked up each time because
         # load_state_dict replaces them.
-        self._adamw.param_groups, self._adamw.state = self._groups(ADAMW), self.state
+        self._adamw.param_groups = self._groups(ADAMW)
+        self._adamw.state = self.state
         self._adamw.step()
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """See [Note: orthogonalization needs the whole matrix]."""
-        state, gradient = self.state[parameter], parameter.grad
+        """See [Note: orthogonalization needs the whole matrix]. Collective."""
+        state = self.state[parameter]
+        gradient = parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(
                 gradient, memory_format=torch.preserve_format
             )
-        local, local_gradient, momentum = (
-            _local(tensor) for tensor in (parameter, gradient, state["momentum_buffer"])
-        )
+        local = _local(parameter)
+        local_gradient = _local(gradient)
+        momentum = _local(state["momentum_buffer"])
         momentum.lerp_(local_gradient, 1 - group["momentum"])
-        update = local_gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = momentum
+        if group["nesterov"]:
+            update = local_gradient.lerp(momentum, group["momentum"])
+        # A copy, because the iteration divides its input in place where that is bf16 already.
         whole = _gather(update.to(torch.bfloat16, copy=True), parameter)
         whole = _zeropower_via_newtonschulz(whole, _NS_COEFFICIENTS, group["ns_steps"], _NS_EPS)
         mine = whole[local_region(parameter).slices].reshape(local.shape)
         local.mul_(1 - group["lr"] * group["weight_decay"])
-        local.add_(mine, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+        # By the shape of the whole matrix, as `torch.optim.Muon` does.
+        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        local.add_(mine, alpha=-lr)
 
     def update_bytes(self) -> dict[str, float]:
         """See `parallel2d.optimizer.update_bytes`."""
         found: dict[str, float] = defaultdict(float)
         for group in self._groups(MUON):
             for parameter in group["params"]:
+                # The part of a rank grows with each axis over which `_gather` gathers it.
                 shape = list(_local(parameter).shape)
                 for split in _splits(parameter):
-                    shape[split.dim] = split.ranks * split.size
+                    shape[split.dim] = split.ranks * split.size  # with padding
                     size = math.prod(shape) * torch.bfloat16.itemsize
                     found[split.name] += sent_bytes(
                         "all_gather", size, split.ranks, parameter.device.type
@@ -145,8 +153,8 @@ class Muon(torch.optim.Optimizer):
 
 
 class _Split(NamedTuple):
-    """A mesh axis that splits a dim of ``length`` into parts of ``size``, the last ones shorter or
-    empty."""
+    """A mesh axis of ``ranks`` that splits dim ``dim``, of ``length``, into parts of ``size``, the
+    last ones shorter or empty."""
 
     axis: int
     name: str
@@ -160,13 +168,15 @@ def _splits(parameter: Tensor) -> list[_Split]:
     """The axes that split ``parameter``, in the order in which its parts are put together:
     outermost first, because the innermost axis has split the whole and the others what it left
     (`parallel2d.weights.geometry.local_region`)."""
+    # The length that an axis splits is known from inside out, so the list is made backwards.
     lengths = list(parameter.shape)
     found: list[_Split] = []
     for axis, name, dim, ranks in reversed(split_axes(parameter)):
         assert isinstance(parameter, DTensor)
-        size = -(-lengths[dim] // ranks)
+        size = -(-lengths[dim] // ranks)  # rounded up
         found.append(_Split(axis, name, dim, ranks, lengths[dim], size))
-        begin = min(parameter.device_mesh.get_local_rank(axis) * size, lengths[dim])
+        rank = parameter.device_mesh.get_local_rank(axis)
+        begin = min(rank * size, lengths[dim])
         lengths[dim] = min(size, lengths[dim] - begin)
     return found[::-1]
 
@@ -176,30 +186,29 @@ def _gather(part: Tensor, parameter: Tensor) -> Tensor:
     axis that splits it. Collective."""
     for split in _splits(parameter):
         assert isinstance(parameter, DTensor)
-        missing = split.size - part.shape[split.dim]
-        if missing:
-            part = torch.cat(
-                [
-                    part,
-                    part.new_zeros(
-                        [missing if d == split.dim else n for d, n in enumerate(part.shape)]
-                    ),
-                ],
-                split.dim,
-            )
+        part = _padded(part, split.dim, split.size)
         parts = part.new_empty([split.ranks, *part.shape])
         dist.all_gather_single(
             parts.flatten(0, 1),
             part.contiguous(),
             group=parameter.device_mesh.get_group(split.axis),
         )
-        part = (
-            parts.movedim(0, split.dim)
-            .flatten(split.dim, split.dim + 1)
-            .narrow(split.dim, 0, split.length)
-        )
+        # [ranks, rows, columns], joined along the dim that was split, without the padding.
+        joined = parts.movedim(0, split.dim).flatten(split.dim, split.dim + 1)
+        part = joined.narrow(split.dim, 0, split.length)
     return part.contiguous()
 
 
+def _padded(part: Tensor, dim: int, size: int) -> Tensor:
+    """``part`` with zeros at the end of ``dim`` up to ``size``: all ranks gather equal sizes."""
+    missing = size - part.shape[dim]
+    if not missing:
+        return part
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat([part, part.new_zeros(shape)], dim)
+
+
 def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

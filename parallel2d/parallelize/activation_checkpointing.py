@@ -1,17 +1,17 @@
-"""Trades memory for compute: what a block keeps for backward and what it computes again.
+"""Activation checkpointing: trades memory for compute. Start at `checkpoint_activations`.
 
-A block's ``forward`` is replaced on the instance, so that names do not change and the sharding
-hooks, which live on the module call, stay outside of what is recomputed.
+A block keeps fewer activations for backward, which computes the others again. A block's ``forward``
+is replaced on the instance, so that names do not change and the sharding hooks, which live on the
+module call, stay outside of what is recomputed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import fnmatch
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from parallel2d.config import ActivationCheckpointingConfig
 from parallel2d.errors import ConfigError
 from parallel2d.model_structure import find_blocks
 
-_NAMESPACES = ("aten", "_c10d_functional")  # whose operators are named without it
-# dispatch key of operators that run as others, which alone are seen
+# Operators of these namespaces are named without it.
+_NAMESPACES = ("aten", "_c10d_functional")
+# Operators with this dispatch key run as others, and a policy is asked about those others alone.
 _COMPOSITE = "CompositeImplicitAutograd"
 
 
@@ -52,51 +53,63 @@ def checkpoint_activations(
     if not blocks:
         raise ConfigError(
             f"activation_checkpointing={config.name}: {type(model).__name__} has no repeated "
-            "blocks; name the classes to "
-            "checkpoint in activation_checkpointing.blocks"
+            "blocks; name the classes to checkpoint in activation_checkpointing.blocks"
         )
+    # Reentrant checkpointing has no context_fn, which chooses operators.
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
         policy = functools.partial(_keep, kept_operators(config.keep))
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    for index, (_, block) in enumerate(blocks):
-        if index % config.every == 0:
-            block.forward = functools.partial(checkpoint, block.forward, **options)
+    for _, block in blocks[:: config.every]:
+        block.forward = functools.partial(checkpoint, block.forward, **options)
     return model
-
-
-def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig) -> nn.Module:
-    """Lets the sharding hooks inside of what ``selective`` recomputes run unseen by the selection,
-    which compares operators of forward and recomputation one by one: the hooks gather in one and
-    may find parameters there in the other. Comes after sharding."""
-    if config.name == "selective":
-        for module in model.modules():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in hooks.items():
-                    if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
-                        hooks[key] = functools.partial(_unseen, hook)
-    return model
-
-
-def _unseen(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _disable_current_modes() if _selecting() else contextlib.nullcontext():
-        return hook(*args, **kwargs)
-
-
-def _selecting() -> bool:
-    return any(
-        isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)
-        for mode in _get_current_dispatch_mode_stack()
-    )
 
 
 def _keep(
     kept: Collection[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if operator.name().partition(".")[0] in kept
-        else CheckpointPolicy.PREFER_RECOMPUTE
+    """The policy of ``selective``, which torch calls for each operator that a block runs."""
+    # The name of an operator ends with that of its overload: aten::add.Tensor.
+    if operator.name().partition(".")[0] in kept:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig) -> nn.Module:
+    """Hides the operators that sharding hooks run from the selection of ``selective``. Comes after
+    sharding.
+
+    The selection compares the operators of forward and of recomputation one by one. Hooks inside of
+    what is recomputed gather parameters in one of them and may find them gathered in the other.
+    """
+    if config.name != "selective":
+        return model
+    for module in model.modules():
+        _hide_sharding_hooks(module._forward_pre_hooks)
+        _hide_sharding_hooks(module._forward_hooks)
+    return model
+
+
+def _hide_sharding_hooks(hooks: dict[int, Callable[..., Any]]) -> None:
+    for key, hook in hooks.items():
+        # Other hooks, those of users too, belong to what is recomputed.
+        if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+            hooks[key] = functools.partial(_call_hidden, hook)
+
+
+def _call_hidden(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Most calls are not inside of a checkpointed block, and go on at once.
+    if not _is_selecting():
+        return hook(*args, **kwargs)
+    with _disable_current_modes():
+        return hook(*args, **kwargs)
+
+
+def _is_selecting() -> bool:
+    """Whether torch's modes for selective checkpointing see the operators that run now."""
+    return any(
+        isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)
+        for mode in _get_current_dispatch_mode_stack()
     )
 
 
@@ -108,42 +121,55 @@ def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
     (``namespace::name``). Raises `ConfigError` for a pattern without a match, with near ones, and
     for one that matches only operators that are computed as others.
     """
-    operators = _operators()
     found: set[str] = set()
     for pattern in patterns:
-        names = fnmatch.filter(operators, pattern)
-        if not names:
-            near = difflib.get_close_matches(pattern.replace("*", ""), operators, n=3, cutoff=0.6)
-            hint = (
-                f"; did you mean {' or '.join(near)}?"
-                if near
-                else "; names are those of torch.ops.aten, such as mm"
-            )
-            raise ConfigError(
-                f"activation_checkpointing.keep: no operator is called {pattern}{hint}"
-            )
-        matches = {full for name in names for full in operators[name]}
-        visible = {
-            full
-            for full in matches
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(full, _COMPOSITE)
-        }
-        if not visible:
-            raise ConfigError(
-                f"activation_checkpointing.keep: {pattern} is computed as other operators, and "
-                "only their results can be kept: "
-                "name those (matrix products are mm, bmm and addmm, attention is "
-                "scaled_dot_product_*)"
-            )
-        found |= visible
+        found |= _matching_operators(pattern)
     return frozenset(found)
+
+
+def _matching_operators(pattern: str) -> set[str]:
+    """The part of `kept_operators` for one pattern."""
+    operators = _operators()
+    names = fnmatch.filter(operators, pattern)
+    if not names:
+        raise ConfigError(
+            f"activation_checkpointing.keep: no operator is called {pattern}"
+            f"{_near_operators(pattern, operators)}"
+        )
+    matches: set[str] = set()
+    for name in names:
+        matches.update(operators[name])
+    # One that is seen is enough: a pattern such as scaled_dot_product_* matches both kinds.
+    visible = {full for full in matches if not _is_composite(full)}
+    if not visible:
+        raise ConfigError(
+            f"activation_checkpointing.keep: {pattern} is computed as other operators, and only "
+            "their results can be kept: name those (matrix products are mm, bmm and addmm, "
+            "attention is scaled_dot_product_*)"
+        )
+    return visible
+
+
+def _is_composite(full: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(full, _COMPOSITE)
+
+
+def _near_operators(pattern: str, operators: Iterable[str]) -> str:
+    """The end of a message: names that are spelled like ``pattern``, or where names come from."""
+    # Up to three, because several operators may differ from what was meant in a letter or two.
+    near = difflib.get_close_matches(pattern.replace("*", ""), operators, n=3, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return "; names are those of torch.ops.aten, such as mm"
 
 
 @functools.cache
 def _operators() -> dict[str, list[str]]:
     """Full names of all registered operators by what a pattern is compared with."""
+    # Overloads, such as aten::add.Tensor and aten::add.Scalar, are kept or recomputed together.
+    registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     found: dict[str, list[str]] = defaultdict(list)
-    for full in sorted({name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}):
+    for full in sorted(registered):
         namespace, _, name = full.partition("::")
         found[full].append(full)
         if namespace in _NAMESPACES:

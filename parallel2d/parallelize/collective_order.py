@@ -6,10 +6,10 @@ data which blocks to run may break that on some ranks: torch then pairs collecti
 groups, silently where they are equal in size, and hangs or aborts where they are not. So each
 collective is entered in a table in shared memory before it is issued, and compared with what the
 others have entered at the same position. Entering is serialized by a file lock, so of two ranks
-that differ the later one knows it before it issues anything. It then joins what the others have
-issued already, with data that nobody will use, so that none of them waits in vain, and raises; the
-others see the mark it left at their next collective, and raise the same. Afterwards all ranks have
-issued the same collectives, and the group can go on being used.
+that differ the later one finds it out before it issues anything. It then joins what the others
+have issued already, with data that nobody will use, so that none of them waits forever, and raises;
+the others see the mark it left at their next collective, and raise the same. Afterwards all ranks
+have issued the same collectives, and the group can go on being used.
 
 Ranks on several hosts share no memory. They keep a hash of what they issued, which is compared at
 the end of each backward pass. Where collectives of different sizes were paired, that is too late:
@@ -33,10 +33,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather, broadcast
+from parallel2d.parallelize.fsdp_internals import AllGather, ReduceScatter
 
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
 
@@ -51,7 +51,7 @@ _DTYPES = (
 )  # fmt: skip
 
 
-class OutOfOrder(ConfigError):  # noqa: N818 (it says what happened)
+class OutOfOrder(ConfigError):  # noqa: N818 (named after what happened)
     """Ranks of one shard group do not run the same groups of parameters."""
 
 
@@ -63,7 +63,8 @@ class CollectiveOrder:
 
     def __init__(self, group: dist.ProcessGroup, table: _Table | None, device_type: str) -> None:
         self._reference = weakref.ref(group)  # the group is the key under which `of` keeps this
-        self._table, self._device_type = table, device_type
+        self._table = table
+        self._device_type = device_type
         self._ranks = dist.get_process_group_ranks(group)
         self._models: dict[int, Sequence[str]] = {}
         self._added = 0
@@ -79,15 +80,18 @@ class CollectiveOrder:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, one_host: bool, device_type: str) -> CollectiveOrder:
-        """That of ``group``, made when first asked for. Collective over the group.
+        """The order of ``group``, made at the first call. Collective over the group.
 
         ``one_host``: whether all its ranks run on one machine. ``device_type``: of the parameters.
         """
         known = _orders.get(group)
-        if known is None:
-            table = _Table.shared_by(group) if one_host and group.size() > 1 else None
-            known = _orders[group] = cls(group, table, device_type)
-        return known
+        if known is not None:
+            return known
+        table = None
+        if one_host and group.size() > 1:
+            table = _Table.shared_by(group)
+        _orders[group] = cls(group, table, device_type)
+        return _orders[group]
 
     def add_model(self, names: Sequence[str]) -> int:
         """The number of a model whose groups have these names; the same on every rank."""
@@ -101,36 +105,41 @@ class CollectiveOrder:
     ) -> None:
         """To be called before the collective is issued: group ``index`` of ``model``, with this
         much payload. Raises `OutOfOrder` when another rank does something else."""
+        # An entry from its lowest bit: kind (2 bits), dtype (6), model (12), group.
         code = kind | _DTYPES.index(dtype) << 2 | model << 8 | index << 20
         if self._table is None:
             self._hash.update(code.to_bytes(8, "little"))
             self._recent.append(code)
-            if len(self._recent) > 4 * RING:  # evaluation without end: no digest is asked for
+            # Evaluation alone calls no `digest`, which would empty this list.
+            if len(self._recent) > 4 * RING:
                 del self._recent[: 2 * RING]
             return
         with self._table.locked():
             if self._table.raised_elsewhere:
                 missed = self._table.catch_up()
-            elif different := self._table.differing(code):
-                missed = self._table.raise_flag(code, different)
             else:
-                self._table.add(code, numel)
-                return
+                different = self._table.differing(code)
+                if different is None:
+                    self._table.add(code, numel)
+                    return
+                missed = self._table.raise_flag(code, different)
+        # After the lock is released, because the others need it to see the flag.
         for other, size in missed:
             self._join(other, size)
         raise OutOfOrder(self._message(*self._table.flag))
 
     def end_backward(self) -> None:
-        """This rank's backward pass has ended. Raises `OutOfOrder` as `enter` does."""
+        """Enters the end of this rank's backward pass. Raises `OutOfOrder` as `enter` does."""
         self.enter(END, 0, 0)
 
     def acknowledge(self) -> None:
-        """Goes on after another rank has raised `OutOfOrder`."""
+        """Makes further collectives possible after another rank has raised `OutOfOrder`."""
         self._recent = []
-        if self._table is not None:
-            with self._table.locked():
-                if self._table.raised_elsewhere:
-                    self._table.catch_up()
+        if self._table is None:
+            return
+        with self._table.locked():
+            if self._table.raised_elsewhere:
+                self._table.catch_up()
 
     def digest(self) -> int:
         """32 bits over what was issued since the last call; 0 where entries were compared one by
@@ -139,19 +148,21 @@ class CollectiveOrder:
             return 0
         value = int.from_bytes(self._hash.digest()[:4], "little")
         self._hash = hashlib.sha256()
-        self._compared, self._recent = self._recent, []
+        self._compared = self._recent
+        self._recent = []
         return value
 
     def differing_on_other_hosts(self) -> str:
         """The message when digests differ. Collective over the group."""
         every = all_gather(self._compared, self._group)
-        return (
-            self._first_difference(every) or "ranks of a shard group issued different collectives"
-        )
+        message = self._first_difference(every)
+        # Lists may agree although digests differ, because long ones are cut.
+        return message or "ranks of a shard group issued different collectives"
 
     def _first_difference(self, every: list[list[int]]) -> str:
         """The message for the first position at which ranks differ; empty when they do not."""
         for position in range(max(map(len, every))):
+            # A rank that issued fewer collectives counts as one whose backward pass has ended.
             found = [codes[position] if position < len(codes) else END for codes in every]
             for rank, code in zip(self._ranks, found, strict=True):
                 if code != found[0]:
@@ -160,20 +171,20 @@ class CollectiveOrder:
 
     def _join(self, code: int, numel: int) -> None:
         """Takes part in a collective that others have issued, with data that nobody will use."""
-        kind, dtype, size = code & 3, _DTYPES[code >> 2 & 63], self._group.size()
-        on = (
-            torch.device(self._device_type, torch.accelerator.current_device_index())
-            if self._device_type != "cpu"
-            else None
-        )
+        kind = code & 3
+        if kind == END:
+            return  # an entry without a collective
+        device = None
+        if self._device_type != "cpu":
+            device = torch.device(self._device_type, torch.accelerator.current_device_index())
+        # Zeros, because a reduce-scatter adds them to what the others sent.
+        whole = torch.zeros(numel, dtype=_DTYPES[code >> 2 & 63], device=device)
+        part = whole[: numel // self._group.size()].clone()
         if kind == GATHER:
-            whole = torch.empty(numel, dtype=dtype, device=on)
-            dist.all_gather_single(whole, whole[: numel // size].clone(), group=self._group)
+            dist.all_gather_single(whole, part, group=self._group)
         elif kind == SCATTER:
-            whole = torch.zeros(numel, dtype=dtype, device=on)
-            dist.reduce_scatter_single(whole[: numel // size].clone(), whole, group=self._group)
+            dist.reduce_scatter_single(part, whole, group=self._group)
         elif kind == EXCHANGE:
-            whole = torch.zeros(numel, dtype=dtype, device=on)
             dist.all_to_all_single(torch.empty_like(whole), whole, group=self._group)
 
     def _message(self, rank: int, code: int, other_rank: int, other: int) -> str:
@@ -186,17 +197,21 @@ class CollectiveOrder:
         )
 
     def _describe(self, code: int) -> str:
-        kind, model, index = code & 3, code >> 8 & 4095, code >> 20
+        kind = code & 3
         if kind == END:
             return _DOING[END]
-        return f"{_DOING[kind]} {self._models[model][index]}"
+        names = self._models[code >> 8 & 4095]
+        return f"{_DOING[kind]} {names[code >> 20]}"
 
 
+# An order is freed with its process group, and with it the shared memory.
 _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
 
 
 class _Table:
     """Entries of each rank of a group, in a file in shared memory that has no name any more.
+
+    A flag is the mark that a rank leaves when its entry differs from another's.
 
     Layout, in 8-byte integers: the number of flags raised so far; of the last one the position at
     which all ranks begin again, and (rank, code) of both that differed; then for each rank how many
@@ -206,16 +221,15 @@ class _Table:
     _HEAD, _RANK = 6, 1 + 2 * RING
 
     def __init__(self, file: int, own: int, ranks: Sequence[int]) -> None:
-        self._file, self._ranks = file, ranks
+        self._file = file
+        self._ranks = ranks
         self._memory = mmap.mmap(file, self.bytes_for(len(ranks)))
         self._cells = memoryview(self._memory).cast("q")
         self._starts = [self._HEAD + number * self._RANK for number in range(len(ranks))]
-        self._own, self._peers = (
-            self._starts[own],
-            [s for s in self._starts if s != self._starts[own]],
-        )
+        self._own = self._starts[own]
         self._rank = ranks[own]
-        self._position = self._seen = 0
+        self._position = 0  # entries that this rank has made
+        self._seen = 0  # flags that this rank has acted upon
 
     @classmethod
     def bytes_for(cls, ranks: int) -> int:
@@ -234,10 +248,12 @@ class _Table:
             os.close(made)
         path = broadcast(path, ranks[0], group)
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # of its own: locks belong to openings
+            # Every rank opens the file itself: a lock belongs to an opening, not to a process.
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             file = -1
         opened = all_gather(file >= 0, group)
+        # Without its name the file disappears with the last process that has it open.
         if group.rank() == 0:
             os.unlink(path)
         if not all(opened):
@@ -258,7 +274,7 @@ class _Table:
 
     @property
     def flag(self) -> tuple[int, int, int, int]:
-        """(rank, code) of both that differed."""
+        """Rank and code of both ranks that differed: (rank, code, rank, code)."""
         return tuple(self._cells[2:6])  # type: ignore[return-value]
 
     def differing(self, code: int) -> tuple[int, int] | None:
@@ -266,45 +282,53 @@ class _Table:
         slot = 1 + self._position % RING
         for start, rank in zip(self._starts, self._ranks, strict=True):
             ahead = self._cells[start] - self._position
+            # A rank that has not come this far has no entry here, and a ring holds the last ones.
             if start != self._own and 0 < ahead <= RING and self._cells[start + slot] != code:
                 return rank, self._cells[start + slot]
         return None
 
     def add(self, code: int, numel: int) -> None:
+        """Enters a collective of this rank at its position. To be called while `locked`, as all
+        methods that read or write entries."""
         slot = self._own + 1 + self._position % RING
-        self._cells[slot], self._cells[slot + RING] = code, numel
+        self._cells[slot] = code
+        self._cells[slot + RING] = numel
         self._position += 1
         self._cells[self._own] = self._position
 
     def raise_flag(self, code: int, other: tuple[int, int]) -> list[tuple[int, int]]:
-        """Tells the others. Returns (code, size) of what they have issued from here on."""
-        end = max(self._cells[start] for start in self._starts)
-        self._cells[1] = end
-        for place, value in enumerate((self._rank, code, *other), start=2):
-            self._cells[place] = value
+        """Marks for the others that ``code`` differs from ``other``, another's (rank, code).
+        Returns (code, size) of what they have issued from here on."""
+        # All begin again behind the last entry of the rank that is furthest ahead.
+        self._cells[1] = max(self._cells[start] for start in self._starts)
+        self._cells[2], self._cells[3] = self._rank, code
+        self._cells[4], self._cells[5] = other
         self._cells[0] += 1
         return self.catch_up()
 
     def catch_up(self) -> list[tuple[int, int]]:
         """Goes to where all ranks begin again after the flag. Returns what is missing until
         there."""
-        end, missed = self._cells[1], []
-        for position in range(self._position, end):
+        missed = []
+        for position in range(self._position, self._cells[1]):
             slot = 1 + position % RING
+            # Any rank that was here will do: those that were have the same entry.
             start = next(start for start in self._starts if self._cells[start] > position)
-            entry = self._cells[start + slot], self._cells[start + slot + RING]
-            missed.append(entry)
-            self.add(*entry)
+            code, numel = self._cells[start + slot], self._cells[start + slot + RING]
+            missed.append((code, numel))
+            self.add(code, numel)
         self._seen = self._cells[0]
         return missed
 
     def __del__(self) -> None:
+        # The constructor may have failed halfway, and at exit a view may still be open.
         with contextlib.suppress(AttributeError, OSError, BufferError):
             self._cells.release()
             self._memory.close()
             os.close(self._file)
 
 
+# What is raised in place of an `OutOfOrder`; it may clean up before.
 Failed = Callable[[OutOfOrder], BaseException]
 
 
@@ -312,7 +336,10 @@ class _Ordered:
     """A collective of one group of parameters, entered in the order before it is issued."""
 
     def __init__(self, order: CollectiveOrder, model: int, index: int, failed: Failed) -> None:
-        self._order, self._model, self._index, self._failed = order, model, index, failed
+        self._order = order
+        self._model = model
+        self._index = index
+        self._failed = failed
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -348,8 +375,8 @@ class OrderedReduceScatter(_Ordered, ReduceScatter):
     """The reduce-scatter of one group of gradients.
 
     A payload of fewer than 32 bits is exchanged and added in fp32, so that each contribution and
-    the result are rounded once, not every partial sum (Megatron-LM and VeOmni do the same). The
-    bytes are those of a reduce-scatter that costs what it should.
+    the result are rounded once, not every partial sum (Megatron-LM and VeOmni do the same). A rank
+    sends as many bytes as in a ring reduce-scatter.
     """
 
     def __call__(

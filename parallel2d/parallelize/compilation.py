@@ -1,5 +1,7 @@
-"""``torch.compile`` of each repeated block on its own: short compilations, one for all equal
-blocks."""
+"""Compiles each repeated block on its own by ``torch.compile``. Start at `compile_blocks`.
+
+Compilations are short that way, and all equal blocks share one.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,7 @@ def compile_blocks(
         return model
     if not blocks:
         raise ConfigError(
-            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name "
-            "their "
+            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their "
             "classes in bucketing.blocks"
         )
     check_compilation(config, tensor)
@@ -41,12 +42,13 @@ def compile_blocks(
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
     for _, block in blocks:
+        # On the instance: hooks run in the module's call, around what is compiled.
         block.forward = torch.compile(block.forward, backend=backend)
     return model
 
 
-# one function per budget: compiled code is shared between blocks and models with the same backend,
-# and only then
+# One function per budget: compiled code is shared between blocks and models with the same backend,
+# and only then.
 @functools.cache
 def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
     """A backend that splits forward from backward within ``budget``, by torch's own solver (a
@@ -54,6 +56,7 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
     compiler = torch._dynamo.lookup_backend(backend)
 
     def compile_within_budget(graph: Any, inputs: Any, **options: Any) -> Any:
+        # torch has this setting for the whole process only, and reads it while it compiles.
         with functorch_config.patch(activation_memory_budget=budget):
             return compiler(graph, inputs, **options)
 
@@ -61,17 +64,20 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
 
 
 def check_compilation(config: CompileConfig, tensor: int) -> None:
-    """Raises `ConfigError` for a backend that torch.compile does not know, and together with tensor
-    parallelism: with torch 2.13 a compiled tensor-parallel block returned a zero gradient for its
-    input, without any error."""
+    """Raises `ConfigError` for a backend that torch.compile does not have, and for compilation
+    together with tensor parallelism.
+
+    With torch 2.13 a compiled tensor-parallel block returned a zero gradient for its input, without
+    any error.
+    """
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
+        # The message lists the back ends for users, not the many that are for debugging torch.
         usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
         raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
     if tensor > 1 and config.backend != "eager":
         raise ConfigError(
             f"compile={config.name} with mesh.tensor={tensor}: compiled tensor-parallel blocks "
-            "return wrong gradients in this "
-            "torch; choose compile=none or mesh.tensor=1"
+            "return wrong gradients in this torch; choose compile=none or mesh.tensor=1"
         )

@@ -1,4 +1,4 @@
-"""`model_sharded_context`: a model built straight into its shards.
+"""Builds a model without ever holding it whole on a rank: `model_sharded_context`.
 
 Module constructors run inside the context, on meta; when it ends without an exception, each
 outermost module that was built is parallelized in place.
@@ -7,7 +7,7 @@ outermost module that was built is parallelized in place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,7 @@ def model_sharded_context(
     built: list[weakref.ref[nn.Module]] = []
     construct = nn.Module.__init__
 
+    # Every module calls this constructor, whatever its class.
     def construct_and_remember(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         built.append(weakref.ref(self))
@@ -66,21 +67,31 @@ def model_sharded_context(
             yield
     finally:
         nn.Module.__init__ = construct  # type: ignore[method-assign]
-    alive = list(
-        {id(module): module for reference in built if (module := reference()) is not None}.values()
-    )
-    inner = {id(child) for module in alive for child in module.modules() if child is not module}
-    outermost = [
-        module
-        for module in alive
-        if id(module) not in inner and next(module.parameters(), None) is not None
-    ]
+    outermost = _outermost(built)
     if not outermost:
         raise ConfigError(
             "model_sharded_context: no module with parameters was built inside; call the model's "
-            "constructor inside the context and keep "
-            "the model in a variable"
+            "constructor inside the context and keep the model in a variable"
         )
     for module in outermost:
         plan = tensor_plan(module) if callable(tensor_plan) else tensor_plan
         parallelize(module, mesh, config, seed=seed, init=init, tensor_plan=plan)
+
+
+def _outermost(built: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    """Those of ``built`` that still exist, have parameters and are in no other one, in the order in
+    which they were built."""
+    alive: dict[int, nn.Module] = {}
+    for reference in built:
+        module = reference()
+        if module is not None:
+            alive[id(module)] = module
+    inner: set[int] = set()
+    for module in alive.values():
+        inner.update(id(child) for child in module.modules() if child is not module)
+    outermost = []
+    for module in alive.values():
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters and id(module) not in inner:
+            outermost.append(module)
+    return outermost

@@ -1,8 +1,8 @@
-"""Matrix products in 8-bit floating point, by torchao. A model's blocks flow in; their Linear
-layers compute in float8 afterwards.
+"""Matrix products in 8-bit floating point, by torchao. Start at `convert_to_float8`.
 
-Weights stay stored in `precision.storage`, gathered in `precision.param`, and are scaled and cast
-around each product; names and initial values do not change.
+The Linear layers inside a model's blocks are replaced by float8 ones. Weights stay stored in
+`precision.storage`, gathered in `precision.param`, and are scaled and cast around each product;
+names and initial values do not change.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,42 +82,42 @@ def convert_to_float8(
     if emulate:
         recipe = dataclasses.replace(recipe, emulate=True)
     wanted = {id(module) for _, module in chosen}
+
+    def is_wanted(module: nn.Module, _name: str) -> bool:
+        # By identity: torchao passes names that begin inside the block.
+        return id(module) in wanted
+
+    # Block by block: a Linear outside of them, such as the model's head, stays as it is.
     for _, block in blocks:
-        torchao.convert_to_float8_training(
-            block, config=recipe, module_filter_fn=lambda module, _name: id(module) in wanted
-        )
+        torchao.convert_to_float8_training(block, config=recipe, module_filter_fn=is_wanted)
     return [name for name, _ in chosen]
 
 
 def _choose(
     blocks: Sequence[tuple[str, nn.Module]], exclude: Sequence[str], apart: Collection[int]
-) -> tuple[dict[str, list[str]], list[tuple[str, nn.Module]]]:
+) -> tuple[dict[str, list[str]], list[tuple[str, nn.Linear]]]:
     """The Linear layers of ``blocks``: names that stay, by reason, and (name, layer) of those to
     convert."""
     kept: dict[str, list[str]] = {}
-    chosen: list[tuple[str, nn.Module]] = []
+    chosen: list[tuple[str, nn.Linear]] = []
     unmatched = set(exclude)
-    for block_name, block in blocks:
-        for inner, module in block.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            name = canonical_name(f"{block_name}.{inner}" if inner else block_name)
-            patterns = [pattern for pattern in exclude if fnmatch.fnmatchcase(name, pattern)]
-            unmatched.difference_update(patterns)
-            if patterns:
-                reason = "excluded"
-            elif id(module) in apart:
-                reason = "computes in fp32"
-            elif not inner:
-                reason = "is a whole block"
-            elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-                reason = f"sizes are no multiples of {MULTIPLE}"
-            else:
-                chosen.append((name, module))
-                continue
+    for name, layer, is_block in _linear_layers(blocks):
+        patterns = [pattern for pattern in exclude if fnmatch.fnmatchcase(name, pattern)]
+        unmatched.difference_update(patterns)
+        if patterns:
+            reason: str | None = "excluded"
+        elif id(layer) in apart:
+            reason = "computes in fp32"
+        else:
+            reason = _obstacle(layer, is_block)
+        if reason is None:
+            chosen.append((name, layer))
+        else:
             kept.setdefault(reason, []).append(name)
     if unmatched:
-        names = [name for name, _ in chosen] + [name for group in kept.values() for name in group]
+        names = [name for name, _ in chosen]
+        for group in kept.values():
+            names += group
         raise ConfigError(
             f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer "
             f"inside a block{_first(names)}"
@@ -125,16 +125,48 @@ def _choose(
     return kept, chosen
 
 
+def _linear_layers(
+    blocks: Sequence[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Linear, bool]]:
+    """(canonical name, layer, whether it is a block itself) of each Linear in ``blocks``."""
+    for block_name, block in blocks:
+        for inner, module in block.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            name = block_name
+            if inner:
+                name = f"{block_name}.{inner}"
+            yield canonical_name(name), module, not inner
+
+
+def _obstacle(layer: nn.Linear, is_block: bool) -> str | None:
+    """Why ``layer`` cannot be converted; None where it can."""
+    if is_block:
+        # torchao replaces a layer on its parent, which is outside of what it is given here.
+        return "is a whole block"
+    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+        return f"sizes are no multiples of {MULTIPLE}"
+    return None
+
+
 def _summary(kept: dict[str, list[str]]) -> str:
     return "".join(f"; {len(names)}: {reason}" for reason, names in kept.items())
 
 
-def _first(names: Iterable[str]) -> str:
-    shown = list(names)
-    return f"; there are {', '.join(shown[:4])}{' ...' if shown[4:] else ''}" if shown else ""
+def _first(names: Sequence[str]) -> str:
+    """For messages: the first of ``names``; empty when there are none."""
+    if not names:
+        return ""
+    more = " ..." if len(names) > 4 else ""
+    return f"; there are {', '.join(names[:4])}{more}"
 
 
 def _torchao(key: str) -> Any:
+    """The module ``torchao.float8``. Raises `ConfigError` when torchao is not installed.
+
+    ``key``: the setting that needs it, for the message.
+    """
+    # Imported here because it is an optional dependency.
     try:
         import torchao.float8
     except ImportError:

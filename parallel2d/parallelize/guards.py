@@ -1,7 +1,7 @@
 """Errors for calls of a sharded model that would compute with parts of its parameters, or train
-wrongly without a word: `guard` installs them.
+it wrongly without an error: `guard` installs them.
 
-They cost, under a tensor axis, one small collective in the first forward.
+Under a tensor axis they cost one small collective in the first forward.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather
 from parallel2d.model_structure import canonical_name
+from parallel2d.parallelize import fsdp_internals
+from parallel2d.parallelize.fsdp_internals import RunningForward
 
 
 def guard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -49,6 +50,7 @@ def explain_calls(model: nn.Module) -> None:
                     )
                 )
 
+    # Once the model itself has been called, its modules may be called alone.
     def forget(_module: nn.Module, _inputs: Any) -> None:
         while early:
             early.pop().remove()
@@ -57,8 +59,7 @@ def explain_calls(model: nn.Module) -> None:
 
 
 def _refuse_early(name: str, root: nn.Module, _module: nn.Module, _inputs: Any) -> None:
-    assert isinstance(root, FSDPModule)
-    if root._get_fsdp_state()._is_root is None:
+    if not fsdp_internals.has_begun(root):
         raise RuntimeError(
             f"{name} was called before the model that it is a part of: call the model first, or "
             f"the method that calls {name} through "
@@ -79,20 +80,19 @@ def _explain_methods(module: nn.Module, name: str) -> None:
 
 
 def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
-    assert isinstance(module, FSDPModule)
-    call, state = getattr(module, method), module._get_fsdp_state()
+    call = getattr(module, method)
+    forward = RunningForward(module)
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if (
-                "mixed torch.Tensor and DTensor" not in str(error)
-                or state._training_state == TrainingState.FORWARD
-            ):
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            if forward.now:  # the parameters are gathered, and the error is another
                 raise
             raise RuntimeError(
-                f"{name or type(module).__name__.removeprefix('FSDP')}.{method} computes with "
+                f"{name or _class_name(module)}.{method} computes with "
                 "parameters that only a call of the "
                 "module gathers: call "
                 f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once "
@@ -113,42 +113,58 @@ def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
     def compare(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         if not given:  # an earlier hook has raised
             return
-        received, arguments = {**dict(enumerate(args)), **kwargs}, given.pop()
+        received = {**dict(enumerate(args)), **kwargs}
+        arguments = given.pop()
         for key in arguments.keys() & received.keys():
-            for before, after in zip(
-                _containers_in(arguments[key]), _containers_in(received[key]), strict=False
-            ):
-                if before is not after and len(before) != len(after):
-                    raise RuntimeError(
-                        f"{name or type(module).__name__.removeprefix('FSDP')} changed a "
-                        f"{type(before).__name__} that it was given, "
-                        "and the caller would not see it, because sharded modules get copies of "
-                        "their arguments: return the "
-                        "values instead"
-                    )
+            changed = _first_changed(arguments[key], received[key])
+            if changed is not None:
+                raise RuntimeError(
+                    f"{name or _class_name(module)} changed a "
+                    f"{type(changed).__name__} that it was given, "
+                    "and the caller would not see it, because sharded modules get copies of "
+                    "their arguments: return the "
+                    "values instead"
+                )
 
     module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
     module.register_forward_hook(compare, with_kwargs=True, always_call=True)
+
+
+def _first_changed(given: Any, received: Any) -> list[Any] | dict[Any, Any] | None:
+    """The first list or dict in ``given`` whose copy in ``received`` has another length."""
+    containers = zip(_containers_in(given), _containers_in(received), strict=False)
+    # One that is the same object was not copied, and the caller sees its changes.
+    for before, after in containers:
+        if before is not after and len(before) != len(after):
+            return before
+    return None
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name that the class had before `fully_shard` made it an `FSDPModule`."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
     """The plain lists and dicts in ``value`` and in each other, those outside of them first."""
     if type(value) in (list, dict):
         yield value
-    if type(value) in (list, tuple, dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _containers_in(inner)
+    if type(value) not in (list, tuple, dict):
+        return
+    inside = value.values() if type(value) is dict else value
+    for inner in inside:
+        yield from _containers_in(inner)
 
 
 def refuse_direct_forward(model: nn.Module) -> None:
     """Makes ``model.forward(x)`` raise RuntimeError outside of ``model(x)``: the hooks that gather
     parameters run in the call."""
-    assert isinstance(model, FSDPModule)
-    forward, state = model.forward, model._get_fsdp_state()
+    forward = model.forward
+    running = RunningForward(model)
 
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if state._training_state != TrainingState.FORWARD:
+        if not running.now:
             raise RuntimeError(
                 "model.forward(...) was called directly: the parameters are sharded and only "
                 "model(...) gathers them; call the model"
@@ -169,6 +185,7 @@ def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     group = mesh.get_group("tensor")
 
+    # In the first forward alone: a sampler that is right once is right ever after.
     def compare(_module: nn.Module, args: Any, kwargs: Any) -> None:
         handle.remove()
         if len(set(all_gather(_digest((args, kwargs)), group))) > 1:

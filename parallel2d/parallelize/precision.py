@@ -1,12 +1,11 @@
 """The dtypes of mixed precision for one model: what is stored, gathered, added and sent in which.
 
-`Precision.of` turns the words of a `PrecisionConfig` into dtypes, once; every transform reads them
-from there.
+`Precision.of` turns the names in a `PrecisionConfig` into dtypes, once, for all transforms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,19 +45,15 @@ class Precision:
     def of(cls, config: PrecisionConfig, model: nn.Module) -> Precision:
         """The dtypes that ``config`` names. Raises `ConfigError` for a class in
         ``config.fp32_modules`` that ``model`` does not have."""
-        # Buffers keep the dtype they were built with, but fp64 would be lost in narrower ones.
-        buffers = config.buffers
-        if buffers is None and config.storage == "fp64":
-            buffers = "fp64"
         return cls(
             storage=DTYPES[config.storage],
             param=DTYPES[config.param],
             reduce=DTYPES[config.reduce],
-            output=DTYPES[config.output] if config.output else None,
-            buffers=DTYPES[buffers] if buffers else None,
+            output=_dtype(config.output),
+            buffers=_dtype(_buffers(config)),
             cast_inputs=config.cast_forward_inputs,
             keep_reduced=config.keep_low_precision_gradients,
-            fp32_modules=frozenset(_modules_of(model, config.fp32_modules)),
+            fp32_modules=frozenset(_fp32_modules(model, config.fp32_modules)),
         )
 
     @property
@@ -69,38 +64,57 @@ class Precision:
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """For `fully_shard`; a dtype that equals the one it would have anyway is omitted."""
+        param = None if self.param == self.storage else self.param
+        reduce = None if self.reduce == self.param else self.reduce
         return MixedPrecisionPolicy(
-            param_dtype=self.param if self.param != self.storage else None,
-            reduce_dtype=self.reduce if self.reduce != self.param else None,
-            cast_forward_inputs=self.cast_inputs,
+            param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=self.cast_inputs
         )
 
     @property
     def fp32_policy(self) -> MixedPrecisionPolicy:
-        """As `policy`, for a module that computes in fp32 and hands over what `param` says."""
+        """As `policy`, for a module that computes in fp32 and returns values in `param`."""
         return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=self.param)
 
 
 def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
     """In which floating-point inputs reach the model; None for as they are."""
-    return DTYPES[config.param] if config.cast_forward_inputs else None
+    if not config.cast_forward_inputs:
+        return None
+    return DTYPES[config.param]
 
 
-def _modules_of(model: nn.Module, classes: Collection[str]) -> set[int]:
+def _dtype(name: str | None) -> torch.dtype | None:
+    return DTYPES[name] if name else None
+
+
+def _buffers(config: PrecisionConfig) -> str | None:
+    """Buffers keep the dtype they were built with, but fp64 would be lost in narrower ones."""
+    if config.buffers is None and config.storage == "fp64":
+        return "fp64"
+    return config.buffers
+
+
+def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
     """Ids of the modules of these classes that own parameters, and of such modules inside them."""
-    found = [
-        module
-        for module in model.modules()
-        if type(module).__name__ in classes and next(module.parameters(), None) is not None
-    ]
-    missing = set(classes) - {type(module).__name__ for module in found}
+    missing = set(classes)
+    found: set[int] = set()
+    for module in model.modules():
+        name = type(module).__name__
+        if name not in classes:
+            continue
+        # One without parameters, such as an activation, has no dtype to compute in.
+        if next(module.parameters(), None) is None:
+            continue
+        missing.discard(name)
+        for _, inner in owning_modules(module):
+            found.add(id(inner))
     if missing:
         raise ConfigError(
             f"precision.fp32_modules={list(classes)}: no module of class "
             f"{', '.join(sorted(missing))} with parameters in {type(model).__name__}; candidates: "
             f"{candidate_classes(model)}"
         )
-    return {id(inner) for outer in found for _, inner in owning_modules(outer)}
+    return found
 
 
 def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
@@ -110,37 +124,56 @@ def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
     The parameters of ``precision.fp32_modules`` are stored in fp32 at least. Raises `ConfigError`
     for complex parameters in fewer than 32 bits, which no such dtype can hold.
     """
-    wide = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) in precision.fp32_modules
-        for parameter in own_parameters(module)
-    }
+    storage = _storage_dtypes(model, precision)
     cast: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            _check_complex(name, precision)
-        elif not parameter.is_floating_point():
-            continue
-        storage = precision.sums if id(parameter) in wide else precision.storage
-        if parameter.is_complex():
-            storage = storage.to_complex()
+    for parameter, dtype in storage.items():
         value = parameter.detach()
-        stored = value.to(storage).contiguous()
+        stored = value.to(dtype).contiguous()
+        # `to` and `contiguous` return the tensor itself where they have nothing to do.
         if stored is not value:
             cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
     for module in model.modules():
-        for name, held in list(module._parameters.items()):
-            if held in cast:
-                setattr(module, name, cast[held])
+        _replace_parameters(module, cast)
         if precision.buffers is not None:
             _cast_buffers(module, precision.buffers)
     return model
 
 
+def _storage_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+    """In which dtype each floating-point or complex parameter is stored."""
+    in_fp32 = _parameters_of(model, precision.fp32_modules)
+    storage: dict[nn.Parameter, torch.dtype] = {}
+    for name, parameter in model.named_parameters():
+        dtype = precision.sums if parameter in in_fp32 else precision.storage
+        if parameter.is_complex():
+            _check_complex(name, precision)
+            storage[parameter] = dtype.to_complex()
+        elif parameter.is_floating_point():
+            storage[parameter] = dtype
+    return storage
+
+
+def _parameters_of(model: nn.Module, modules: Container[int]) -> set[nn.Parameter]:
+    """The parameters that the modules of ``model`` with these ids own."""
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        if id(module) in modules:
+            found.update(own_parameters(module))
+    return found
+
+
+def _replace_parameters(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    # A copy of the items, since setattr changes the dict. A tied parameter is replaced by the same
+    # new one in each of its modules.
+    for name, held in list(module._parameters.items()):
+        if held is not None and held in new:
+            setattr(module, name, new[held])
+
+
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
     """Complex ones only to a dtype of 32 bits or more."""
     for name, buffer in module._buffers.items():
+        # A buffer may be registered without a value.
         if buffer is None:
             continue
         if buffer.is_floating_point():

@@ -1,21 +1,20 @@
-"""When parameters are gathered: how many groups ahead of the one that computes.
+"""How many groups ahead of the one that computes parameters are gathered: `prefetch_parameters`.
 
-A sharded model and a `PrefetchConfig` flow in; the same model flows out, its groups told which
-others to gather early.
-
-[Note: the order in which groups run] Chains need the order of execution, which registration does
-not tell: a model may run its modules in any order, or one of them twice. The engine notes the order
-in which groups end their forward anyway, so the chains are set from that note when the first
-forward has ended; that first forward runs without them. A group that ran several times has no one
-successor: it prefetches nothing ahead and is gathered when it is reached. A later forward that runs
-other groups is still right: what was gathered for nothing is dropped, at the price of that gather.
-What is done with is taken out of the note: the engine would otherwise go on prefetching from the
-end of a validation or of the micro-batch before, one all-gather too many each time.
+[Note: the order in which groups run] Groups that gather others ahead need the order of execution,
+which need not be the order of registration: a model may run its modules in any order, or one of
+them twice. torch records the order in which groups end their forward anyway, so chains of groups
+are set from that record when the first forward has ended; that first forward runs without them. A
+group that ran several times has no one successor: it gathers nothing ahead and is gathered when it
+is reached. A later forward that runs other groups is still correct: what was gathered and not used
+is dropped, at the cost of that gather. Forwards that no backward pass will follow are removed from
+the record: torch would otherwise go on prefetching from the end of a validation or of the
+micro-batch before, one all-gather too many each time.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,8 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.config import PrefetchConfig
 from parallel2d.mesh import mesh_shape
+from parallel2d.parallelize import fsdp_internals
+from parallel2d.parallelize.fsdp_internals import ForwardOrder
 
 log = logging.getLogger(__name__)
+
+Group = tuple[Any, ...]  # modules whose parameters are gathered together, each an `FSDPModule`
 
 
 def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConfig) -> nn.Module:
@@ -38,117 +41,105 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
     while the group before computes, which on GPU streams see to. Forward chains rest while
     activations are recomputed.
     """
-    assert isinstance(model, FSDPModule)
     if mesh_shape(mesh).shard == 1:
         if config != PrefetchConfig():
             log.info("prefetch has no effect with mesh.shard=1: no parameters are gathered")
         return model
     if mesh.device_type == "cpu" and config.forward:
-        model._set_unshard_async_op(True)
-    if config.backward == 0:  # an empty chain would mean the engine's own choice, one group ahead
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_modules_to_backward_prefetch([module])
-    if config.forward or config.backward > 1:
-
-        def set_chains(root: nn.Module, _inputs: Any, _output: Any) -> None:
-            handle.remove()
-            _set_chains(_note(root), config)
-
-        handle = model.register_forward_hook(set_chains)
-    _keep_note_current(model)
+        fsdp_internals.set_asynchronous_gathers(model, True)
+    # One group ahead in backward is what torch does by itself.
+    if config.backward == 0:
+        _gather_nothing_ahead_in_backward(model)
+    order = ForwardOrder(model)
+    if config.forward > 0 or config.backward > 1:
+        _set_chains_after_first_forward(model, order, config)
+    _keep_current(order, model)
     return model
 
 
-def _set_chains(ended: Sequence[Any], config: PrefetchConfig) -> None:
-    """``ended``: the engine's groups in the order in which their forward ended; see [Note: the
-    order in which groups run]."""
-    once = [group for group in ended if sum(other is group for other in ended) == 1]
-    ahead = _in_order_of_begin(once)
-    for index, group in enumerate(ahead if config.forward else ()):
-        state = group.modules[0]._get_fsdp_state()
-        state._states_to_forward_prefetch = _UnlessRecomputing(
-            later.modules[0]._get_fsdp_state()
-            for later in ahead[index + 1 : index + 1 + config.forward]
-        )
+def _gather_nothing_ahead_in_backward(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # An empty chain would mean torch's own choice, one group ahead.
+            module.set_modules_to_backward_prefetch([module])
+
+
+def _set_chains_after_first_forward(
+    model: nn.Module, order: ForwardOrder, config: PrefetchConfig
+) -> None:
+    def set_chains(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        # Later forwards use the chains of the first one, whichever groups they run.
+        handle.remove()
+        _set_chains(order.modules(), config)
+
+    handle = model.register_forward_hook(set_chains)
+
+
+def _set_chains(ended: Sequence[Group], config: PrefetchConfig) -> None:
+    """``ended``: the groups in the order in which their forward ended; see [Note: the order in
+    which groups run]."""
+    times = Counter(id(group) for group in ended)
+    once = [group for group in ended if times[id(group)] == 1]
+    if config.forward:
+        for module, later in _chains(_in_order_of_begin(once), config.forward):
+            fsdp_internals.prefetch_in_forward(module, later)
+    # Backward runs groups in the reverse of the order in which their forward ended.
     if config.backward > 1:
-        behind = once[::-1]
-        for index, group in enumerate(behind):
-            module = group.modules[0]
-            chain = [later.modules[0] for later in behind[index + 1 : index + 1 + config.backward]]
-            module.set_modules_to_backward_prefetch(chain or [module])
+        for module, later in _chains(once[::-1], config.backward):
+            # An empty chain, that of the last group, would mean torch's own choice.
+            module.set_modules_to_backward_prefetch(later or [module])
 
 
-def _in_order_of_begin(ended: Sequence[Any]) -> list[Any]:
+def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]]]:
+    """For each group its first module, and the first modules of the ``ahead`` groups after it."""
+    for index, group in enumerate(order):
+        following = order[index + 1 : index + 1 + ahead]
+        yield group[0], [later[0] for later in following]
+
+
+def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
     """The same groups in the order in which their forward began: a group begins before those inside
     it, which end before it."""
-    inside = {
-        id(group): {id(module) for top in group.modules for module in top.modules()}
-        for group in ended
-    }
-    begun: list[Any] = []
+    inside = {id(group): _modules_inside(group) for group in ended}
+    begun: dict[int, Group] = {}
     for group in ended:
-        around = [
-            other
-            for other in ended
-            if other is not group and id(group.modules[0]) in inside[id(other)]
-        ]
-        for other in (*sorted(around, key=lambda outer: -len(inside[id(outer)])), group):
-            if not any(other is known for known in begun):
-                begun.append(other)
-    return begun
+        around = [other for other in ended if id(group[0]) in inside[id(other)]]
+        # The outermost has the most modules inside.
+        around.sort(key=lambda outer: -len(inside[id(outer)]))
+        for other in around:
+            # A group is among those around it, and begins after all others of them.
+            if other is not group:
+                begun.setdefault(id(other), other)
+        begun.setdefault(id(group), group)
+    return list(begun.values())
 
 
-class _UnlessRecomputing(list[Any]):
-    """A forward chain that is empty during backward. Recomputation runs forwards in backward, whose
-    successors have been through backward already: gathering them again would be a collective for
-    nothing."""
+def _modules_inside(group: Group) -> set[int]:
+    """Ids of the modules of ``group`` and of all below them."""
+    found: set[int] = set()
+    for module in group:
+        found.update(map(id, module.modules()))
+    return found
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(()) if torch._C._current_graph_task_id() != -1 else super().__iter__()
 
+def _keep_current(order: ForwardOrder, model: nn.Module) -> None:
+    """Lets ``order``, from which torch prefetches in backward, hold the forwards of ``model`` that
+    await their backward, and no others.
 
-def _keep_note_current(model: nn.Module) -> None:
-    """Sees to it that the engine's note of forwards, from which it prefetches in backward, holds
-    those that await their backward.
-
-    Forwards without gradients are taken out of it, and gathers that nothing used are dropped, which
-    a later forward would take for current; what earlier micro-batches of an accumulation left is
-    taken out before the next.
+    Forwards without gradients are removed after they ended, together with parameters that they
+    gathered and did not use. What earlier micro-batches of an accumulation left is removed before
+    the next.
     """
-    groups = list({id(group): group for group in _groups(model)}.values())
-    noted = 0
+    length_before = 0
 
-    def begin(root: nn.Module, _inputs: Any) -> None:
-        nonlocal noted
-        note = _note(root)
-        if not any(group._post_forward_indices for group in groups):
-            note.clear()
-        noted = len(note)
+    def begin(_module: nn.Module, _inputs: Any) -> None:
+        nonlocal length_before
+        length_before = order.remove_finished()
 
-    def end(root: nn.Module, _inputs: Any, _output: Any) -> None:
+    def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         if torch.is_grad_enabled():
-            return
-        del _note(root)[noted:]
-        for group in groups:
-            group._post_forward_indices = [
-                index for index in group._post_forward_indices if index < noted
-            ]
-            if group._all_gather_result is not None:
-                group.wait_for_unshard()
-                group._to_sharded()
+            return  # its backward pass will follow
+        order.shorten(length_before)
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end)
-
-
-def _note(root: nn.Module) -> list[Any]:
-    """The engine's groups in the order in which their forward ended."""
-    assert isinstance(root, FSDPModule)
-    return root._get_fsdp_state()._comm_ctx.post_forward_order
-
-
-def _groups(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from module._get_fsdp_state()._fsdp_param_groups

@@ -1,9 +1,9 @@
 """Parameters without dimensions, such as the temperature of a contrastive loss.
 
-`fully_shard` refuses them: there is nothing to split. They are kept whole on every rank, as
-`DTensor`s that are replicated over all axes, so that optimizers, norms, states and checkpoints find
-parameters of one kind. While the model computes they stand in their modules as plain tensors on the
-same memory, and their gradients are averaged over the data ranks with the others'.
+`fully_shard` refuses them: there is nothing to split. `keep_whole` keeps them whole on every rank,
+as `DTensor`s that are replicated over all axes, so that optimizers, norms, states and checkpoints
+find parameters of one kind. While the model computes, plain tensors on the same memory take their
+places in the modules, and their gradients are averaged over the data ranks with the others'.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ from parallel2d.mesh import mesh_shape
 
 
 class Scalar:
-    """One such parameter, in all the places where it stands."""
+    """One such parameter. ``places``: the (module, attribute) of each of its occurrences."""
 
     def __init__(self, places: list[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
-        self._places, self._mesh = places, mesh
+        self._places = places
+        self._mesh = mesh
         module, name = places[0]
         parameter = module._parameters[name]
         assert parameter is not None
-        self._plain: nn.Parameter = parameter  # the one that computes
-        # After tensor parallelism it may be replicated over that axis already.
-        self._on_tensor_axis = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        # the other one, while `_plain` stands in its place
+        # The one that computes. After tensor parallelism it may be replicated over that axis.
+        self._plain: nn.Parameter = parameter
+        self._tensor_mesh: DeviceMesh | None = None
+        if isinstance(parameter, DTensor):
+            self._tensor_mesh = parameter.device_mesh
+        # The one that the optimizer has, also while `_plain` is in the modules.
         self._kept = self._replicated(parameter)
         self._put(self._kept)
 
     def _replicated(self, parameter: nn.Parameter) -> nn.Parameter:
-        names = [
-            axis
-            for axis in ("replicate", "shard")
-            if axis == "shard" or mesh_shape(self._mesh).replicate > 1
-        ]
+        """``parameter`` as a `DTensor` on all axes of the mesh that have parameters."""
+        axes = ["shard"]
+        if mesh_shape(self._mesh).replicate > 1:
+            axes = ["replicate", "shard"]
         local = parameter.detach()
         if isinstance(local, DTensor):
-            local, names = local.to_local(), [*names, "tensor"]
+            local = local.to_local()
+            axes.append("tensor")
+        # As `fully_shard` does with the other parameters.
         if self._mesh.device_type != "cpu" and not local.is_meta:
-            local = local.to(
-                torch.device(self._mesh.device_type, torch.accelerator.current_device_index())
-            )
-        mesh = self._mesh[tuple(names)]
+            index = torch.accelerator.current_device_index()
+            local = local.to(torch.device(self._mesh.device_type, index))
+        mesh = self._mesh[tuple(axes)]
         value = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return nn.Parameter(value, parameter.requires_grad)
 
@@ -61,22 +64,33 @@ class Scalar:
         """The one that the optimizer has. Allocation and loading may have replaced it."""
         module, name = self._places[0]
         found = module._parameters[name]
-        return self._kept if found is self._plain else found  # type: ignore[return-value]
+        if found is self._plain:
+            return self._kept
+        assert found is not None
+        return found
 
     def compute(self) -> None:
-        """Puts the plain tensor in its place."""
+        """Puts the plain tensor into the modules."""
         parameter = self.parameter
-        local = _local(parameter)
-        if self._plain.device != local.device or _local(self._plain).data_ptr() != local.data_ptr():
-            value: Tensor = local.detach()
-            if self._on_tensor_axis is not None:
-                value = DTensor.from_local(
-                    value, self._on_tensor_axis, [Replicate()], run_check=False
-                )
-            self._plain = nn.Parameter(value, parameter.requires_grad)
+        if not self._shares_memory_with(_local(parameter)):
+            self._plain = self._plain_copy_of(parameter)
+        # The user may have frozen the one that the optimizer has.
         self._plain.requires_grad_(parameter.requires_grad)
         self._kept = parameter
         self._put(self._plain)
+
+    def _shares_memory_with(self, local: Tensor) -> bool:
+        """Whether the plain tensor does: not after allocation or loading has replaced the other."""
+        if self._plain.device != local.device:
+            return False
+        return _local(self._plain).data_ptr() == local.data_ptr()
+
+    def _plain_copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter on the same memory that computes."""
+        value: Tensor = _local(parameter).detach()
+        if self._tensor_mesh is not None:
+            value = DTensor.from_local(value, self._tensor_mesh, [Replicate()], run_check=False)
+        return nn.Parameter(value, parameter.requires_grad)
 
     def rest(self) -> None:
         """Puts the replicated parameter back."""
@@ -86,7 +100,10 @@ class Scalar:
     def gradient(self) -> Tensor | None:
         """What autograd has added up on this rank since the last `set_mean`, plain."""
         gradient = self._plain.grad
-        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        # Over the tensor axis it may be a part of a sum.
+        if isinstance(gradient, DTensor):
+            return gradient.full_tensor()
+        return gradient
 
     def set_mean(self, mean: Tensor | None) -> None:
         """Adds the mean over the data ranks to the gradient of `parameter`; None: no rank has
@@ -103,8 +120,9 @@ class Scalar:
             parameter.grad = DTensor.from_local(
                 local, parameter.device_mesh, parameter.placements, run_check=False
             )
-        # as autograd would call them
-        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        # Autograd calls such hooks for the parameter that computes, which has none.
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for hook in list(hooks.values()):
             hook(parameter)
 
     def discard(self) -> None:
@@ -115,20 +133,22 @@ class Scalar:
 def scalar_places(
     model: nn.Module, left_out: Container[nn.Parameter]
 ) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Each parameter without dimensions that is not in ``left_out`` -> the (module, attribute)
-    where it stands. Raises `ConfigError` for complex ones, and where the model has no others."""
+    """The (module, attribute) of each occurrence of each parameter without dimensions that is not
+    in ``left_out``. Raises `ConfigError` for complex ones, and where the model has no others."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.ndim == 0 and parameter not in left_out:
-                places.setdefault(parameter, []).append((module, name))
-                if parameter.is_complex():
-                    raise ConfigError(
-                        f"{name} is complex and has no dimensions: give it one, torch.zeros(1)"
-                    )
-    if places and all(
-        parameter in places or parameter in left_out for parameter in model.parameters()
-    ):
+            if parameter is None or parameter.ndim > 0 or parameter in left_out:
+                continue
+            if parameter.is_complex():
+                raise ConfigError(
+                    f"{name} is complex and has no dimensions: give it one, torch.zeros(1)"
+                )
+            places.setdefault(parameter, []).append((module, name))
+    if not places:
+        return places
+    to_shard = [parameter for parameter in model.parameters() if parameter not in places]
+    if all(parameter in left_out for parameter in to_shard):
         raise ConfigError(
             "the model has parameters without dimensions alone: there is nothing to shard"
         )
@@ -138,8 +158,8 @@ def scalar_places(
 def keep_whole(
     model: nn.Module, mesh: DeviceMesh, places: Iterable[list[tuple[nn.Module, str]]]
 ) -> list[Scalar]:
-    """Replicates the parameters at ``places``. After `fully_shard`, which must have ignored
-    them."""
+    """Replicates the parameters at ``places``, from `scalar_places`. To be called after
+    `fully_shard`, which must have ignored them."""
     scalars = [Scalar(each, mesh) for each in places]
     if not scalars:
         return []
@@ -149,9 +169,12 @@ def keep_whole(
             scalar.compute()
 
     def rest(*_: Any) -> None:
+        # With gradients the plain tensors stay, for recomputation and until their gradients have
+        # been averaged.
         if not torch.is_grad_enabled():
             rest_all(scalars)
 
+    # Before other hooks of the model, so that these find the plain tensors too.
     model.register_forward_pre_hook(compute, prepend=True)
     model.register_forward_hook(rest, always_call=True)
     for module in model.modules():

@@ -1,5 +1,5 @@
-"""Shards inside the ``shard`` axis by FSDP2's `fully_shard`, and has gradients reduced over
-``replicate``.
+"""Shards over the ``shard`` axis with FSDP2's `fully_shard` (`shard`), and has gradients reduced
+over ``replicate`` (`synchronize`).
 
 [Note: one engine for every strategy] A mesh with replicate > 1 goes to `fully_shard` as two axes,
 and parameters are placed on both; with shard = 1 that is plain replication; with replicate = 1 only
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from parallel2d.config import ParallelConfig
 from parallel2d.errors import ConfigError
 from parallel2d.mesh import has_cpu_backend, mesh_shape
-from parallel2d.model_structure import canonical_name
 from parallel2d.parallelize import fsdp_internals
 from parallel2d.parallelize.collective_order import (
     CollectiveOrder,
@@ -100,7 +99,7 @@ def synchronize(
     Raises `ConfigError` for a group whose trained parameters have several dtypes, and for what
     torch's own engine cannot do.
     """
-    groups = _groups(model)
+    groups = fsdp_internals.sharded_groups(model)
     if config.sync.engine == "torch":
         _check_torch_engine(scalars, precision)
         log.info(
@@ -130,15 +129,6 @@ def synchronize(
         _keep_order(order, groups, engine)
 
 
-def _groups(model: nn.Module) -> list[ShardedGroup]:
-    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-    groups = []
-    for group in reversed(fsdp_internals.groups(model)):
-        called = " and ".join(names[id(module)] for module in group.modules)
-        groups.append(ShardedGroup(group, called))
-    return groups
-
-
 def _check_torch_engine(scalars: Sequence[Scalar], precision: Precision) -> None:
     if scalars:
         what = "parameters without dimensions are"
@@ -163,7 +153,8 @@ def _keep_order(
 ) -> None:
     number = order.add_model([group.called for group in groups])
     for index, group in enumerate(groups):
-        module = group.modules[0]  # the one whose state holds the group
+        # Modules of one group share the state that holds it.
+        module = group.modules[0]
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(OrderedAllGather(order, number, index, engine.abandon))
         module.set_custom_reduce_scatter(OrderedReduceScatter(order, number, index, engine.abandon))

@@ -1,2 +1,2 @@
-"""What a finished or running run has to show, as a page: rows of ``metrics.jsonl`` flow in,
-Markdown and HTML with plots flow out."""
+"""Reports about finished or running runs, from their ``metrics.jsonl``: Markdown, and HTML with
+plots."""

@@ -29,9 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = _tell_apart([read_run(path) for path in options.runs])
         os.makedirs(folder, exist_ok=True)
-        for name, text in (("report.md", markdown(runs)), ("report.html", page(runs))):
-            files.replace(os.path.join(folder, name), text)
-            print(files.printable(os.path.join(folder, name), 4096))
+        # Both are made before the first is written: a failure leaves no half of a report.
+        texts = {"report.md": markdown(runs), "report.html": page(runs)}
+        for name, text in texts.items():
+            path = os.path.join(folder, name)
+            files.replace(path, text)
+            print(files.printable(path, 4096))
     except ConfigError as error:
         print(f"parallel2d: {files.for_terminal(error)}", file=sys.stderr)
         return 2

@@ -1,5 +1,5 @@
-"""The report itself: Markdown for reading in a terminal or a merge request, HTML in one file for
-everything else."""
+"""Makes the report: `markdown`, for reading in a terminal or a merge request, and `page`, the same
+with plots as one HTML file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import html
 import re
 from collections.abc import Sequence
 
+from parallel2d.metrics import keys
 from parallel2d.report.plots import line_plot
-from parallel2d.report.runs import AXES, LOSSES, PHASES, Run, figures, measured_and_predicted
+from parallel2d.report.runs import (
+    LOSSES,
+    Moved,
+    Points,
+    Run,
+    figures,
+    measured_and_predicted,
+    number_text,
+    phase_key,
+)
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;
@@ -20,63 +30,66 @@ td:first-child,th:first-child{text-align:left}
 svg{width:100%;height:auto}.grid{stroke:#e5e5e5}.tick{font-size:11px;fill:#555}.title{font-size:13px;font-weight:600}
 """
 
+_TIME_COLUMNS = [
+    "run",
+    *(f"{phase} (of a step)" for phase in keys.PHASES),
+    *(f"{cause} (s lost)" for cause in LOSSES),
+]
+
 Table = tuple[str, list[str], list[list[str]]]  # heading, column names, rows
 
 
 def tables(runs: Sequence[Run]) -> list[Table]:
     """Comparison, bytes per axis against the prediction, where time went."""
     compared = [figures(run) for run in runs]
-    moved = [
-        [
-            run.name, axis, f"{measured:,.0f}",
-            f"{predicted:,.0f}" if predicted is not None else "not predicted",
-            f"{measured / predicted - 1:+.2%}" if predicted else "-",
-        ]
-        for run in runs
-        for axis, measured, predicted in measured_and_predicted(run)
-    ]  # fmt: skip
-    phases = []
+    columns = list(compared[0])
+    found: list[Table] = [("Runs", columns, [list(row.values()) for row in compared])]
+    moved: list[list[str]] = []
     for run in runs:
-        step = sum(value for _, value in run.series("time/step_s"))
-        shares = [sum(value for _, value in run.series(f"time/{phase}_s")) for phase in PHASES]
-        lost = [run.last(f"goodput/lost_{name}_s") for name in LOSSES]
-        phases.append(
-            [
-                run.name,
-                *(f"{share / step:.1%}" if step else "-" for share in shares),
-                *(f"{seconds:.1f}" if seconds is not None else "-" for seconds in lost),
-            ]
-        )
-    found: list[Table] = [("Runs", list(compared[0]), [list(row.values()) for row in compared])]
+        moved += [_moved_row(run, axis) for axis in measured_and_predicted(run)]
     if moved:
-        found.append(
-            (
-                "Bytes that a rank sends per step",
-                ["run", "axis", "measured", "predicted", "difference"],
-                moved,
-            )
-        )
-    names = [
-        "run",
-        *(f"{phase} (of a step)" for phase in PHASES),
-        *(f"{name} (s lost)" for name in LOSSES),
-    ]
-    found.append(("Where time goes", names, phases))
+        columns = ["run", "axis", "measured", "predicted", "difference"]
+        found.append(("Bytes that a rank sends per step", columns, moved))
+    found.append(("Where time goes", _TIME_COLUMNS, [_time_row(run) for run in runs]))
     return found
+
+
+def _moved_row(run: Run, moved: Moved) -> list[str]:
+    axis, measured, predicted = moved
+    expected = "not predicted"
+    difference = "-"
+    if predicted is not None:
+        expected = f"{predicted:,.0f}"
+    # Not for a prediction of zero either: there is no share of it.
+    if predicted:
+        difference = f"{measured / predicted - 1:+.2%}"
+    return [run.name, axis, f"{measured:,.0f}", expected, difference]
+
+
+def _time_row(run: Run) -> list[str]:
+    row = [run.name]
+    whole = _total(run, keys.STEP_S)
+    for phase in keys.PHASES:
+        share = _total(run, phase_key(phase)) / whole if whole else None
+        row.append(number_text(share, "{:.1%}"))
+    for cause in LOSSES:
+        lost = run.last(keys.lost_key(cause))
+        row.append(number_text(lost, "{:.1f}"))
+    return row
+
+
+def _total(run: Run, key: str) -> float:
+    return sum(value for _, value in run.series(key))
 
 
 def markdown(runs: Sequence[Run]) -> str:
     """The tables, and per run its mesh."""
     lines = ["# parallel2d report", ""]
     for heading, names, rows in tables(runs):
-        lines += [
-            f"## {heading}",
-            "",
-            _row(names),
-            _row(["---"] * len(names)),
-            *map(_row, rows),
-            "",
-        ]
+        lines += [f"## {heading}", ""]
+        lines += [_row(names), _row(["---"] * len(names))]
+        lines += [_row(cells) for cells in rows]
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -84,60 +97,80 @@ def page(runs: Sequence[Run]) -> str:
     """The same with plots, as one HTML file that loads nothing."""
     parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>parallel2d report</title>"]
     parts += [f"<style>{STYLE}</style>", "<h1>parallel2d report</h1>"]
-    for heading, names, rows in tables(runs):
-        head = "".join(f"<th>{html.escape(name)}" for name in names)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows)
-        parts.append(f"<h2>{html.escape(heading)}</h2><table><tr>{head}{body}</table>")
-    plots = [
-        line_plot("Loss", {run.name: run.series("loss") for run in runs}),
-        line_plot("Validation loss", {run.name: run.series("validation/loss") for run in runs}),
-        line_plot(
-            "Throughput",
-            {run.name: run.series("throughput/tokens_per_s") for run in runs},
-            "tokens/s",
-        ),
-        line_plot(
-            "Goodput",
-            {run.name: run.series("goodput/fraction") for run in runs},
-            "share of wall time",
-        ),
-        line_plot("Memory", {run.name: _memory(run) for run in runs}, "GiB, largest rank"),
-    ]
+    parts += [_html_table(table) for table in tables(runs)]
+    plots = _comparing_plots(runs)
     for run in runs:
-        lines = {}
-        for axis, measured, predicted in measured_and_predicted(run):
-            if not measured and not predicted:
-                continue
-            points = lines[axis] = run.series(f"comm/{axis}/bytes")
-            if predicted is not None:
-                lines[f"{axis} (predicted)"] = [
-                    (points[0][0], predicted),
-                    (points[-1][0], predicted),
-                ]
-        label = f": {run.name}" if len(runs) > 1 else ""
-        plots.append(line_plot(f"Bytes per axis{label}", lines, "sent per rank and step"))
-        seconds = {
-            axis: run.series(f"comm/{axis}/seconds")
-            for axis in AXES
-            if run.last(f"comm/{axis}/bytes")
-        }
-        plots.append(line_plot(f"Communication time{label}", seconds, "s per step"))
-        plots.append(
-            line_plot(
-                f"Step time{label}", {phase: run.series(f"time/{phase}_s") for phase in PHASES}, "s"
-            )
-        )
-    parts.append(
-        "<h2>Over the steps</h2><div class=plots>"
-        + "".join(f"<div>{plot}</div>" for plot in plots if plot)
-        + "</div>"
-    )
+        plots += _plots_of(run, f": {run.name}" if len(runs) > 1 else "")
+    # A plot of what no run measured is empty.
+    shown = "".join(f"<div>{plot}</div>" for plot in plots if plot)
+    parts.append(f"<h2>Over the steps</h2><div class=plots>{shown}</div>")
     return "\n".join([*parts, "</html>"])
 
 
-def _memory(run: Run) -> list[tuple[float, float]]:
-    return run.series("memory/peak_gib") or run.series("memory/peak_rss_gib")
+def _html_table(table: Table) -> str:
+    heading, names, rows = table
+    parts = [f"<h2>{html.escape(heading)}</h2>", "<table>"]
+    parts += ["<tr>", *_html_cells("th", names)]
+    for row in rows:
+        parts += ["<tr>", *_html_cells("td", row)]
+    parts.append("</table>")
+    return "".join(parts)
+
+
+def _html_cells(tag: str, cells: Sequence[str]) -> list[str]:
+    return [f"<{tag}>{html.escape(cell)}" for cell in cells]
+
+
+def _comparing_plots(runs: Sequence[Run]) -> list[str]:
+    """With a line for each run."""
+
+    def lines(key: str) -> dict[str, Points]:
+        return {run.name: run.series(key) for run in runs}
+
+    return [
+        line_plot("Loss", lines(keys.LOSS)),
+        line_plot("Validation loss", lines(keys.VALIDATION_LOSS)),
+        line_plot("Throughput", lines(keys.TOKENS_PER_S), "tokens/s"),
+        line_plot("Goodput", lines(keys.GOODPUT), "share of wall time"),
+        line_plot("Memory", {run.name: _memory(run) for run in runs}, "GiB, largest rank"),
+    ]
+
+
+def _plots_of(run: Run, label: str) -> list[str]:
+    """With a line for each mesh axis, or each phase of a step."""
+    seconds = {}
+    for axis in keys.AXES:
+        # An axis of one rank moves nothing, and takes no time.
+        if run.last(keys.communication_key(axis, "bytes")):
+            seconds[axis] = run.series(keys.communication_key(axis, "seconds"))
+    phases = {phase: run.series(phase_key(phase)) for phase in keys.PHASES}
+    return [
+        line_plot(f"Bytes per axis{label}", _bytes_lines(run), "sent per rank and step"),
+        line_plot(f"Communication time{label}", seconds, "s per step"),
+        line_plot(f"Step time{label}", phases, "s"),
+    ]
+
+
+def _bytes_lines(run: Run) -> dict[str, Points]:
+    """What was measured, and beside it what was predicted, as a level line."""
+    lines = {}
+    for axis, measured, predicted in measured_and_predicted(run):
+        if not measured and not predicted:
+            continue
+        points = run.series(keys.communication_key(axis, "bytes"))
+        lines[axis] = points
+        if predicted is not None:
+            first, last = points[0][0], points[-1][0]
+            lines[f"{axis} (predicted)"] = [(first, predicted), (last, predicted)]
+    return lines
+
+
+def _memory(run: Run) -> Points:
+    """Of the device, where there is one."""
+    return run.series(keys.PEAK_GIB) or run.series(keys.PEAK_RSS_GIB)
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", cell) for cell in cells) + " |"
+    """A line of a Markdown table, in which no cell ends it or becomes markup."""
+    escaped = [re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", cell) for cell in cells]
+    return "| " + " | ".join(escaped) + " |"

@@ -1,11 +1,12 @@
-"""Line plots as inline SVG, drawn here so that a page needs neither library nor network. Series
-flow in, markup flows out."""
+"""Draws line plots as inline SVG, so that a page needs neither library nor network:
+`line_plot`."""
 
 from __future__ import annotations
 
 import html
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 560, 260, 64, 34, 28, 12
@@ -23,57 +24,88 @@ def line_plot(
     drawn = {name: _thin(points) for name, points in lines.items() if points}
     if not drawn:
         return ""
-    xs = [x for points in drawn.values() for x, _ in points]
-    ys = [y for points in drawn.values() for _, y in points]
-    left, right = min(xs), max(xs)
+    xs: list[float] = []
+    ys: list[float] = []
+    for points in drawn.values():
+        xs += [x for x, _ in points]
+        ys += [y for _, y in points]
     ticks = _ticks(min(ys), max(ys))
-    low, high = ticks[0], ticks[-1]
+    frame = _Frame(min(xs), max(xs), ticks[0], ticks[-1])
+    legend_rows = (len(drawn) + 1) // 2
+    label = html.escape(title)
+    shown_unit = f" [{html.escape(unit)}]" if unit else ""
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 16 * legend_rows}" role="img" aria-label="{label}">',
+        f'<text x="{LEFT}" y="16" class="title">{label}{shown_unit}</text>',
+    ]
+    parts += _grid(frame, ticks)
+    for index, (name, points) in enumerate(drawn.items()):
+        parts += _line(frame, index, name, points)
+    return "\n".join([*parts, "</svg>"])
 
-    def place(x: float, y: float) -> str:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * (
-            (x - left) / (right - left) if right > left else 0.5
-        )
-        up = HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (y - low) / (high - low)
+
+@dataclass(frozen=True)
+class _Frame:
+    """The values at the edges of the plot."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+    def place(self, x: float, y: float) -> str:
+        """Coordinates in the SVG, with a comma between them."""
+        share = 0.5  # of the width: a single step stands in the middle
+        if self.right > self.left:
+            share = (x - self.left) / (self.right - self.left)
+        across = LEFT + (WIDTH - LEFT - RIGHT) * share
+        up = HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (y - self.low) / (self.high - self.low)
         return f"{across:.1f},{up:.1f}"
 
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 16 * ((len(drawn) + 1) // 2)}" role="img" '
-        f'aria-label="{html.escape(title)}">',
-        f'<text x="{LEFT}" y="16" '
-        f'class="title">{html.escape(title)}{f" [{html.escape(unit)}]" if unit else ""}</text>',
-    ]
+
+def _grid(frame: _Frame, ticks: Sequence[float]) -> list[str]:
+    """A horizontal line for every tick, and the first and the last step below."""
+    parts = []
     for tick in ticks:
-        y = place(left, tick).split(",")[1]
+        y = frame.place(frame.left, tick).split(",")[1]
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" class="grid"/>')
         parts.append(
             f'<text x="{LEFT - 6}" y="{y}" class="tick" text-anchor="end" '
             f'dy="0.35em">{_short(tick)}</text>'
         )
-    for x, anchor in ((left, "start"), (right, "end")):
-        across = place(x, low).split(",")[0]
+    for x, anchor in ((frame.left, "start"), (frame.right, "end")):
+        across = frame.place(x, frame.low).split(",")[0]
         parts.append(
             f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" class="tick" '
             f'text-anchor="{anchor}">step {x:g}</text>'
         )
-    for index, (name, points) in enumerate(drawn.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        dashed = ' stroke-dasharray="5 4"' if name.endswith("(predicted)") else ""
-        if len(points) == 1:
-            across, up = place(*points[0]).split(",")
-            parts.append(f'<circle cx="{across}" cy="{up}" r="3" fill="{colour}"/>')
-        path = " ".join(place(x, y) for x, y in points)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashed}/>'
-        )
-        key, below = LEFT + (index % 2) * 250, HEIGHT + 16 * (index // 2) + 6
-        parts.append(
-            f'<line x1="{key}" x2="{key + 18}" y1="{below}" y2="{below}" stroke="{colour}" '
-            f'stroke-width="2"{dashed}/>'
-        )
-        parts.append(
-            f'<text x="{key + 24}" y="{below}" class="tick" dy="0.35em">{html.escape(name)}</text>'
-        )
-    return "\n".join([*parts, "</svg>"])
+    return parts
+
+
+def _line(frame: _Frame, index: int, name: str, points: Sequence[tuple[float, float]]) -> list[str]:
+    """The line number ``index``, and its name below the plot."""
+    colour = COLOURS[index % len(COLOURS)]
+    dashed = ' stroke-dasharray="5 4"' if name.endswith("(predicted)") else ""
+    parts = []
+    # A line through one point would not be seen.
+    if len(points) == 1:
+        across, up = frame.place(*points[0]).split(",")
+        parts.append(f'<circle cx="{across}" cy="{up}" r="3" fill="{colour}"/>')
+    path = " ".join(frame.place(x, y) for x, y in points)
+    parts.append(
+        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashed}/>'
+    )
+    # Names stand in two columns.
+    key = LEFT + (index % 2) * 250
+    below = HEIGHT + 16 * (index // 2) + 6
+    parts.append(
+        f'<line x1="{key}" x2="{key + 18}" y1="{below}" y2="{below}" stroke="{colour}" '
+        f'stroke-width="2"{dashed}/>'
+    )
+    parts.append(
+        f'<text x="{key + 24}" y="{below}" class="tick" dy="0.35em">{html.escape(name)}</text>'
+    )
+    return parts
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -87,10 +119,16 @@ def _ticks(low: float, high: float) -> list[float]:
     largest = max(abs(low), abs(high))
     if largest < 1e-300:
         low = high = 0.0
+    # Equal values, but for rounding, get room above and below.
     if high - low <= 1e-12 * largest:
-        low, high = (low - 0.5 * abs(low), low + 0.5 * abs(low)) if low else (0.0, 1.0)
+        middle = low
+        if middle:
+            low, high = middle - 0.5 * abs(middle), middle + 0.5 * abs(middle)
+        else:
+            low, high = 0.0, 1.0
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
+    # The smallest round step that is not below the exact one
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
     first = math.floor(low / step)
     return [index * step for index in range(first, math.ceil(high / step) + 1)]

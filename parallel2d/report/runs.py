@@ -1,4 +1,4 @@
-"""Reads run directories: rows, layout, and the figures that a comparison shows."""
+"""Reads run directories (`read_run`), and makes the figures that a comparison shows."""
 
 from __future__ import annotations
 
@@ -6,68 +6,86 @@ import errno
 import json
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from parallel2d import files
 from parallel2d.errors import ConfigError
+from parallel2d.metrics import keys
 
-AXES = ("replicate", "shard", "tensor")
-_MOST_ROWS = 20_000
-_LONGEST_ROW = 1 << 16  # bytes
-PHASES = ("forward_backward", "data", "sync", "optimizer")
+# Causes with a column of their own
 LOSSES = ("first_step", "data", "checkpoint", "validation", "restart")
+
+
+def phase_key(phase: str) -> str:
+    return keys.time_key(f"{phase}_s")
+
+
+# Other numbers are not kept, so that rows take little memory whatever is in them.
 SHOWN = frozenset(
     (
-        "step",
-        "loss",
-        "validation/loss",
-        "throughput/tokens_per_s",
-        "throughput/model_tflops_per_rank",
-        "throughput/mfu",
-        "time/step_s",
-        "goodput/fraction",
-        "memory/peak_gib",
-        "memory/peak_rss_gib",
-        *(f"comm/{axis}/{kind}" for axis in AXES for kind in ("bytes", "seconds")),
-        *(f"time/{phase}_s" for phase in PHASES),
-        *(f"goodput/lost_{name}_s" for name in LOSSES),
+        keys.STEP,
+        keys.LOSS,
+        keys.VALIDATION_LOSS,
+        keys.TOKENS_PER_S,
+        keys.MODEL_TFLOPS_PER_RANK,
+        keys.MFU,
+        keys.STEP_S,
+        keys.GOODPUT,
+        keys.PEAK_GIB,
+        keys.PEAK_RSS_GIB,
+        *(keys.communication_key(axis, "bytes") for axis in keys.AXES),
+        *keys.COMMUNICATION_SECONDS,
+        *map(phase_key, keys.PHASES),
+        *map(keys.lost_key, LOSSES),
     )
 )
+_MOST_ROWS = 20_000
+_LONGEST_ROW = 1 << 16  # bytes
 _LARGEST_LAYOUT = 2**20
 _LARGEST_FILE = 16 * 2**30
 _LARGEST_NUMBER = 1e30
 
+Points = list[tuple[float, float]]  # (step, value)
+Moved = tuple[str, float, float | None]  # axis, bytes measured, bytes predicted
+
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory as it was found. ``rows``: the numbers in those of ``metrics.jsonl``, as
-    they came."""
+    """One run directory as it was found. ``rows``: the numbers in those of ``metrics.jsonl``, in
+    their order."""
 
     name: str
     path: str
     rows: list[dict[str, float]]
     layout: dict[str, Any]
 
-    def series(self, key: str) -> list[tuple[float, float]]:
+    def series(self, key: str) -> Points:
         """(step, value) of the rows that have a finite ``key``."""
-        return [(row["step"], row[key]) for row in self.rows if key in row]
+        return [(row[keys.STEP], row[key]) for row in self.rows if key in row]
 
     def median(self, key: str) -> float | None:
         """Median over the rows that have ``key``; None without any."""
         values = [value for _, value in self.series(key)]
-        return statistics.median(values) if values else None
+        if not values:
+            return None
+        return statistics.median(values)
 
     def last(self, key: str) -> float | None:
         """The newest value of ``key``; None without any."""
         values = self.series(key)
-        return values[-1][1] if values else None
+        if not values:
+            return None
+        _, newest = values[-1]
+        return newest
 
 
 def read_run(path: str) -> Run:
     """Raises `ConfigError` with one sentence for a folder that is no run, or holds no finished
     step."""
-    file, shown = os.path.join(path, "metrics.jsonl"), files.printable(path, 300)
+    file = os.path.join(path, "metrics.jsonl")
+    shown = files.printable(path, 300)
     if not os.path.isdir(path):
         raise ConfigError(f"{shown}: no such run directory")
     if not os.path.lexists(file):
@@ -78,55 +96,71 @@ def read_run(path: str) -> Run:
         raise ConfigError(f"{shown}/metrics.jsonl cannot be read: {error.strerror}") from None
     if not rows:
         raise ConfigError(f"{shown}/metrics.jsonl: no finished step in it")
-    layout: Any = {}
+    name = files.printable(os.path.basename(os.path.abspath(path)))
+    return Run(name, shown, rows, _read_layout(path, shown))
+
+
+def _read_layout(path: str, shown: str) -> dict[str, Any]:
+    """Empty where it is missing, as in older runs."""
     try:
         layout = files.read_json(os.path.join(path, "layout.json"), _LARGEST_LAYOUT)
     except FileNotFoundError:
-        pass
+        return {}
     except OSError as error:
         raise ConfigError(f"{shown}/layout.json cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{shown}/layout.json is not JSON: {files.printable(error)}") from None
-    return Run(
-        files.printable(os.path.basename(os.path.abspath(path))),
-        shown,
-        rows,
-        layout if isinstance(layout, dict) else {},
-    )
+    return layout if isinstance(layout, dict) else {}
 
 
 def _read_rows(path: str) -> list[dict[str, float]]:
     """The numbers of each row, of at most `_MOST_ROWS` rows: of longer runs every second, fourth,
     ... and the last."""
     rows: list[dict[str, float]] = []
-    every, count, last = 1, 0, None
+    every = 1
+    last = None
     with files.open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
             raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 30} GiB")
-        while line := file.readline(_LONGEST_ROW):
-            # else torn by a kill, or longer than any row
-            row = _numbers(line) if line.endswith(b"\n") else None
-            if row is None:
-                continue
+        for count, row in enumerate(_all_rows(file)):
             last = row
             if count % every == 0:
                 rows.append(row)
-            count += 1
+            # Half of them go, and the others stand for twice as many.
             if len(rows) > _MOST_ROWS:
-                rows, every = rows[::2], 2 * every
+                rows = rows[::2]
+                every *= 2
     if last is not None and rows[-1] is not last:
         rows.append(last)
     return rows
 
 
+def _all_rows(file: BinaryIO) -> Iterator[dict[str, float]]:
+    while line := file.readline(_LONGEST_ROW):
+        row = _numbers(line)
+        if row is not None:
+            yield row
+
+
 def _numbers(line: bytes) -> dict[str, float] | None:
+    """None for a line that is no row: a kill left only a part of it, or it is too long."""
+    if not line.endswith(b"\n"):
+        return None
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not is_number(row.get("step")) or type(row["step"]) is not int:
+    if not isinstance(row, dict):
         return None
-    return {key: value for key, value in row.items() if is_number(value) and key in SHOWN}
+    step = row.get(keys.STEP)
+    if type(step) is not int or not is_number(step):
+        return None
+    # The writer puts null for a number that is not finite.
+    numbers = {}
+    for key in SHOWN.intersection(row):
+        if is_number(row[key]):
+            numbers[key] = row[key]
+    return numbers
 
 
 def is_number(value: Any) -> bool:
@@ -136,7 +170,10 @@ def is_number(value: Any) -> bool:
 
 def _part(layout: dict[str, Any], key: str) -> dict[str, Any]:
     found = layout.get(key)
-    return found if isinstance(found, dict) else {}
+    # The file may have been changed.
+    if not isinstance(found, dict):
+        return {}
+    return found
 
 
 def figures(run: Run) -> dict[str, str]:
@@ -145,34 +182,40 @@ def figures(run: Run) -> dict[str, str]:
     shown = {
         "run": run.name,
         "strategy": files.printable(run.layout.get("strategy", "-"), 40),
-        "mesh": " x ".join(files.printable(mesh.get(axis, "?"), 20) for axis in AXES),
-        "steps": str(run.rows[-1]["step"]),
-        "loss": _number(run.last("loss"), "{:.4f}"),
-        "tokens/s": _number(run.median("throughput/tokens_per_s"), "{:,.0f}"),
-        "step s": _number(run.median("time/step_s"), "{:.4g}"),
-        "TFLOP/s per rank": _number(run.median("throughput/model_tflops_per_rank"), "{:.4g}"),
-        "MFU": _number(run.median("throughput/mfu"), "{:.1%}"),
-        "goodput": _number(run.last("goodput/fraction"), "{:.1%}"),
+        "mesh": " x ".join(files.printable(mesh.get(axis, "?"), 20) for axis in keys.AXES),
+        "steps": str(run.rows[-1][keys.STEP]),
+        "loss": number_text(run.last(keys.LOSS), "{:.4f}"),
+        "tokens/s": number_text(run.median(keys.TOKENS_PER_S), "{:,.0f}"),
+        "step s": number_text(run.median(keys.STEP_S), "{:.4g}"),
+        "TFLOP/s per rank": number_text(run.median(keys.MODEL_TFLOPS_PER_RANK), "{:.4g}"),
+        "MFU": number_text(run.median(keys.MFU), "{:.1%}"),
+        "goodput": number_text(run.last(keys.GOODPUT), "{:.1%}"),
     }
-    for axis in AXES:
-        shown[f"{axis} MB/step"] = _number(run.median(f"comm/{axis}/bytes"), "{:.4g}", 1e-6)
-    memory = run.last("memory/peak_gib") or run.last("memory/peak_rss_gib")
-    shown["peak GiB"] = _number(memory, "{:.3g}")
+    for axis in keys.AXES:
+        measured = run.median(keys.communication_key(axis, "bytes"))
+        shown[f"{axis} MB/step"] = number_text(measured, "{:.4g}", 1e-6)
+    memory = run.last(keys.PEAK_GIB) or run.last(keys.PEAK_RSS_GIB)
+    shown["peak GiB"] = number_text(memory, "{:.3g}")
     return shown
 
 
-def measured_and_predicted(run: Run) -> list[tuple[str, float, float | None]]:
+def measured_and_predicted(run: Run) -> list[Moved]:
     """(axis, median bytes sent per rank and step, predicted bytes or None) of the axes that were
     measured."""
     predicted = _part(run.layout, "predicted")
-    found = []
-    for axis in AXES:
-        measured = run.median(f"comm/{axis}/bytes")
-        if measured is not None:
-            expected = predicted.get(f"comm/{axis}/bytes")
-            found.append((axis, measured, expected if is_number(expected) else None))
+    found: list[Moved] = []
+    for axis in keys.AXES:
+        key = keys.communication_key(axis, "bytes")
+        measured = run.median(key)
+        if measured is None:
+            continue
+        expected = predicted.get(key)
+        found.append((axis, measured, expected if is_number(expected) else None))
     return found
 
 
-def _number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else form.format(value * scale)
+def number_text(value: float | None, form: str, scale: float = 1.0) -> str:
+    """``value * scale`` as ``form`` has it; ``-`` for what was not measured."""
+    if value is None:
+        return "-"
+    return form.format(value * scale)

@@ -1,4 +1,5 @@
-"""What crosses the replicate axis, and when."""
+"""Reduces gradients over the replicate axis: in which micro-batch, in which order and by which
+collective. `GradientSync` is the engine."""
 
 from parallel2d.sync.accumulation import (
     accumulate,
@@ -6,7 +7,8 @@ from parallel2d.sync.accumulation import (
     discard_accumulated,
     no_sync,
 )
-from parallel2d.sync.engine import GradientSync, register_sync_hook, replicate_group
+from parallel2d.sync.gradient_sync import GradientSync
+from parallel2d.sync.hooks import register_sync_hook, replicate_group
 from parallel2d.sync.torch_engine import TorchSync
 
 __all__ = [

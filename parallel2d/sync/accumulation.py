@@ -2,9 +2,9 @@
 
 [Note: once per global batch] The sum of gradients over micro-batches commutes with the reduction
 over replicas, so one reduction of the sum is enough. ``reduce_scatter_only`` adds up sharded
-gradients and averages them over the replicas after the last micro-batch: the slow axis moves once.
-``none`` keeps full gradients and moves nothing before the last (least bytes, most memory). ``full``
-reduces every micro-batch over both axes.
+gradients and averages them over the replicas after the last micro-batch: the slow axis is used
+once. ``none`` keeps full gradients and moves nothing before the last (least bytes, most memory).
+``full`` reduces every micro-batch over both axes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ Batch = TypeVar("Batch")
 
 MODES = ("full", "reduce_scatter_only", "none")
 
+# In the place of a micro-batch when there is none left. None could be a micro-batch.
+_NOTHING = object()
+
 
 def accumulate(
     model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only"
@@ -39,21 +42,18 @@ def accumulate(
     batch = next(remaining, _NOTHING)
     try:
         while batch is not _NOTHING:
+            # Read one ahead: the model must be set up before the last one runs.
             following = next(remaining, _NOTHING)
-            _synchronize(model, mode, last=following is _NOTHING)
+            _set_up(model, mode, last=following is _NOTHING)
             yield batch  # type: ignore[misc]
             batch = following
-        for engine in engines_in(model):
-            if engine.pending:  # the last micro-batch had no backward pass on this rank
-                engine.finish()
+        _finish_pending(model)
+    # `break` ends a generator by GeneratorExit, which is no Exception.
     except BaseException:
         discard_accumulated(model)
         raise
     finally:
-        _synchronize(model, "full", last=True)
-
-
-_NOTHING = object()
+        _set_up(model, "full", last=True)
 
 
 @contextmanager
@@ -61,25 +61,27 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
     """Backward passes inside accumulate; the first one after the context reduces the sum over the
     replicate axis.
 
-    ``mode="none"`` keeps even the reduce-scatter back. Safe against exceptions.
+    ``mode="none"`` omits even the reduce-scatter. Safe against exceptions.
     """
     _check_mode(mode)
-    _synchronize(model, mode, last=False)
+    _set_up(model, mode, last=False)
     try:
         yield
     except BaseException:
         discard_accumulated(model)
         raise
     finally:
-        _synchronize(model, "full", last=True)
+        _set_up(model, "full", last=True)
 
 
 def discard_accumulated(model: nn.Module) -> None:
-    """Drops what an interrupted forward or backward left behind: the sharding engine is ready for
-    the next one, and gradient sums that are kept outside of ``.grad``, where ``zero_grad`` does not
-    reach them, are not added to the next global batch."""
+    """Drops what an interrupted forward or backward left behind.
+
+    The sharding engine is ready for the next one. Gradient sums that are kept outside of ``.grad``,
+    where ``zero_grad`` does not reach them, are not added to the next global batch.
+    """
     for module in model.modules():
-        # known from the first forward on
+        # Torch decides in the first forward which module is the root.
         if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
             module.reset_iter_state()
     for engine in engines_in(model):
@@ -87,8 +89,8 @@ def discard_accumulated(model: nn.Module) -> None:
 
 
 def clear_with_gradients(model: nn.Module) -> None:
-    """Lets ``model.zero_grad()`` drop all gradients: also those of sharded parameters while
-    gathered ones stand in their places, and sums that are kept outside of ``.grad``."""
+    """Makes ``model.zero_grad()`` drop all gradients: also those of sharded parameters while the
+    gathered ones are in their places, and sums that are kept outside of ``.grad``."""
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)
@@ -105,8 +107,18 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
 
 
-def _synchronize(model: nn.Module, mode: str, last: bool) -> None:
+def _set_up(model: nn.Module, mode: str, last: bool) -> None:
+    """Sets what the next backward pass of ``model`` reduces. ``last``: of the global batch."""
     assert isinstance(model, FSDPModule), "the model did not come from parallel2d.parallelize"
-    model.set_requires_gradient_sync(last or mode != "none")
-    model.set_requires_all_reduce(last or mode == "full")
-    model.set_is_last_backward(last or mode == "full")
+    reduces_over_shards = last or mode != "none"
+    reduces_over_replicas = last or mode == "full"
+    model.set_requires_gradient_sync(reduces_over_shards)
+    model.set_requires_all_reduce(reduces_over_replicas)
+    model.set_is_last_backward(reduces_over_replicas)
+
+
+def _finish_pending(model: nn.Module) -> None:
+    """Reduces what is left where the last micro-batch had no backward pass on this rank."""
+    for engine in engines_in(model):
+        if engine.pending:
+            engine.finish()

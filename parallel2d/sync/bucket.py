@@ -1,4 +1,4 @@
-"""A bucket: gradients that cross the replicate axis in one piece."""
+"""A bucket: gradients that are reduced over the replicate axis in one collective."""
 
 from __future__ import annotations
 
@@ -14,114 +14,148 @@ class Bucket:
     """The sharded gradients of one or more neighbouring groups, as one flat tensor.
 
     Its methods are those of torch's ``GradBucket``, so that hooks written for
-    `torch.nn.parallel.DistributedDataParallel` take it: `index`, `buffer`, `gradients`,
+    `torch.nn.parallel.DistributedDataParallel` accept it: `index`, `buffer`, `gradients`,
     `parameters`, `is_last`, `set_buffer`.
     """
 
     def __init__(self, index: int, groups: Sequence[ParameterGroup], last: bool) -> None:
         self.groups = groups
-        self._index, self._last = index, last
+        self._index = index
+        self._last = last
+        # None until `flatten` or `fill_with_zeros`.
         self._flat: Tensor | None = None
 
     @property
     def trained(self) -> list[GroupParameter]:
         """Its parameters that require gradients."""
-        return [parameter for group in self.groups for parameter in group.trained]
+        trained: list[GroupParameter] = []
+        for group in self.groups:
+            trained.extend(group.trained)
+        return trained
 
     @property
     def wire(self) -> torch.dtype:
-        """In which its gradients travel."""
+        """The dtype in which its gradients are sent."""
         return self.groups[0].wire
 
     def index(self) -> int:
-        """Its place in the order of reduction: the groups that backward ends first come first."""
+        """Its number in the order of reduction, from 0: the groups that a backward pass ends first
+        come first."""
         return self._index
 
     def is_last(self) -> bool:
+        """Whether it is the last one in the order of reduction."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, flat and real: those of this replica before the reduction, their mean
-        after it."""
-        assert self._flat is not None, "the bucket is not being reduced"
-        return torch.view_as_real(self._flat).view(-1) if self._flat.is_complex() else self._flat
+        """All gradients, flat and real: those of this replica before the reduction, their mean over
+        the replicas after it."""
+        flat = self._flat
+        assert flat is not None, "the bucket is not being reduced"
+        # Collectives and hooks take real tensors: a complex number is sent as two.
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).view(-1)
+        return flat
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replaces what `buffer` holds; equal in size, cast to its dtype."""
+        """Copies ``tensor``, of the same number of elements, into `buffer`, cast to its dtype."""
         self.buffer().copy_(tensor.view(-1))
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of each gradient, a view of `buffer`."""
-        found = []
+        gradients = []
         for parameter in self.trained:
+            # `flatten` has given every parameter one.
             local = parameter.local_gradient
             assert local is not None
-            found.append(local)
-        return found
+            gradients.append(local)
+        return gradients
 
     def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, in the order of `gradients`."""
         return [parameter.sharded for parameter in self.trained]
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def flatten(self) -> None:
         """Makes the gradients views of one flat tensor, `buffer`.
 
-        Nothing is copied when they are already, as the engine leaves those of a group. A parameter
-        without a gradient gets zeros: another replica may have one.
+        Nothing is copied when they are views of one tensor already, as the sharding engine leaves
+        those of a group. A parameter without a gradient gets zeros: another replica may have one.
         """
         parameters = self.trained
-        locals_ = [parameter.local_gradient for parameter in parameters]
-        self._flat = _common_storage(locals_)
+        gradients = [parameter.local_gradient for parameter in parameters]
+        self._flat = _common_storage(gradients)
+        # So it is at first with several groups: each has a storage of its own.
         if self._flat is None:
-            self._flat = self._copied(parameters, locals_)
+            self._flat = self._copied(parameters, gradients)
+
+    def fill_with_zeros(self) -> None:
+        """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""
+        parameters = self.trained
+        self._flat = _empty_for(parameters).zero_()
 
     def _copied(
-        self, parameters: Sequence[GroupParameter], locals_: Sequence[Tensor | None]
+        self, parameters: Sequence[GroupParameter], gradients: Sequence[Tensor | None]
     ) -> Tensor:
-        device = parameters[0].sharded.device
-        dtype = parameters[0].gradient_dtype
-        sizes = [parameter.local_size for parameter in parameters]
-        flat = torch.empty(sum(size.numel() for size in sizes), dtype=dtype, device=device)
+        """A new flat tensor with these gradients, which become views of it."""
+        flat = _empty_for(parameters)
         begin = 0
-        for parameter, size, local in zip(parameters, sizes, locals_, strict=True):
-            view = flat[begin : begin + size.numel()].view(size)
-            if local is None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            size = parameter.local_size
+            end = begin + size.numel()
+            view = flat[begin:end].view(size)
+            if gradient is None:
                 view.zero_()
             else:
-                view.copy_(local)
-                keep_until_done(local)
+                view.copy_(gradient)
+                # Nothing refers to it once `flatten` returns.
+                keep_until_done(gradient)
             parameter.set_gradient(view)
-            begin += size.numel()
+            begin = end
         return flat
 
-    def zeros(self) -> None:
-        """Makes `buffer` zeros of the bucket's size and leaves the gradients alone."""
-        parameters = self.trained
-        numel = sum(parameter.local_size.numel() for parameter in parameters)
-        first = parameters[0]
-        self._flat = torch.zeros(numel, dtype=first.gradient_dtype, device=first.sharded.device)
+
+def _empty_for(parameters: Sequence[GroupParameter]) -> Tensor:
+    """An uninitialized flat tensor with room for this rank's gradients of ``parameters``."""
+    first = parameters[0]
+    numel = sum(parameter.local_size.numel() for parameter in parameters)
+    return torch.empty(numel, dtype=first.gradient_dtype, device=first.sharded.device)
 
 
 def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """One flat view of all ``tensors``; None unless they fill a piece of one storage without gaps.
 
-    With gaps, which hold padding, its size would depend on how the gradients came about, and differ
-    between replicas.
+    Gaps hold padding. A view with gaps would have a size that depends on how the gradients were
+    made, and replicas could send different sizes.
     """
+    # A parameter without a gradient needs zeros, for which there is no room between the others.
     found = [tensor for tensor in tensors if tensor is not None]
-    if len(found) < len(tensors) or not found:
+    if not found or len(found) < len(tensors):
         return None
     storage = found[0].untyped_storage().data_ptr()
-    if any(t.untyped_storage().data_ptr() != storage or not t.is_contiguous() for t in found):
+    begin = found[0].storage_offset()
+    end = begin
+    filled = 0
+    for tensor in found:
+        is_elsewhere = tensor.untyped_storage().data_ptr() != storage
+        if is_elsewhere or not tensor.is_contiguous():
+            return None
+        offset = tensor.storage_offset()
+        # The order in storage may be another than that of the parameters.
+        begin = min(begin, offset)
+        end = max(end, offset + tensor.numel())
+        filled += tensor.numel()
+    if end - begin != filled:
         return None
-    begin = min(tensor.storage_offset() for tensor in found)
-    end = max(tensor.storage_offset() + tensor.numel() for tensor in found)
-    if end - begin != sum(tensor.numel() for tensor in found):
-        return None
-    return found[0].as_strided((end - begin,), (1,), begin)
+    return found[0].as_strided((filled,), (1,), begin)
 
 
 def keep_until_done(tensor: Tensor) -> None:
-    """Memory from another stream must not be given out again before the copy here is done."""
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+    """Keeps the memory of ``tensor``, from another stream, until the current stream has read it.
+
+    Without this the allocator may reuse the memory as soon as the tensor is freed on the host.
+    """
+    if tensor.device.type == "cpu":
+        return
+    current = torch.accelerator.current_stream(tensor.device)
+    tensor.record_stream(current)

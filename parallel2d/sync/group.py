@@ -1,8 +1,12 @@
-"""What synchronization needs to know of a group of parameters that are gathered together."""
+"""What an engine needs of a model: groups of parameters, scalars, the order of collectives.
+
+These are protocols, which `parallel2d.parallelize` implements in its `fsdp_internals`, `scalars`
+and `collective_order`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,11 +15,15 @@ from torch import Tensor, nn
 
 
 class GroupParameter(Protocol):
-    """One parameter of a group. `parallel2d.parallelize.fsdp_internals` has the implementation."""
+    """One parameter of a group.
+
+    Its *whole* gradient is the one that autograd computes for the gathered parameter; its *local*
+    gradient is this rank's part after the reduction over the shard axis.
+    """
 
     @property
     def sharded(self) -> nn.Parameter:
-        """The one that the optimizer has, a `DTensor`."""
+        """The parameter that the optimizer has, a `DTensor`."""
 
     @property
     def has_whole_gradient(self) -> bool:
@@ -23,26 +31,27 @@ class GroupParameter(Protocol):
 
     @property
     def whole_gradient_dtype(self) -> torch.dtype | None:
-        """Of the gradient of this pass that is not reduced over the shard axis, or of zeros in its
-        place; None before the first forward."""
+        """The dtype of the whole gradient of this pass, or of the zeros that replace a missing one;
+        None before the first forward."""
 
     @property
     def is_accumulated(self) -> bool:
-        """Whether earlier micro-batches left an unreduced sum."""
+        """Whether earlier micro-batches left a sum that is not reduced over the shard axis."""
 
     def accumulate(self) -> None:
-        """Turns the gradient into an unreduced sum in the wide dtype, zeros if there is none."""
+        """Turns the whole gradient into such a sum, in `gradient_dtype`; zeros if there is none."""
 
     @property
     def part(self) -> Tensor | None:
-        """The unreduced gradient where it is a part of a sum over the tensor axis."""
+        """The whole gradient where it is one part of a sum over the tensor axis, else None."""
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """That of the tensor axis, where there are parts."""
+        """The process group of the tensor axis, for a parameter with a `part`."""
 
     def set_sum_of_parts(self, total: Tensor) -> None:
-        """Makes the sum over the tensor axis, in the wide dtype, the unreduced gradient."""
+        """Replaces the whole gradient by ``total``, the sum over the tensor axis, cast to
+        `gradient_dtype`."""
 
     @property
     def local_gradient(self) -> Tensor | None:
@@ -52,14 +61,15 @@ class GroupParameter(Protocol):
         """Sets the reduced gradient from this rank's part."""
 
     @property
-    def local_size(self) -> torch.Size: ...
+    def local_size(self) -> torch.Size:
+        """The shape of `local_gradient`."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
         """In which reduced gradients are added."""
 
     def take_hooks(self) -> list[Callable[[Tensor], object]]:
-        """Removes and returns what `register_post_accumulate_grad_hook` has registered."""
+        """Removes and returns the hooks of `register_post_accumulate_grad_hook`."""
 
     def give_hooks_back(self) -> None:
         """Registers again what `take_hooks` has removed."""
@@ -69,9 +79,9 @@ class ParameterGroup(Protocol):
     """A group of parameters that are gathered and reduced over the shard axis together."""
 
     called: str
-    """Its modules, for messages."""
+    """The names of its modules, for messages."""
     wire: torch.dtype
-    """Of gradients on the way to other ranks; they are added in fp32 at least."""
+    """The dtype in which gradients are sent to other ranks; they are added in fp32 at least."""
 
     @property
     def parameters(self) -> Sequence[GroupParameter]:
@@ -105,15 +115,38 @@ class ParameterGroup(Protocol):
         """Lets ``stream`` wait for the reduced gradients."""
 
     def discard(self) -> None:
-        """Drops unreduced sums."""
+        """Drops sums that are not reduced over the shard axis."""
 
 
-def clear_gradients(groups: Iterable[ParameterGroup], set_to_none: bool) -> None:
-    """Drops the gradients of sharded parameters, also while gathered ones stand in their places."""
-    for group in groups:
-        for parameter in group.trained:
-            local = parameter.local_gradient
-            if set_to_none:
-                parameter.set_gradient(None)
-            elif local is not None:
-                local.zero_()
+class ScalarGradient(Protocol):
+    """The gradient of a parameter without dimensions; see `parallel2d.parallelize.scalars`."""
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """What this rank has added up."""
+
+    def set_mean(self, mean: Tensor | None) -> None:
+        """Adds the mean over the data ranks to the parameter's gradient; None: there is none."""
+
+    def discard(self) -> None:
+        """Drops what this rank has added up."""
+
+    def rest(self) -> None:
+        """Puts the parameter that the optimizer has into the modules."""
+
+
+class IssueOrder(Protocol):
+    """The order of the collectives of this rank's shard group; see
+    `parallel2d.parallelize.collective_order`."""
+
+    def end_backward(self) -> None:
+        """Records that this rank's backward pass has ended. Raises OutOfOrder."""
+
+    def acknowledge(self) -> None:
+        """Goes on after another rank raised OutOfOrder."""
+
+    def digest(self) -> int:
+        """A hash of what was issued since the last call; 0 where it was compared already."""
+
+    def differing_on_other_hosts(self) -> str:
+        """The message when digests differ. Collective over the shard group."""

@@ -1,4 +1,7 @@
-"""How the gradients of a bucket become their mean over the replicas."""
+"""How the gradients of a bucket become their mean over the replicas.
+
+`Reduction` is the interface, `reduction_for` chooses one by dtype.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from parallel2d.sync.bucket import Bucket
 
-Wait = Callable[[], None]  # returns when the mean stands in the bucket's buffer
+Wait = Callable[[], None]  # returns when the bucket's buffer holds the mean
 Hook = Callable[[Any, Any], Any]
 
 
@@ -20,7 +23,8 @@ class Reduction(Protocol):
 
     @property
     def most_in_flight(self) -> int | None:
-        """Reductions that may have begun and not ended; None: any number, they hold no memory."""
+        """How many reductions may have started and not ended; None: any number, because they hold
+        no memory."""
 
     def start(self, bucket: Bucket) -> Wait:
         """Begins to average ``bucket.buffer()`` over the replicas, in place. Collective: every
@@ -33,7 +37,8 @@ class AllReduce:
     most_in_flight = None
 
     def __init__(self, group: dist.ProcessGroup, wire: torch.dtype | None) -> None:
-        self._group, self._wire = group, wire
+        self._group = group
+        self._wire = wire
 
     def start(self, bucket: Bucket) -> Wait:
         flat = bucket.buffer()
@@ -49,21 +54,24 @@ class AllReduce:
 
 
 class RoundedExchange:
-    """Fewer than 32 bits on the wire, added in fp32.
+    """Sends fewer than 32 bits and adds in fp32.
 
-    An all-to-all brings each rank its piece of every replica's gradients; it adds them in fp32,
-    and an all-gather spreads the mean. Each contribution and the mean are rounded once, and all
-    replicas get the same values. An all-reduce in such a dtype would round every partial sum.
-    Bytes: those of an all-reduce.
+    An all-to-all sends each rank its piece of every replica's gradients; the rank adds them in
+    fp32, and an all-gather distributes the mean. Each contribution and the mean are rounded once,
+    and all replicas get the same values. An all-reduce in such a dtype would round every partial
+    sum. It sends as many bytes as an all-reduce.
     """
 
-    most_in_flight = 2  # each holds two buffers in the dtype of the wire
+    most_in_flight = 2  # each holds two buffers in the dtype that is sent
 
     def __init__(self, group: dist.ProcessGroup, wire: torch.dtype) -> None:
-        self._group, self._wire = group, wire
+        self._group = group
+        self._wire = wire
 
     def start(self, bucket: Bucket) -> Wait:
-        flat, ranks = bucket.buffer(), self._group.size()
+        flat = bucket.buffer()
+        ranks = self._group.size()
+        # All pieces have one size.
         padding = -flat.numel() % ranks
         sent = torch.nn.functional.pad(flat, (0, padding)).to(self._wire)
         received = torch.empty_like(sent)
@@ -71,7 +79,8 @@ class RoundedExchange:
 
         def wait() -> None:
             work.wait()
-            mean = received.view(ranks, -1).sum(0, dtype=torch.float32).div_(ranks).to(self._wire)
+            total = received.view(ranks, -1).sum(0, dtype=torch.float32)
+            mean = total.div_(ranks).to(self._wire)
             dist.all_gather_single(sent, mean, group=self._group)
             flat.copy_(sent[: flat.numel()])
 
@@ -81,33 +90,45 @@ class RoundedExchange:
 class HookReduction:
     """A function of the user's; see `parallel2d.register_sync_hook`."""
 
-    # hooks may go on with other collectives, which all replicas must start in one order
+    # Hooks may start other collectives when the first is done, and all replicas must start
+    # collectives in one order.
     most_in_flight = 1
 
     def __init__(self, state: Any, hook: Hook) -> None:
-        self._state, self._hook = state, hook
+        self._state = state
+        self._hook = hook
 
     def start(self, bucket: Bucket) -> Wait:
         flat = bucket.buffer()
         answer = self._hook(self._state, bucket)
 
         def wait() -> None:
-            result = answer.wait() if isinstance(answer, torch._C.Future) else answer
-            if isinstance(result, list | tuple):  # what the future of some collectives holds
-                (result,) = result
-            if isinstance(result, Tensor):
-                if result.data_ptr() != flat.data_ptr():
-                    flat.copy_(result.view(-1))
-            elif result is not None:
+            result = _result_of(answer)
+            if result is None:
+                return
+            if not isinstance(result, Tensor):
                 raise TypeError(
                     f"a sync hook returns a future of a tensor, a tensor or None, not {result!r}"
                 )
+            # A hook that works in place may return the buffer itself.
+            if result.data_ptr() != flat.data_ptr():
+                flat.copy_(result.view(-1))
 
         return wait
+
+
+def _result_of(answer: Any) -> Any:
+    """What a hook has returned, or the value of the future that it has returned."""
+    result = answer.wait() if isinstance(answer, torch._C.Future) else answer
+    # The futures of some collectives hold a list of one tensor.
+    if isinstance(result, list | tuple):
+        (result,) = result
+    return result
 
 
 def reduction_for(group: dist.ProcessGroup, wire: torch.dtype, gradients: torch.dtype) -> Reduction:
     """The reduction that sends ``wire`` and adds in fp32 at least. ``gradients``: their dtype."""
     if wire.itemsize < 4:
         return RoundedExchange(group, wire)
-    return AllReduce(group, wire if wire.itemsize < gradients.to_real().itemsize else None)
+    is_narrower = wire.itemsize < gradients.to_real().itemsize
+    return AllReduce(group, wire if is_narrower else None)

@@ -1,8 +1,8 @@
 """``sync.engine=torch``: the second axis of `fully_shard` reduces over the replicas.
 
-It stays for comparison. Its partial sums do not know which parameters they hold, so parameters that
-ranks or micro-batches use differently may get each other's gradients; it adds in the dtype of the
-wire; and it takes no hooks.
+It stays for comparison. Its partial sums do not record which parameters they hold, so parameters
+that ranks or micro-batches use differently may get each other's gradients; it adds in the dtype in
+which gradients are sent; and it takes no hooks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from torch import nn
 
 from parallel2d.sync.engine import register_engine
-from parallel2d.sync.group import ParameterGroup, clear_gradients
+from parallel2d.sync.group import ParameterGroup
+from parallel2d.sync.group_gradients import clear_gradients
 
 
 class TorchSync:
-    """What `parallel2d.sync` asks of an engine, where torch does the rest."""
+    """The engine of a model whose gradients torch reduces over both axes."""
 
+    # Torch has reduced everything when a backward pass ends, on process groups of its own.
     pending = False
     replicate_group = None
 
@@ -26,7 +28,7 @@ class TorchSync:
         register_engine(model, self)
 
     def finish(self) -> None:
-        """Nothing is left to do: backward has reduced everything."""
+        """Does nothing: backward has reduced everything."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops all gradients."""

@@ -1,7 +1,7 @@
-"""Weights as people handle them: read from a folder into a sharded model, spread from one rank,
-looked at and changed whole.
+"""Weights of parallelized models: read from a folder of pretrained files, loaded from a state dict
+of one rank, and gathered to be viewed or changed whole.
 
-Parallelized models flow in. States that outlive the process are `parallel2d.checkpoint`'s.
+What is written to survive the process is in `parallel2d.checkpoint`.
 """
 
 from parallel2d.weights.loading import load_state

@@ -29,13 +29,18 @@ def parameters_in(model: nn.Module) -> dict[str, ParameterInfo]:
     found: dict[str, ParameterInfo] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found[name] = ParameterInfo(
-            first.setdefault(id(parameter), name),
-            tuple(parameter.shape),
-            None,
-            parameter.requires_grad,
+            tied_to=first.setdefault(id(parameter), name),
+            shape=tuple(parameter.shape),
+            dtype=None,
+            trained=parameter.requires_grad,
         )
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        found[name] = ParameterInfo(name, tuple(buffer.shape), buffer.dtype, False)
+        found[name] = ParameterInfo(
+            tied_to=name,
+            shape=tuple(buffer.shape),
+            dtype=buffer.dtype,
+            trained=False,
+        )
     return found
 
 
@@ -44,41 +49,72 @@ def check_same_structure(model: nn.Module) -> None:
     parameters than rank 0's: sooner or later its collectives would wait for, or be filled with,
     something else. Collective."""
     own = parameters_in(model)
-    digests = all_gather(hashlib.sha256(repr(own).encode()).hexdigest())
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    # Names and shapes may be long, and are nearly always equal: digests are sent at first.
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
+    different = _ranks_unlike_rank0(digest)
     if not different:
         return
+    # Every rank compares its model with rank 0's; all show what the first that differs has found.
     first = broadcast(own)
-    told = all_gather(
-        [_difference(name, own.get(name), first.get(name)) for name in {**first, **own}]
-    )
-    lines = [line for line in told[different[0]] if line] or [
-        "the same parameters in another order"
-    ]
+    found = all_gather(_differences(own, first))
+    lines = found[different[0]]
+    if not lines:
+        lines = ["the same parameters in another order"]
+    listed = "; ".join(lines[:5])
+    more = " ..." if lines[5:] else ""
     raise ConfigError(
-        f"ranks {different} have another model than rank 0. On rank {different[0]}: "
-        f"{'; '.join(lines[:5])}{' ...' if lines[5:] else ''}"
+        f"ranks {different} have another model than rank 0. On rank {different[0]}: {listed}{more}"
     )
+
+
+def _ranks_unlike_rank0(digest: str) -> list[int]:
+    """The ranks with another ``digest`` than rank 0. Collective."""
+    digests = all_gather(digest)
+    different = []
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            different.append(rank)
+    return different
+
+
+def _differences(own: dict[str, ParameterInfo], first: dict[str, ParameterInfo]) -> list[str]:
+    """One line per parameter or buffer that differs from that of ``first``, rank 0's model."""
+    lines = []
+    # In the order of rank 0, and then what it does not have.
+    for name in {**first, **own}:
+        line = _difference(name, own.get(name), first.get(name))
+        if line:
+            lines.append(line)
+    return lines
 
 
 def _difference(name: str, own: ParameterInfo | None, first: ParameterInfo | None) -> str:
-    """What rank 0 has otherwise about ``name``; empty if nothing."""
-    if own is None or first is None:
-        return f"{name} is {'missing' if own is None else 'not on rank 0'}"
+    """How ``name`` differs from what rank 0 has; empty if it does not."""
+    if own is None:
+        return f"{name} is missing"
+    if first is None:
+        return f"{name} is not on rank 0"
     if own.shape != first.shape:
         return f"{name} has shape {own.shape}, not {first.shape}"
     if own.tied_to != first.tied_to:
-        ours, theirs = (
-            f"tied to {tied}" if tied != name else "not tied"
-            for tied in (own.tied_to, first.tied_to)
-        )
-        return f"{name} is {ours}, on rank 0 {theirs}"
+        return f"{name} is {_tie(name, own)}, on rank 0 {_tie(name, first)}"
     if own.trained != first.trained:
-        ours, theirs = (
-            "trained" if trained else "frozen" for trained in (own.trained, first.trained)
-        )
-        return f"{name} is {ours}, on rank 0 {theirs}"
-    return f"{name} is {own.dtype}, on rank 0 {first.dtype}" if own.dtype != first.dtype else ""
+        return f"{name} is {_training(own)}, on rank 0 {_training(first)}"
+    if own.dtype != first.dtype:
+        return f"{name} is {own.dtype}, on rank 0 {first.dtype}"
+    return ""
+
+
+def _tie(name: str, info: ParameterInfo) -> str:
+    if info.tied_to == name:
+        return "not tied"
+    return f"tied to {info.tied_to}"
+
+
+def _training(info: ParameterInfo) -> str:
+    if info.trained:
+        return "trained"
+    return "frozen"
 
 
 def check_equal_on_all_ranks(model: nn.Module) -> None:
@@ -86,9 +122,9 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     Collective."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {_sums(parameter.detach())}".encode())
-    digests = all_gather(digest.hexdigest())
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        text = f"{name} {tuple(parameter.shape)} {_sums(parameter.detach())}"
+        digest.update(text.encode())
+    different = _ranks_unlike_rank0(digest.hexdigest())
     if different:
         raise ConfigError(
             f"ranks {different} hold other weights than rank 0: build the model under the same "
@@ -99,6 +135,8 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
 
 def _sums(data: Tensor) -> tuple[float, float]:
     """Of the values and of their squares, in 64 bits."""
-    data = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
-    data = data.double() if data.is_floating_point() else data.long()
-    return data.sum().item(), data.square().sum().item()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj())
+    # Sums of narrower dtypes would overflow, or be too coarse to show a difference.
+    wide = data.double() if data.is_floating_point() else data.long()
+    return wide.sum().item(), wide.square().sum().item()

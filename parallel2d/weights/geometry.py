@@ -1,6 +1,6 @@
 """Which rectangle of a tensor this rank holds: `local_region`. No communication.
 
-Rectangles of one layout meet those of another by intersection alone: that is all of resharding.
+Tensors are resharded by intersecting the rectangles of one layout with those of the other.
 """
 
 from __future__ import annotations
@@ -36,22 +36,27 @@ class Region:
 
     def intersect(self, other: Region) -> Region | None:
         """The common part, or None when there is none."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = [
-            min(a + b, c + d)
-            for a, b, c, d in zip(
-                self.offsets, self.lengths, other.offsets, other.lengths, strict=True
-            )
-        ]
-        lengths = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
-        return Region(offsets, lengths) if all(length > 0 for length in lengths) else None
+        offsets = []
+        lengths = []
+        for ours, our_length, theirs, their_length in zip(
+            self.offsets, self.lengths, other.offsets, other.lengths, strict=True
+        ):
+            begin = max(ours, theirs)
+            end = min(ours + our_length, theirs + their_length)
+            offsets.append(begin)
+            lengths.append(end - begin)
+        # Two scalars, which have no dims, have their one value in common.
+        if min(lengths, default=1) <= 0:
+            return None
+        return Region(tuple(offsets), tuple(lengths))
 
     def slices_in(self, outer: Region) -> tuple[slice, ...]:
         """Indexes a tensor that holds ``outer``, giving this region, which must lie inside."""
-        return tuple(
-            slice(begin - base, begin - base + length)
-            for begin, base, length in zip(self.offsets, outer.offsets, self.lengths, strict=True)
-        )
+        slices = []
+        for begin, base, length in zip(self.offsets, outer.offsets, self.lengths, strict=True):
+            start = begin - base
+            slices.append(slice(start, start + length))
+        return tuple(slices)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -78,9 +83,17 @@ def local_region(tensor: Tensor) -> Region:
     return Region(tuple(offsets), tuple(lengths))
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``: everything when it is no `DTensor`."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
 @torch.no_grad()
 def copy_slice(parameter: Tensor, full: Tensor) -> None:
     """Copies this rank's rectangle of ``full`` (the whole tensor, on any device) into
     ``parameter``. No communication."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local.copy_(full[local_region(parameter).slices].reshape(local.shape))
+    local = local_part(parameter)
+    part = full[local_region(parameter).slices]
+    local.copy_(part.reshape(local.shape))

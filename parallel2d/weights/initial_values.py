@@ -1,5 +1,5 @@
-"""Weights that do not know the mesh: `build_on_meta`, the seeded initial values, and what each rank
-keeps of them.
+"""Initial values that depend on a seed and on names alone: `build_on_meta` builds a model without
+values, `plan_weights` and `InitialWeights.write` give it their slices after it was sharded.
 
 [Note: mesh-independent weights] A module's initial values depend on the seed and on canonical names
 alone. Before any transform a blueprint of the model (structure without storage) is kept. After
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,23 +23,34 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from parallel2d.errors import ConfigError
-from parallel2d.model_structure import canonical_name, tied_parameters
+from parallel2d.model_structure import (
+    canonical_name,
+    held_parameters,
+    join_names,
+    owns_itself,
+    tied_parameters,
+)
 from parallel2d.weights.geometry import copy_slice
 
 Initializer = Callable[[nn.Module, str], None]
 
 
 class _NothingToDraw(TorchFunctionMode):
-    """Leaves out initial values of tensors that have none. On meta, drawing would be decomposed in
-    Python, for which torch loads its whole compiler: a second per process."""
+    """Skips the drawing of initial values for tensors on meta, which hold none. On meta, drawing
+    would be decomposed in Python, for which torch loads its whole compiler: a second per
+    process."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        initializes = getattr(function, "__module__", None) == "torch.nn.init" or function in _DRAWS
+        module = getattr(function, "__module__", None)
+        if module != "torch.nn.init" and function not in _DRAWS:
+            return function(*args, **kwargs)
+        # Initializers take the tensor first or by name, and return it.
         tensor = args[0] if args else kwargs.get("tensor")
-        if initializes and isinstance(tensor, Tensor) and tensor.is_meta:
+        on_meta = isinstance(tensor, Tensor) and tensor.is_meta
+        if on_meta:
             return tensor
         return function(*args, **kwargs)
 
@@ -63,6 +74,7 @@ def build_on_meta() -> Iterator[None]:
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            # Subclasses of Parameter and attributes that a library hangs on it are kept.
             attributes = dict(param.__dict__)
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
             param.__dict__.update(attributes)
@@ -79,32 +91,55 @@ def build_on_meta() -> Iterator[None]:
 def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     """Whether all parameters are on meta. Raises `ConfigError` for a mixture, or for meta without a
     seed."""
-    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-    if not meta and not real:
+    on_meta: list[str] = []
+    real: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            on_meta.append(name)
+        else:
+            real.append(name)
+    if not on_meta and not real:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to train")
-    if meta and real:
+    if not on_meta:
+        return False
+    if real:
         raise ConfigError(
-            f"{meta[0]} is on meta and {real[0]} is not: build the whole model one way"
+            f"{on_meta[0]} is on meta and {real[0]} is not: build the whole model one way"
         )
-    if meta and seed is None:
+    if seed is None:
         raise ConfigError("the parameters are on meta: give the seed of their initial values")
-    return bool(meta)
+    return True
 
 
 def module_seed(seed: int, name: str) -> int:
     """The generator seed of the module called ``name``: 63 bits of SHA-256 over seed and canonical
     name."""
-    digest = hashlib.sha256(f"{seed}/{canonical_name(name)}".encode()).digest()
+    text = f"{seed}/{canonical_name(name)}"
+    digest = hashlib.sha256(text.encode()).digest()
+    # torch's generators take a seed of 64 bits with a sign.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def plan_weights(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
+) -> InitialWeights:
+    """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms;
+    `InitialWeights.write` comes after them. See [Note: mesh-independent weights]."""
+    blueprint = copy.deepcopy(model)
+    # The rest of the model, called "" as the root is, comes before its blocks.
+    units = ["", *(name for name, _ in blocks)]
+    return InitialWeights(blueprint, units, init)
+
+
 class InitialWeights:
-    """What `plan` found: a blueprint of the model, its units, and how each module is
-    initialized."""
+    """What `plan_weights` found: a blueprint of the model, the names of its units (the rest of the
+    model, "", comes first), and the function that initializes a module, None for the modules'
+    own."""
 
     def __init__(self, blueprint: nn.Module, units: list[str], init: Initializer | None) -> None:
-        self.blueprint, self.units, self.init = blueprint, units, init
+        self.blueprint = blueprint
+        self.units = units
+        self.init = init
 
     def write(
         self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()
@@ -117,132 +152,133 @@ class InitialWeights:
         """
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
-        destinations = {
-            canonical_name(name): p for name, p in model.named_parameters(remove_duplicate=False)
-        }
+        parameters: dict[str, nn.Parameter] = {}
+        # Ids of the parameters that have their values: a tied one is drawn under its first name.
+        written: set[int] = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            called = canonical_name(name)
+            parameters[called] = parameter
+            if called in given:
+                written.add(id(parameter))
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        written: set[int] = {
-            id(parameter) for name, parameter in destinations.items() if name in given
-        }
         unset: list[str] = []
         for unit in self.units:
-            if given and self._is_given(unit, destinations, written):
+            # Nothing is drawn for a unit whose values were all loaded.
+            if given and self._is_given(unit, parameters, written):
                 continue
             filled = self._fill(unit, seed)
-            for name, value in filled.named_parameters(prefix=unit, remove_duplicate=False):
-                parameter = destinations[canonical_name(name)]
-                if value.is_meta or id(parameter) in written:
-                    continue
-                if _is_unset(value):
-                    unset.append(name)
-                written.add(id(parameter))
-                copy_slice(parameter, value)
-            for name, buffer in filled.named_buffers(prefix=unit, remove_duplicate=False):
-                if (
-                    not buffer.is_meta
-                    and name in buffers
-                    and self.blueprint.get_buffer(name).is_meta
-                ):
-                    if buffer.is_floating_point() and buffer.isnan().any():
-                        unset.append(name)
-                    buffers[name].copy_(buffer)
+            unset += _write_parameters(filled, unit, parameters, written)
+            unset += self._write_buffers(filled, unit, buffers)
         if unset:
+            names = ", ".join(unset)
+            owned = "them" if len(unset) > 1 else "it"
             raise ConfigError(
-                f"no initializer sets {', '.join(unset)}: give the module that owns "
-                f"{'them' if len(unset) > 1 else 'it'} a reset_parameters method, pass "
-                "init=function(module, name) "
+                f"no initializer sets {names}: give the module that owns {owned} a "
+                "reset_parameters method, pass init=function(module, name) "
                 "(model.init=package.module:function), or build the model with real weights"
             )
 
     def _is_given(
-        self, unit: str, destinations: dict[str, nn.Parameter], written: set[int]
+        self, unit: str, parameters: Mapping[str, nn.Parameter], written: set[int]
     ) -> bool:
-        top = self.blueprint.get_submodule(unit)
-        inside = (
-            canonical_name(name)
-            for name, _ in top.named_parameters(prefix=unit, remove_duplicate=False)
-        )
-        others = (
-            tuple(f"{other}." for other in self.units if other and other != unit)
-            if not unit
-            else ()
-        )
-        own = [name for name in inside if not name.startswith(others)] if others else list(inside)
-        meta = any(
-            buffer.is_meta
-            for name, buffer in top.named_buffers(prefix=unit)
-            if not name.startswith(others or ("\0",))
-        )
-        return not meta and all(id(destinations[name]) in written for name in own)
+        """Whether nothing of ``unit`` needs initial values: its parameters are ``written``, and no
+        buffer of it is on meta."""
+        module = self.blueprint.get_submodule(unit)
+        # The first unit, called "", is the model without its blocks, which are the other units.
+        blocks: tuple[str, ...] = ()
+        if not unit:
+            blocks = tuple(f"{name}." for name in self.units[1:])
+        for name, buffer in module.named_buffers(prefix=unit):
+            if name.startswith(blocks):
+                continue
+            if buffer.is_meta:
+                return False
+        for name, _ in module.named_parameters(prefix=unit, remove_duplicate=False):
+            called = canonical_name(name)
+            if called.startswith(blocks):
+                continue
+            if id(parameters[called]) not in written:
+                return False
+        return True
+
+    def _write_buffers(
+        self, filled: nn.Module, unit: str, buffers: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Copies the buffers that were on meta; returns the names of those that nothing set."""
+        unset = []
+        for name, buffer in filled.named_buffers(prefix=unit, remove_duplicate=False):
+            # On meta here: it belongs to another unit.
+            if buffer.is_meta:
+                continue
+            # The transforms may have taken it out of the model.
+            if name not in buffers:
+                continue
+            # A buffer that is real in the blueprint has had its values since the model was built.
+            if not self.blueprint.get_buffer(name).is_meta:
+                continue
+            # Integers that nothing sets are zeros, which may be what is wanted.
+            if buffer.is_floating_point() and buffer.isnan().any():
+                unset.append(name)
+            buffers[name].copy_(buffer)
+        return unset
 
     def _fill(self, unit: str, seed: int) -> nn.Module:
         """The unit's modules with storage on CPU and initial values; other units inside it stay on
         meta."""
-        top = self.blueprint.get_submodule(unit)
-        others = {id(self.blueprint.get_submodule(name)) for name in self.units if name != unit}
-        kept: dict[int, Any] = {
-            id(module): module for module in top.modules() if id(module) in others
-        }
-        # what is in the memo is not copied: it stays the blueprint's, on meta
-        filled = copy.deepcopy(top, dict(kept))
-        foreign = {id(m) for module in kept.values() for m in module.modules()}
-        storage: dict[int, nn.Parameter] = {}
-        for module in filled.modules():
-            if id(module) in foreign:
-                continue
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in storage:
-                        storage[id(parameter)] = _empty_on_cpu(parameter)
-                    module._parameters[name] = storage[id(parameter)]
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    empty = torch.empty_like(buffer, device="cpu")
-                    module._buffers[name] = (
-                        empty.fill_(torch.nan) if buffer.is_floating_point() else empty.zero_()
-                    )
+        module = self.blueprint.get_submodule(unit)
+        others: set[int] = set()
+        for name in self.units:
+            if name != unit:
+                others.add(id(self.blueprint.get_submodule(name)))
+        # deepcopy does not copy what its memo holds: other units stay the blueprint's, on meta.
+        memo: dict[int, Any] = {}
+        foreign: set[int] = set()
+        for inner in module.modules():
+            if id(inner) in others:
+                memo[id(inner)] = inner
+                foreign.update(map(id, inner.modules()))
+        filled = copy.deepcopy(module, memo)
+        _give_storage(filled, foreign)
+        # Values are made on CPU, so only its generator is seeded, and restored afterwards.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            self._initialize(filled, unit, seed, foreign, complete=not kept)
+            self._initialize(filled, unit, seed, foreign)
         return filled
 
-    def _initialize(
-        self, module: nn.Module, name: str, seed: int, foreign: set[int], complete: bool
-    ) -> None:
+    def _initialize(self, module: nn.Module, name: str, seed: int, foreign: set[int]) -> None:
+        """Runs the initializers of what is below ``module``, called ``name``, and then its own.
+        Modules in ``foreign``, by id, are skipped."""
+        complete = foreign.isdisjoint(map(id, module.modules()))
+        # Children first: the initializer of their parent may overwrite what they draw.
         for child_name, child in module.named_children():
             if id(child) not in foreign:
-                child_path = f"{name}.{child_name}" if name else child_name
-                whole = not any(id(m) in foreign for m in child.modules())
-                self._initialize(child, child_path, seed, foreign, whole)
-        owns = any(parameter is not None for parameter in module._parameters.values())
+                self._initialize(child, join_names(name, child_name), seed, foreign)
+        owns = owns_itself(module)
         library = self._library_initializer(name) if self.init is None else None
-        # may reach below; what is not here is on meta, where setting it does nothing
         if library is not None:
+            # Hugging Face's initializers may reach below a module. What is not here is on meta,
+            # where setting it does nothing.
             torch.default_generator.manual_seed(module_seed(seed, name))
             library(module)
-            if all(
-                not p.isnan().all()
-                for p in module._parameters.values()
-                if p is not None and not p.is_meta and p.numel()
-            ):
+            # Classes that the library has no rule for still get their own initializer.
+            if _has_values(module):
                 return
+        # The initializer of an incomplete module would reach into modules that are not here. One
+        # with parameters of its own must run nevertheless: nothing else sets them.
         if not owns and not complete:
-            return  # its initializer would reach into modules that are not here
-        # of the CPU alone; values are made there
+            return
+        # Seeded anew for each module: its values depend on no other module's draws.
         torch.default_generator.manual_seed(module_seed(seed, name))
         if self.init is not None:
             self.init(module, canonical_name(name))
-            return
-        for attribute in ("reset_parameters", "_reset_parameters"):
-            reset = getattr(module, attribute, None)
-            if callable(reset):
-                reset()
-                return
+        else:
+            _reset(module)
 
     def _library_initializer(self, name: str) -> Callable[[nn.Module], None] | None:
         """``_init_weights`` of the innermost model around ``name`` that has one: Hugging Face's
         contract, by which a model sets the weights of the modules below it."""
         if not callable(getattr(self.blueprint, "_init_weights", None)):
             return None
+        # Ends at the latest at the blueprint itself, whose name is empty.
         while True:
             found = getattr(self.blueprint.get_submodule(name), "_init_weights", None)
             if callable(found):
@@ -250,56 +286,130 @@ class InitialWeights:
             name = name.rpartition(".")[0]
 
 
+def _write_parameters(
+    filled: nn.Module, unit: str, parameters: Mapping[str, nn.Parameter], written: set[int]
+) -> list[str]:
+    """Copies this rank's slices of the parameters that are not ``written`` yet, and adds them
+    there; returns the names of those that no initializer set."""
+    unset = []
+    for name, value in filled.named_parameters(prefix=unit, remove_duplicate=False):
+        parameter = parameters[canonical_name(name)]
+        # On meta: it belongs to another unit.
+        if value.is_meta:
+            continue
+        # Given, or tied to one that came earlier.
+        if id(parameter) in written:
+            continue
+        if _is_unset(value):
+            unset.append(name)
+        written.add(id(parameter))
+        copy_slice(parameter, value)
+    return unset
+
+
+def _give_storage(module: nn.Module, foreign: set[int]) -> None:
+    """Replaces what is on meta in ``module``, outside the modules in ``foreign``, by tensors on CPU
+    without values; tied parameters stay tied."""
+    storage: dict[int, nn.Parameter] = {}
+    for inner in module.modules():
+        if id(inner) in foreign:
+            continue
+        for name, parameter in held_parameters(inner):
+            # A tied parameter comes once per place; all places get the same storage.
+            if id(parameter) not in storage:
+                storage[id(parameter)] = _empty_on_cpu(parameter)
+            inner._parameters[name] = storage[id(parameter)]
+        # Buffers stay real under `build_on_meta`, and keep what the constructor computed.
+        for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_meta:
+                inner._buffers[name] = _empty_buffer(buffer)
+
+
 def _empty_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
-    """Drawn in 32 bits whatever it is stored in, so that every precision starts from the same
-    values; `_is_unset` until set."""
-    shape, dtype = parameter.shape, parameter.dtype
+    """A parameter like this one, on CPU; `_is_unset` until its values are set.
+
+    Floating-point values are drawn in 32 bits whatever they are stored in, so that every precision
+    starts from the same ones.
+    """
+    shape = parameter.shape
+    dtype = parameter.dtype
+    if dtype == torch.bool:
+        return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
     if dtype.is_complex:
         unset = torch.full(shape, complex(torch.nan, torch.nan), dtype=torch.complex64)
     elif dtype.is_floating_point:
         unset = torch.full(shape, torch.nan, dtype=torch.float32)
-    elif dtype == torch.bool:
-        return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
     else:
         unset = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
     return nn.Parameter(unset, parameter.requires_grad)
 
 
+def _empty_buffer(buffer: Tensor) -> Tensor:
+    """A buffer like this one, on CPU: NaN until it is set, or 0 where there is no NaN."""
+    empty = torch.empty_like(buffer, device="cpu")
+    if buffer.is_floating_point():
+        return empty.fill_(torch.nan)
+    return empty.zero_()
+
+
 def _is_unset(value: Tensor) -> bool:
     """Whether an initializer left a part of ``value``, or an integer ``value`` as a whole, as
     `_empty_on_cpu` made it."""
-    if value.is_floating_point() or value.is_complex():
+    has_nan = value.is_floating_point() or value.is_complex()
+    if has_nan:
         return bool(value.isnan().any())
-    return (
-        value.dtype != torch.bool
-        and value.numel() > 0
-        and bool((value == torch.iinfo(value.dtype).max).all())
-    )
+    # Neither of the two values of a bool can mark it as unset.
+    if value.dtype == torch.bool:
+        return False
+    if value.numel() == 0:
+        return False
+    # The largest integer may be one of the values, but is hardly all of them.
+    return bool((value == torch.iinfo(value.dtype).max).all())
 
 
-def plan_weights(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
-) -> InitialWeights:
-    """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms;
-    `InitialWeights.write` comes after them. See [Note: mesh-independent weights]."""
-    return InitialWeights(copy.deepcopy(model), ["", *(name for name, _ in blocks)], init)
+def _has_values(module: nn.Module) -> bool:
+    """Whether no parameter that ``module`` itself owns, and that is here, is NaN throughout."""
+    for _, parameter in held_parameters(module):
+        if parameter.is_meta:
+            continue
+        # `all` of nothing is true.
+        if parameter.numel() == 0:
+            continue
+        if parameter.isnan().all():
+            return False
+    return True
+
+
+def _reset(module: nn.Module) -> None:
+    """Runs the initializer that ``module`` brings with it, if there is one."""
+    # nn.MultiheadAttention and nn.Transformer have theirs under the second name.
+    for attribute in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, attribute, None)
+        if callable(reset):
+            reset()
+            return
 
 
 def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:
     """Gives every parameter and buffer storage on this rank's device, with ``offload`` sharded
     parameters in CPU memory; tied parameters stay tied."""
-    device: torch.device | str = (
-        torch.device(device_type, torch.accelerator.current_device_index())
-        if device_type != "cpu"
-        else "cpu"
-    )
+    cpu = torch.device("cpu")
+    device = cpu
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.accelerator.current_device_index())
+    # `_apply` makes a new parameter at each place of a tied one: ties are restored after it.
     ties = tied_parameters(model)
 
     def place(tensor: Tensor) -> Tensor:
-        home = "cpu" if offload and isinstance(tensor, DTensor) else device
-        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(home)
+        home = device
+        if offload and isinstance(tensor, DTensor):
+            home = cpu
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=home)
+        return tensor.to(home)
 
     model._apply(place)
-    for (first, first_name), *others in ties:
+    for group in ties:
+        (first, first_name), *others = group
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]

@@ -1,9 +1,9 @@
-"""Pretrained weights read into a sharded model: each rank reads its own rows of each tensor, a
-piece at a time.
+"""Pretrained weights read into a sharded model by `load_pretrained`: each rank reads its own rows
+of each tensor, a piece at a time.
 
-A folder as ``save_pretrained`` leaves it (safetensors, one file or several with an index) flows in;
-nothing in it is executed, and pickled weights are not read. A parameter that the library stores in
-several tensors, the experts of a mixture, is put together from the parts that this rank keeps.
+Only safetensors are read, from a folder that ``save_pretrained`` has written; nothing in it is
+executed. A parameter that the library stores in several tensors, the experts of a mixture, is put
+together from the parts that this rank keeps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,26 +32,25 @@ from parallel2d.files.tensor_file import (
 )
 from parallel2d.model_structure import canonical_name
 from parallel2d.models import huggingface
-from parallel2d.weights.geometry import local_region
+from parallel2d.weights.geometry import Region, local_region
 from parallel2d.weights.scatter import PIECE_BYTES
 
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _MAX_INDEX = 64 * 2**20  # bytes
+
+# The tensors in the files of a folder, by the name they have there.
+_Headers = Mapping[str, tuple[ByteSource, Entry]]
 
 
 def has_weights(path: str) -> bool:
-    """Whether the folder holds safetensors weights. Raises `ConfigError` when it holds only pickled
-    ones."""
-    if any(os.path.lexists(os.path.join(path, name)) for name in (INDEX, SINGLE)):
+    """Whether the folder holds safetensors. Raises `ConfigError` when it holds only pickles."""
+    if _existing(path, (INDEX, SINGLE)):
         return True
-    pickled = [
-        name
-        for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")
-        if os.path.lexists(os.path.join(path, name))
-    ]
+    pickled = _existing(path, _PICKLED)
     if pickled:
         raise ConfigError(
             f"{path} holds {pickled[0]} and no safetensors: a pickle can run code, so it is not "
@@ -57,6 +58,11 @@ def has_weights(path: str) -> bool:
             "safe serialization, or set model.load_weights=false"
         )
     return False
+
+
+def _existing(path: str, names: Sequence[str]) -> list[str]:
+    # A link that leads nowhere counts: reading it then fails with its name.
+    return [name for name in names if os.path.lexists(os.path.join(path, name))]
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,19 @@ class _Stored:
     names: list[str]
 
 
+@dataclass(frozen=True)
+class _Target:
+    """A parameter or persistent buffer of the model: its canonical names (several where it is
+    tied), and the names under which a folder may have it."""
+
+    tensor: Tensor
+    names: list[str]
+    spellings: list[str]
+
+    def stored_names(self, stored: Mapping[str, _Stored]) -> list[str]:
+        return [name for name in self.spellings if name in stored]
+
+
 @torch.no_grad()
 def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -> set[str]:
     """Fills ``model``, sharded or not, with the tensors of the folder ``path``; returns the
@@ -94,158 +113,208 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     Raises `ConfigError` for shapes that differ, for other parameters of the base that the folder
     does not have, and for a pattern of ``fresh`` that matches no parameter.
     """
-    places = _places(path)
-    prefix = f"{getattr(model, 'base_model_prefix', '') or ''}."
-    base = (
-        prefix if prefix != "." and isinstance(getattr(model, prefix[:-1], None), nn.Module) else ""
-    )
-    here: dict[int, tuple[list[str], Tensor]] = {}
-    persistent = {canonical_name(name) for name in model.state_dict()}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        if canonical_name(name) in persistent:
-            here.setdefault(id(tensor), ([], tensor))[0].append(canonical_name(name))
-
-    def spellings(names: list[str]) -> list[str]:
-        return [
-            spelling
-            for name in names
-            for spelling in (name, name.removeprefix(base), f"{prefix}{name}")
-        ]
-
-    stored = {
-        name: _Stored(entry.shape, [_StoredPart(source, entry, (0,) * len(entry.shape))], [name])
-        for name, (source, entry) in places.items()
-    }
-    if not all(
-        any(spelling in stored for spelling in spellings(names)) for names, _ in here.values()
-    ):
-        stored = {**_converted(model, places), **stored}
+    # Where each tensor is, by its name; no values are read before they are wanted.
+    headers = _read_headers(path)
+    prefix, base = _base_prefixes(model)
+    targets = _targets(model, prefix, base)
+    stored = _find_stored(model, targets, headers)
     found: set[str] = set()
     read: set[str] = set()
-    missing, wrong = [], []
-    for names, tensor in here.values():
-        candidates = [spelling for spelling in spellings(names) if spelling in stored]
-        if not candidates:
-            missing += names[:1]
+    missing: list[str] = []
+    problems: list[str] = []
+    for target in targets:
+        names = target.stored_names(stored)
+        if not names:
+            missing.append(target.names[0])
             continue
-        value = stored[candidates[0]]
-        read.update(name for candidate in candidates for name in stored[candidate].names)
-        found.update(names)
-        if value.shape != tuple(tensor.shape):
-            wrong.append(
-                f"{printable(candidates[0])} has shape {value.shape}, the model's is "
-                f"{tuple(tensor.shape)}"
-            )
+        # A tied parameter may be stored once per name: one of them is read, none is left over.
+        read.update(chain.from_iterable(stored[name].names for name in names))
+        found.update(target.names)
+        value = stored[names[0]]
+        shape = tuple(target.tensor.shape)
+        # What does not fit is listed with the rest.
+        if value.shape == shape:
+            _fill(target.tensor, value.parts)
         else:
-            _fill(tensor, value.parts)
-    everything = [name for names, _ in here.values() for name in names]
-    if unmatched := [pattern for pattern in fresh if not fnmatch.filter(everything, pattern)]:
+            problems.append(
+                f"{printable(names[0])} has shape {value.shape}, the model's is {shape}"
+            )
+    _check_patterns(fresh, targets, model)
+    required = [name for name in missing if _is_required(name, base, fresh)]
+    problems += [f"{name} is missing" for name in required]
+    if problems:
+        more = " ..." if len(problems) > 5 else ""
         raise ConfigError(
-            f"fresh: pattern {unmatched[0]} matches no parameter of {type(model).__name__}"
+            f"{path} does not fit {type(model).__name__}: {'; '.join(problems[:5])}{more}"
         )
-    of_base = [
-        name
-        for name in missing
-        if name.startswith(base) and not any(fnmatch.fnmatchcase(name, p) for p in fresh)
-    ]
-    if wrong or of_base:
-        lines = wrong + [f"{name} is missing" for name in of_base]
-        raise ConfigError(
-            f"{path} does not fit {type(model).__name__}: "
-            f"{'; '.join(lines[:5])}{' ...' if lines[5:] else ''}"
-        )
+    # Left are a new head and adapters, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
-    if unread := sorted(set(places) - read):
+    unread = sorted(headers.keys() - read)
+    if unread:
         log.info(
             "%s: %d tensors are not read, %s the first", path, len(unread), printable(unread[0])
         )
     return found
 
 
-def _converted(
-    model: nn.Module, places: Mapping[str, tuple[ByteSource, Entry]]
-) -> dict[str, _Stored]:
-    """What the folder holds under the names, and in the form, of a library's model; see
-    `huggingface.stored_forms`.
+def _base_prefixes(model: nn.Module) -> tuple[str, str]:
+    """What names of the base begin with in a ``transformers`` model of this kind that has a head,
+    and in ``model``: "" where it has no head, and all of it is the base."""
+    name = getattr(model, "base_model_prefix", None) or ""
+    prefix = f"{name}."
+    if name and isinstance(getattr(model, name, None), nn.Module):
+        return prefix, prefix
+    return prefix, ""
 
-    Raises `ConfigError` when tensors that are stacked differ in shape, and for a form that cannot
-    be read in parts.
-    """
+
+def _targets(model: nn.Module, prefix: str, base: str) -> list[_Target]:
+    """Everything in the model's state dict, tied parameters once."""
+    persistent = {canonical_name(name) for name in model.state_dict()}
+    # After `state_dict`, which frees gathered parameters: the sharded ones are to be filled.
+    named = chain(
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    )
+    found: dict[int, _Target] = {}
+    for wrapped_name, tensor in named:
+        name = canonical_name(wrapped_name)
+        if name not in persistent:
+            continue
+        # Tied parameters are one tensor with several names.
+        target = found.setdefault(id(tensor), _Target(tensor, [], []))
+        target.names.append(name)
+        # The first of them that the folder has is read.
+        target.spellings.extend([name, name.removeprefix(base), f"{prefix}{name}"])
+    return list(found.values())
+
+
+def _is_required(name: str, base: str, fresh: Sequence[str]) -> bool:
+    """Whether the folder must have ``name``: it is of the base and no adapter."""
+    is_fresh = any(fnmatch.fnmatchcase(name, pattern) for pattern in fresh)
+    return name.startswith(base) and not is_fresh
+
+
+def _check_patterns(fresh: Sequence[str], targets: Sequence[_Target], model: nn.Module) -> None:
+    names = list(chain.from_iterable(target.names for target in targets))
+    # A misspelt pattern would otherwise show as a parameter that is missing, or not at all.
+    for pattern in fresh:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
+            )
+
+
+def _find_stored(
+    model: nn.Module, targets: Sequence[_Target], headers: _Headers
+) -> dict[str, _Stored]:
+    """What the folder holds, by its own names and, where these are not enough, by those that the
+    library gives it."""
+    stored: dict[str, _Stored] = {}
+    for name, (source, entry) in headers.items():
+        whole = _StoredPart(source, entry, (0,) * len(entry.shape))
+        stored[name] = _Stored(entry.shape, [whole], [name])
+    # The library builds a second model to find its names, which takes time.
+    if all(target.stored_names(stored) for target in targets):
+        return stored
+    # Names that need no conversion take precedence.
+    return {**_converted(model, headers), **stored}
+
+
+def _converted(model: nn.Module, headers: _Headers) -> dict[str, _Stored]:
+    """What the folder holds by the forms and names that `huggingface.stored_forms` finds. Raises
+    `ConfigError` for a form that cannot be read in parts, and for tensors that are stacked and
+    differ in shape."""
     try:
-        forms = huggingface.stored_forms(model, places)
+        forms = huggingface.stored_forms(model, headers)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    found: dict[str, _Stored] = {}
-    for name, form in forms.items():
-        entries = [[places[stored] for stored in group] for group in form.names]
-        parts, at = [], 0
-        for group in entries:
-            shapes = {entry.shape for _, entry in group}
-            if len(shapes) > 1:
-                raise ConfigError(
-                    f"{printable(form.names[0][0])} and its like, {len(group)} tensors, differ in "
-                    f"shape: {shapes}"
-                )
-            shape = (1,) * form.stacked + group[0][1].shape
-            for index, (source, entry) in enumerate(group):
-                begin = [0] * len(shape)
-                if form.stacked:
-                    begin[0] = index
-                if form.dim is not None:
-                    begin[form.dim] = at
-                parts.append(
-                    _StoredPart(
-                        source, Entry(entry.dtype, shape, entry.begin, entry.end), tuple(begin)
-                    )
-                )
-            at += shape[form.dim] if form.dim is not None else 0
-        sizes = {len(group) for group in entries}
-        if len(sizes) > 1:
-            raise ConfigError(
-                f"{printable(name)} is put together from groups of {sorted(sizes)} tensors, which "
-                "must be equally many"
-            )
-        whole = list(parts[0].entry.shape)
-        if form.stacked:
-            whole[0] = sizes.pop()
+    return {name: _put_together(name, form, headers) for name, form in forms.items()}
+
+
+def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) -> _Stored:
+    """The parts of parameter ``name``, each at its place. Nothing is read."""
+    parts: list[_StoredPart] = []
+    # Groups are concatenated along `form.dim`: where the next one begins.
+    offset = 0
+    for stored_names in form.names:
+        group = [headers[stored] for stored in stored_names]
+        shape = _common_shape(group, form)
+        for index, (source, entry) in enumerate(group):
+            begin = [0] * len(shape)
+            if form.stacked:
+                begin[0] = index
+            if form.dim is not None:
+                begin[form.dim] = offset
+            # The same bytes; a tensor that is stacked has a dim more than in its file.
+            part = Entry(entry.dtype, shape, entry.begin, entry.end)
+            parts.append(_StoredPart(source, part, tuple(begin)))
         if form.dim is not None:
-            whole[form.dim] = at
-        found[name] = _Stored(
-            tuple(whole), parts, [stored for group in form.names for stored in group]
+            offset += shape[form.dim]
+    sizes = {len(stored_names) for stored_names in form.names}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"{printable(name)} is put together from groups of {sorted(sizes)} tensors, which "
+            "must be equally many"
         )
-    return found
+    whole = list(parts[0].entry.shape)
+    if form.stacked:
+        whole[0] = sizes.pop()
+    if form.dim is not None:
+        whole[form.dim] = offset
+    return _Stored(tuple(whole), parts, list(chain.from_iterable(form.names)))
 
 
-def _places(path: str) -> dict[str, tuple[ByteSource, Entry]]:
+def _common_shape(
+    group: Sequence[tuple[ByteSource, Entry]], form: huggingface.StoredForm
+) -> tuple[int, ...]:
+    """The shape of each tensor of a group; with a new dim 0 of size 1 if they are stacked."""
+    shapes = {entry.shape for _, entry in group}
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"{printable(form.names[0][0])} and its like, {len(group)} tensors, differ in "
+            f"shape: {shapes}"
+        )
+    shape = shapes.pop()
+    if form.stacked:
+        return (1, *shape)
+    return shape
+
+
+def _read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
+    """From all files of the folder; no values are read."""
     label = os.path.basename(os.path.abspath(path))
-    files = [SINGLE]
-    if os.path.lexists(os.path.join(path, INDEX)):
-        folder, name = _behind_links(path, INDEX)
-        weights = parse_json(folder.read(name, _MAX_INDEX), f"{label}/{INDEX}").get("weight_map")
-        if not isinstance(weights, dict) or not all(
-            isinstance(file, str) for file in weights.values()
-        ):
-            raise ConfigError(f"{label}/{INDEX}: weight_map is no mapping of names to files")
-        files = sorted(set(weights.values()))
     found: dict[str, tuple[ByteSource, Entry]] = {}
-    for file in files:
+    for file in _file_names(path, label):
         folder, name = _behind_links(path, file)
         source = folder.source(name)
-        for tensor, entry in read_header(source, f"{label}/{printable(file)}").items():
+        header = read_header(source, f"{label}/{printable(file)}")
+        for tensor, entry in header.items():
             found[tensor] = source, entry
     return found
+
+
+def _file_names(path: str, label: str) -> list[str]:
+    """Of the one file, or of those that the index lists."""
+    if not _existing(path, [INDEX]):
+        return [SINGLE]
+    folder, name = _behind_links(path, INDEX)
+    index = parse_json(folder.read(name, _MAX_INDEX), f"{label}/{INDEX}")
+    # The content of the file may be anything.
+    weights: Any = index.get("weight_map")
+    values = weights.values() if isinstance(weights, dict) else [None]
+    if not all(isinstance(file, str) for file in values):
+        raise ConfigError(f"{label}/{INDEX}: weight_map is no mapping of names to files")
+    return sorted(set(values))
 
 
 def _behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
     """The folder and name of the file that ``path/name`` is: in the library's download cache,
     models are folders of links."""
+    # A name that is a path can only come from a hostile index. `LocalFolder` refuses it.
     if os.path.basename(name) == name:
         path, name = os.path.split(os.path.realpath(os.path.join(path, name)))
-    # a mapped file would count, page by page, as memory of the rank
+    # A mapped file would count, page by page, as memory of the rank.
     return LocalFolder(path, mapped=False), name
 
 
@@ -253,18 +322,17 @@ def _fill(tensor: Tensor, parts: list[_StoredPart]) -> None:
     """Writes what this rank keeps of ``tensor``; of each part no more is read than the rows that
     hold some of it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    kept = local_region(tensor).slices
-    if not kept:
+    kept = local_region(tensor)
+    # A tensor without dims is stored as one row.
+    if not kept.lengths:
         local.copy_(read_rows(parts[0].source, parts[0].entry, 0, 1))
         return
     for part in parts:
-        inside, target = [], []
-        for keep, begin, length in zip(kept, part.begin, part.entry.shape, strict=True):
-            first, last = max(keep.start, begin), min(keep.stop, begin + length)
-            inside.append(slice(first - begin, last - begin))
-            target.append(slice(first - keep.start, last - keep.start))
-        if all(one.start < one.stop for one in inside):
-            _read_rectangle(local[tuple(target)], part.source, part.entry, tuple(inside))
+        stored = Region(part.begin, part.entry.shape)
+        common = kept.intersect(stored)
+        if common is not None:
+            destination = local[common.slices_in(kept)]
+            _read_rectangle(destination, part.source, part.entry, common.slices_in(stored))
 
 
 def _read_rectangle(
@@ -273,20 +341,20 @@ def _read_rectangle(
     """Reads whole rows of dim 0, `PIECE_BYTES` of them at once, and cuts the other dims; a row that
     is larger is read row by row."""
     row = (entry.end - entry.begin) // entry.shape[0]
-    begin, end = slices[0].start, slices[0].stop
+    begin = slices[0].start
+    end = slices[0].stop
     if row > PIECE_BYTES and len(entry.shape) > 1:
         for index in range(begin, end):
+            # The row as a tensor of its own, which has one dim less.
             at = entry.begin + index * row
-            _read_rectangle(
-                destination[index - begin],
-                source,
-                Entry(entry.dtype, entry.shape[1:], at, at + row),
-                slices[1:],
-            )
+            inner = Entry(entry.dtype, entry.shape[1:], at, at + row)
+            _read_rectangle(destination[index - begin], source, inner, slices[1:])
         return
+    # At least one row, also where a row is larger, or holds no bytes.
     size = max(1, PIECE_BYTES // max(1, row))
     for first in range(begin, end, size):
         last = min(first + size, end)
         rows = read_rows(source, entry, first, last)
         destination[first - begin : last - begin].copy_(rows[(slice(None), *slices[1:])])
-        del rows  # before the next piece is read, or two would be held
+        # Before the next piece is read, or two would be held.
+        del rows

@@ -1,7 +1,7 @@
-"""Weights that one rank has and the others get: handed over before sharding, spread afterwards.
+"""Weights that one rank has and the others get: `hand_over` takes them out of the model before it
+is sharded, `scatter` fills the sharded model with them.
 
-A model whose weights one rank holds flows in; after the transforms every rank's part of them flows
-out of that rank, piece by piece. Other ranks never hold more than one piece beside their own part,
+They are sent piece by piece: other ranks never hold more than one piece beside their own part,
 whatever the size of the model.
 """
 
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import ConfigError
-from parallel2d.exchange import broadcast
-from parallel2d.model_structure import canonical_name
+from parallel2d.exchange import broadcast, raise_together
+from parallel2d.model_structure import canonical_name, held_parameters
 from parallel2d.weights.equality import parameters_in
-from parallel2d.weights.geometry import local_region
+from parallel2d.weights.geometry import local_part, local_region
+from parallel2d.weights.named_tensors import parameters_by_name
 
 PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, or are read at once from a file
 
@@ -32,41 +32,53 @@ def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     tied, because ``model.to("meta")`` takes ties apart. Collective. Raises `ConfigError` on every
     rank when the source has none.
     """
+    world = dist.get_world_size()
+    if not 0 <= source < world:
+        raise ConfigError(f"broadcast_from={source} is no rank: there are {world}, counted from 0")
+    # The source alone has weights to give, and finds out whether it lacks any.
+    is_source = dist.get_rank() == source
     kept: dict[str, Tensor] = {}
     problem = None
-    if not 0 <= source < dist.get_world_size():
-        raise ConfigError(
-            f"broadcast_from={source} is no rank: there are {dist.get_world_size()}, counted from 0"
-        )
-    if dist.get_rank() == source:
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-        kept = {canonical_name(name): tensor.detach() for name, tensor in named}
-        meta = [name for name, tensor in kept.items() if tensor.is_meta]
-        if meta:
-            problem = (
-                f"broadcast_from={source}: that rank has no values for "
-                f"{', '.join(meta[:5])}, which is on meta"
-            )
-    ties = {
-        name: place.tied_to for name, place in parameters_in(model).items() if place.tied_to != name
-    }
-    problem, ties = broadcast((problem, ties), source)
-    if problem is not None:
-        raise ConfigError(problem)
+    if is_source:
+        kept = _tensors_by_name(model)
+        problem = _meta_problem(kept, source)
+    raise_together(problem, source)
+    # Before the models go to meta, because what is tied then stays tied.
+    ties = broadcast(_ties(model), source)
     _tie(model, ties)
-    on_meta: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in on_meta:
-                    on_meta[id(parameter)] = nn.Parameter(
-                        parameter.detach().to("meta"), parameter.requires_grad
-                    )
-                module._parameters[name] = on_meta[id(parameter)]
+    _move_to_meta(model)
     return kept
+
+
+def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> parameter or buffer, tied ones under every name."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[canonical_name(name)] = parameter.detach()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[canonical_name(name)] = buffer.detach()
+    return found
+
+
+def _meta_problem(tensors: Mapping[str, Tensor], source: int) -> str | None:
+    meta = []
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            meta.append(name)
+    if not meta:
+        return None
+    listed = ", ".join(meta[:5])
+    return f"broadcast_from={source}: that rank has no values for {listed}, which is on meta"
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Name of each tied parameter -> the first name of the same parameter."""
+    ties: dict[str, str] = {}
+    # Names as they are here, with what wrappers add: `_tie` looks modules up by them.
+    for name, info in parameters_in(model).items():
+        if info.tied_to != name:
+            ties[name] = info.tied_to
+    return ties
 
 
 def _tie(model: nn.Module, ties: Mapping[str, str]) -> None:
@@ -74,10 +86,28 @@ def _tie(model: nn.Module, ties: Mapping[str, str]) -> None:
     and they are alike."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, first in ties.items():
-        ours, theirs = named.get(name), named.get(first)
-        if ours is not None and theirs is not None and ours.is_meta and ours.shape == theirs.shape:
+        # What is missing here is reported later, by the check that all ranks have one structure.
+        if name not in named or first not in named:
+            continue
+        ours = named[name]
+        theirs = named[first]
+        # A parameter with values is left alone: it was built here, and has the ties it was given.
+        if ours.is_meta and ours.shape == theirs.shape:
             path, _, attribute = name.rpartition(".")
             model.get_submodule(path)._parameters[attribute] = theirs
+
+
+def _move_to_meta(model: nn.Module) -> None:
+    """Frees the values of all parameters; unlike after ``model.to("meta")``, tied parameters stay
+    tied."""
+    on_meta: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in held_parameters(module):
+            # What is shared is replaced once, and put in all its places.
+            if id(parameter) not in on_meta:
+                empty = parameter.detach().to("meta")
+                on_meta[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            module._parameters[name] = on_meta[id(parameter)]
 
 
 @torch.no_grad()
@@ -90,32 +120,42 @@ def scatter(
     ``full``: canonical name -> whole tensor of any floating-point dtype, on any device. Raises
     `ConfigError` on every rank, before anything is written, when names or shapes differ.
     """
-    here: dict[str, Tensor] = {
-        canonical_name(name): parameter for name, parameter in model.named_parameters()
-    }
+    here: dict[str, Tensor] = {**parameters_by_name(model)}
     if buffers:
-        here |= {canonical_name(name): buffer for name, buffer in model.named_buffers()}
+        for name, buffer in model.named_buffers():
+            here[canonical_name(name)] = buffer
+    # Whatever the other ranks pass is ignored.
+    is_source = dist.get_rank() == source
+    given: Mapping[str, Tensor] = {}
     problem = None
-    if dist.get_rank() == source:
+    if is_source:
         given = full or {}
-        wrong = [f"{name} is missing" for name in here if name not in given]
-        wrong += [
-            f"{name} has shape {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
-            for name, tensor in here.items()
-            if name in given and given[name].shape != tensor.shape
-        ]
-        if wrong:
-            problem = f"rank {source}'s weights do not fit: {'; '.join(wrong[:5])}" + (
-                " ..." if wrong[5:] else ""
-            )
-    problem = broadcast(problem, source)
-    if problem is not None:
-        raise ConfigError(problem)
+        problem = _misfit_problem(here, given, source)
+    raise_together(problem, source)
     scattering = _Scattering(source)
+    # Every rank goes through the same names in the same order: each is a collective.
     for name, tensor in here.items():
-        scattering.send(
-            tensor, full[name] if full is not None and dist.get_rank() == source else None
-        )
+        scattering.send(tensor, given.get(name))
+
+
+def _misfit_problem(
+    here: Mapping[str, Tensor], given: Mapping[str, Tensor], source: int
+) -> str | None:
+    """What is missing of the weights or has another shape, None if nothing."""
+    wrong = [f"{name} is missing" for name in here if name not in given]
+    for name, tensor in here.items():
+        if name not in given:
+            continue
+        # Dtypes may differ: values are cast when they are sent.
+        expected = tuple(tensor.shape)
+        shape = tuple(given[name].shape)
+        if shape != expected:
+            wrong.append(f"{name} has shape {shape}, not {expected}")
+    if not wrong:
+        return None
+    listed = "; ".join(wrong[:5])
+    more = " ..." if wrong[5:] else ""
+    return f"rank {source}'s weights do not fit: {listed}{more}"
 
 
 def scatter_tensor(tensor: Tensor, full: Tensor | None, source: int) -> None:
@@ -135,15 +175,21 @@ class _Scattering:
     def send(self, tensor: Tensor, full: Tensor | None) -> None:
         """Fills this rank's part of ``tensor``; ``full`` is the whole one on ``source``, None
         elsewhere. Collective."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        shape, slices = tuple(tensor.shape), local_region(tensor).slices
+        local = local_part(tensor)
+        shape = tuple(tensor.shape)
+        slices = local_region(tensor).slices
+        # A scalar has no rows: it is sent as a vector of one.
         if not shape:
-            local, shape, slices = local.view(1), (1,), (slice(0, 1),)
-            full = full.reshape(1) if full is not None else None
-        if tensor.numel():
-            self._send_rows(
-                local if local.numel() else None, full, shape, slices, tensor.dtype, local.device
-            )
+            local = local.view(1)
+            shape = (1,)
+            slices = (slice(0, 1),)
+            if full is not None:
+                full = full.reshape(1)
+        if tensor.numel() == 0:
+            return
+        # Ranks that keep nothing of a small tensor take part in the broadcasts all the same.
+        kept = local if local.numel() else None
+        self._send_rows(kept, full, shape, slices, tensor.dtype, local.device)
 
     def _send_rows(
         self,
@@ -159,38 +205,56 @@ class _Scattering:
 
         ``local``: the rectangle ``slices`` of it, None where this rank keeps nothing of it.
         """
-        rows, row_bytes = shape[0], math.prod(shape[1:]) * dtype.itemsize
+        rows = shape[0]
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        # Rows that are too large for a piece are sent as tensors with one dim less.
         if row_bytes > PIECE_BYTES and len(shape) > 1:
             for row in range(rows):
-                inside = local is not None and slices[0].start <= row < slices[0].stop
-                part = local[row - slices[0].start] if inside and local is not None else None
-                self._send_rows(
-                    part,
-                    full[row] if full is not None else None,
-                    shape[1:],
-                    slices[1:],
-                    dtype,
-                    device,
-                )
+                whole_row = None
+                if full is not None:
+                    whole_row = full[row]
+                local_row = _row_of(local, slices[0], row)
+                self._send_rows(local_row, whole_row, shape[1:], slices[1:], dtype, device)
             return
         size = PIECE_BYTES // row_bytes
         for begin in range(0, rows, size):
             end = min(begin + size, rows)
             if full is None:
-                piece = (
-                    self._room((end - begin) * row_bytes, device)
-                    .view(dtype)
-                    .view(end - begin, *shape[1:])
-                )
+                room = self._room((end - begin) * row_bytes, device)
+                piece = room.view(dtype).view(end - begin, *shape[1:])
             else:
                 piece = full[begin:end].to(device=device, dtype=dtype).contiguous()
+            # A broadcast, because replicas keep the same rows, and a rank part of a row.
             dist.broadcast(piece, src=self.source)
-            first, last = max(begin, slices[0].start), min(end, slices[0].stop)
-            if local is not None and first < last:
-                wanted = piece[(slice(first - begin, last - begin), *slices[1:])]
-                local[first - slices[0].start : last - slices[0].start].copy_(wanted)
+            if local is not None:
+                _keep(local, piece, begin, end, slices)
 
     def _room(self, size: int, device: torch.device) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._buffer[:size]
+        """``size`` bytes of the buffer, which is replaced when it is too small."""
+        buffer = self._buffer
+        # Tensors of a model may be on several devices, such as those that are offloaded.
+        if buffer is None or buffer.device != device or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            self._buffer = buffer
+        return buffer[:size]
+
+
+def _row_of(local: Tensor | None, rows: slice, row: int) -> Tensor | None:
+    """Row ``row`` of the whole tensor, of which ``local`` holds ``rows``; None where it is not
+    here."""
+    if local is None:
+        return None
+    if not rows.start <= row < rows.stop:
+        return None
+    return local[row - rows.start]
+
+
+def _keep(local: Tensor, piece: Tensor, begin: int, end: int, slices: tuple[slice, ...]) -> None:
+    """Copies into ``local``, the rectangle ``slices`` of a tensor, what lies in it of ``piece``,
+    the rows from ``begin`` to ``end`` of that tensor."""
+    rows, *columns = slices
+    first = max(begin, rows.start)
+    last = min(end, rows.stop)
+    if first < last:
+        wanted = piece[(slice(first - begin, last - begin), *columns)]
+        local[first - rows.start : last - rows.start].copy_(wanted)

@@ -1,5 +1,4 @@
-"""Where the weights of a model come from: `WeightSource` remembers it while the model is
-sharded."""
+"""Where the weights of a model come from: `WeightSource` keeps them while the model is sharded."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from parallel2d.weights.scatter import hand_over, scatter
 
 
 class WeightSource:
-    """The weights that a model has, one rank's that all start from, or, for a model on meta, values
-    drawn from a seed."""
+    """The weights that a model starts from: those it has, those of one rank, or, for a model on
+    meta, values drawn from a seed."""
 
     def __init__(
         self,
@@ -37,14 +36,20 @@ class WeightSource:
         The arguments are those of `parallel2d.parallelize`; ``given`` is its ``weights``. Raises
         `ConfigError` when ranks have different models, and for arguments that exclude each other.
         """
-        self._seed, self._init, self._given = seed, init, given
+        self._seed = seed
+        self._init = init
+        self._given = given
         self._source = broadcast_from or 0
+        # Of one rank; the others have an empty dictionary.
         self._received: dict[str, Tensor] | None = None
         if broadcast_from is not None:
             self._received = hand_over(model, broadcast_from)
+            seed = 0  # nothing is drawn, so a model on meta needs no seed
+        # After `hand_over`, which ties on all ranks what is tied on the source.
         check_same_structure(model)
-        self._on_meta = has_meta_parameters(model, seed if self._received is None else 0)
-        if given is not None and (not self._on_meta or self._received is not None):
+        self._on_meta = has_meta_parameters(model, seed)
+        drawn = self._on_meta and broadcast_from is None
+        if given is not None and not drawn:
             raise ConfigError(
                 "weights= is for a model on meta without broadcast_from: build it under "
                 "parallel2d.build_on_meta"
@@ -72,5 +77,8 @@ class WeightSource:
             scatter(model, self._received, self._source)
         if self._initial is not None:
             assert self._seed is not None
-            given = self._given(model) if self._given is not None else ()
+            # Weights that are loaded into the allocated model are not drawn.
+            given: Container[str] = ()
+            if self._given is not None:
+                given = self._given(model)
             self._initial.write(model, self._seed, device_type, given=given)

@@ -1,25 +1,21 @@
-"""Whole parameters for a moment: `summon_full_params` and `apply_full`, to look at or change what
-is sharded.
-
-A parallelized model flows in; inside the context its parameters are plain whole tensors, afterwards
-they are sharded again, with the changes where they are wanted.
-"""
+"""Parameters that are whole for a moment, to look at them or to change them: `summon_full_params`
+and `apply_full`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import ConfigError
 from parallel2d.model_structure import canonical_name
-from parallel2d.weights.geometry import copy_slice
-from parallel2d.weights.scatter import scatter_tensor
+from parallel2d.weights.named_tensors import reshard
+from parallel2d.weights.whole_tensors import fill_tensor, gather_tensor
 
 
 @contextmanager
@@ -49,56 +45,24 @@ def summon_full_params(
     parameters (and gradients) of what is summoned. Raises `ConfigError` inside another such context
     on the same parameters.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    sharded: dict[int, nn.Parameter] = {}
-    for module in model.modules() if recurse else [model]:
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if hasattr(parameter, _MARK):
-                raise ConfigError(
-                    f"summon_full_params: {name} of {type(module).__name__} is whole already, in "
-                    "an outer context"
-                )
-            places.setdefault(id(parameter), []).append((module, name))
-            sharded[id(parameter)] = parameter
+    # After a forward without backward, some parameters may still be gathered.
+    reshard(model)
+    summoned = _parameters_of(model, recurse)
     keep = not rank0_only or dist.get_rank() == 0
-    whole: dict[int, nn.Parameter] = {}
-    with torch.no_grad():
-        for key, parameter in sharded.items():
-            full = _gather(parameter, keep, offload_to_cpu)
-            gradient = (
-                _gather(parameter.grad, keep, offload_to_cpu)
-                if with_grads and parameter.grad is not None
-                else None
-            )
-            if full is not None:
-                whole[key] = nn.Parameter(full, parameter.requires_grad)
-                setattr(whole[key], _MARK, True)
-                if gradient is not None:
-                    if gradient.dtype != full.dtype:
-                        whole[key].grad_dtype = gradient.dtype
-                    whole[key].grad = gradient
-        for key, parameter in whole.items():
-            for module, name in places[key]:
-                module._parameters[name] = parameter
+    for parameter in summoned:
+        parameter.gather(keep=keep, cpu=offload_to_cpu, with_gradient=with_grads)
+    # Only now: should gathering fail, the model is as it was.
+    for parameter in summoned:
+        parameter.show(parameter.whole)
     try:
         yield
     finally:
-        for key, parameter in sharded.items():
-            for module, name in places[key]:
-                module._parameters[name] = parameter
+        # After an error inside too: a step needs sharded parameters, in every module.
+        for parameter in summoned:
+            parameter.show(parameter.sharded)
         if writeback:
-            for key, parameter in sharded.items():
-                changed = whole.get(key)
-                _write(parameter, changed.detach() if changed is not None else None, rank0_only)
-                if with_grads and parameter.grad is not None:
-                    _write(
-                        parameter.grad, changed.grad if changed is not None else None, rank0_only
-                    )
+            for parameter in summoned:
+                parameter.write_back(from_rank0=rank0_only, with_gradient=with_grads)
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
@@ -124,34 +88,84 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     One per bucket, and one per module of a bucket of several. The order is that of
     ``named_modules``.
     """
-    found: list[tuple[str, nn.Module]] = [
-        (canonical_name(name), module) for name, module in model.named_modules()
-    ]
-    return [(name, module) for name, module in found if isinstance(module, FSDPModule)]
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        # `fully_shard` has replaced the module's class by a subclass of it and of `FSDPModule`.
+        is_sharded = isinstance(module, FSDPModule)
+        if is_sharded:
+            found.append((canonical_name(name), module))
+    return found
 
 
+# An attribute of whole parameters, by which a context inside another is noticed.
 _MARK = "_summoned_whole"
 
 
-def _gather(tensor: Tensor, keep: bool, offload: bool) -> Tensor | None:
-    full = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-    if not keep:
-        return None
-    moved = full.cpu() if offload else full
-    # With one rank, or unsharded, "whole" may be the parameter's own storage, in which a change
-    # could not be dropped.
-    return moved.clone() if moved.untyped_storage().data_ptr() == _storage(tensor) else moved
+@dataclass
+class _Summoned:
+    """A parameter that is whole inside the context, and the attributes of modules that it is: a
+    tied parameter has several.
+
+    ``whole`` is None on ranks that keep the sharded one.
+    """
+
+    sharded: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    whole: nn.Parameter | None = None
+
+    @torch.no_grad()
+    def gather(self, *, keep: bool, cpu: bool, with_gradient: bool) -> None:
+        """Makes ``whole`` where ``keep`` is true. Collective."""
+        # Every rank gathers, also one that keeps nothing.
+        tensor = gather_tensor(self.sharded, keep=keep, cpu=cpu)
+        gradient = None
+        if with_gradient and self.sharded.grad is not None:
+            gradient = gather_tensor(self.sharded.grad, keep=keep, cpu=cpu)
+        if tensor is None:
+            return
+        self.whole = nn.Parameter(tensor, self.sharded.requires_grad)
+        setattr(self.whole, _MARK, True)
+        if gradient is not None:
+            # torch accepts a gradient of another dtype only where this is declared.
+            if gradient.dtype != tensor.dtype:
+                self.whole.grad_dtype = gradient.dtype
+            self.whole.grad = gradient
+
+    def show(self, parameter: nn.Parameter | None) -> None:
+        """Lets the modules have ``parameter``; None: what they have."""
+        if parameter is None:
+            return
+        for module, name in self.owners:
+            # Not by `setattr`, which a module may override.
+            module._parameters[name] = parameter
+
+    def write_back(self, *, from_rank0: bool, with_gradient: bool) -> None:
+        """Fills the sharded parameter from the whole one. Collective if ``from_rank0``."""
+        values = None
+        gradient = None
+        if self.whole is not None:
+            values = self.whole.detach()
+            gradient = self.whole.grad
+        fill_tensor(self.sharded, values, from_rank0=from_rank0)
+        if with_gradient and self.sharded.grad is not None:
+            fill_tensor(self.sharded.grad, gradient, from_rank0=from_rank0)
 
 
-def _storage(tensor: Tensor) -> int:
-    local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
-
-
-@torch.no_grad()
-def _write(sharded: Tensor, whole: Tensor | None, from_rank0: bool) -> None:
-    if from_rank0:
-        scatter_tensor(sharded, whole if dist.get_rank() == 0 else None, 0)
-    else:
-        assert whole is not None
-        copy_slice(sharded, whole)
+def _parameters_of(model: nn.Module, recurse: bool) -> list[_Summoned]:
+    """Each parameter once. Raises `ConfigError` for one that is whole already."""
+    found: dict[int, _Summoned] = {}
+    modules = list(model.modules()) if recurse else [model]
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            # A name without a parameter, such as the bias of a layer that has none.
+            if parameter is None:
+                continue
+            if hasattr(parameter, _MARK):
+                raise ConfigError(
+                    f"summon_full_params: {name} of {type(module).__name__} is whole already, in "
+                    "an outer context"
+                )
+            # Found before under another name, it is tied.
+            summoned = found.setdefault(id(parameter), _Summoned(parameter))
+            summoned.owners.append((module, name))
+    return list(found.values())

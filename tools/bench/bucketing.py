@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel2d.parallelize.fsdp_internals import AllGather, set_asynchronous_gathers
 
 WORLD, SEQ, BATCH = 4, 64, 2
 LLAMA = {
@@ -203,9 +204,8 @@ def overlap_table(tokens: torch.Tensor, rounds: int, link_ms: float, say: Any) -
     for forward, backward in ((0, 0), (0, 1), (1, 1), (2, 2)):
         for blocking in (True, False):
             model = models[forward, backward, blocking] = build("block", forward, backward)
-            assert isinstance(model, FSDPModule)
             if blocking:
-                model._set_unshard_async_op(False)
+                set_asynchronous_gathers(model, False)
             step(model, tokens)
     plain = take_turns(models, tokens, rounds)
     link = SlowLink(link_ms / 1e3)

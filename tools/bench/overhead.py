@@ -117,10 +117,11 @@ def compose_config(words: list[str]) -> Any:
 
 def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> Any:
     """The loop of this process, in the process group of its kind."""
-    from parallel2d.assemble import open_training_data, plan_batches
+    from parallel2d.assemble import plan_batches
     from parallel2d.launch import RankIdentity
     from parallel2d.mesh import MeshShape
     from parallel2d.model_families import build_model
+    from parallel2d.training_data import open_training_data
 
     words = [
         "train.steps=1000000", "train.validate_every=0", "metrics.console=silent",

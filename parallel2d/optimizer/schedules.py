@@ -1,5 +1,5 @@
-"""The learning rate as a function of the step, and the fp16 loss scale. Plain numbers flow in and
-out."""
+"""The learning rate as a function of the step (`learning_rate`), and the fp16 loss scale
+(`LossScaler`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> 
     """
     if step <= config.warmup_steps:
         return lr * step / config.warmup_steps
-    span = max(steps - config.warmup_steps - 1, 1)
-    progress = min((step - config.warmup_steps - 1) / span, 1.0)
     if config.name == "constant":
         return lr
-    if config.name == "linear":
-        shape = 1 - progress
-    elif config.name == "cosine":
-        shape = 0.5 * (1 + math.cos(math.pi * progress))
-    else:
-        shape = min(1.0, (1 - progress) / config.decay_fraction)
+    # From 0 in the first step after the warm-up to 1 in the last step of the run.
+    done = step - config.warmup_steps - 1
+    span = max(steps - config.warmup_steps - 1, 1)
+    progress = min(done / span, 1.0)
+    # Falls from `lr` to `floor * lr` as the shape falls from 1 to 0.
+    shape = _decay(progress, config)
     return lr * (config.floor + (1 - config.floor) * shape)
+
+
+def _decay(progress: float, config: SchedulerConfig) -> float:
+    if config.name == "linear":
+        return 1 - progress
+    if config.name == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    # wsd: the line is above 1, and so without effect, until the last `decay_fraction` begins.
+    line = (1 - progress) / config.decay_fraction
+    return min(1.0, line)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -42,13 +50,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class LossScaler:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
 
-    Every rank feeds it the same agreed verdict (finite or not), so every rank holds the same scale
-    without communicating. With ``enabled=False`` the scale is 1 forever.
+    All ranks first agree whether a step was finite and call `update` with the same answer, so every
+    rank holds the same scale without communicating. With ``enabled=False`` the scale is 1 forever.
     """
 
     def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
         self.enabled = enabled
-        self.scale = scale if enabled else 1.0
+        self.scale = 1.0
+        if enabled:
+            self.scale = scale
         self.growth_every = growth_every
         self.good_steps = 0
 
@@ -57,14 +67,17 @@ class LossScaler:
         in a row."""
         if not self.enabled:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
+            self.good_steps = 0
             self.scale = max(self.scale / 2, 1.0)
-        elif self.good_steps % self.growth_every == 0:
+            return
+        self.good_steps += 1
+        if self.good_steps % self.growth_every == 0:
             self.scale = min(self.scale * 2, 2.0**24)
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])

@@ -1,166 +1,36 @@
-"""The private parts of torch's `fully_shard` that the reduction of gradients reaches.
+"""Groups of parameters that `fully_shard` gathers and reduces together, and the gradients in them.
 
-Each use says why it is needed and which public interface or issue would make it unnecessary.
-Written for torch 2.13; `tests/test_sync.py` lists what another version lacks.
+`ShardedGroup` is what `parallel2d.sync` takes for a `parallel2d.sync.group.ParameterGroup`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import ConfigError
-
-# What this module reaches, for the test: class or object, names.
-REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
-    (FSDPState, ("_root_post_backward_final_callback",)),
-    (
-        FSDPParamGroup,
-        (
-            "pre_forward",
-            "post_backward",
-            "finalize_backward",
-            "_init_mp_dtypes",
-            "_reduce_scatter_process_group",
-        ),
-    ),
-    (
-        FSDPParam,
-        (
-            "accumulate_unsharded_grad_if_needed",
-            "to_accumulated_grad_if_needed",
-            "to_sharded_dtensor",
-            "unsharded_param",
-        ),
-    ),
-    (TrainingState, ("IDLE", "FORWARD")),
-    (torch._C, ("_current_graph_task_id",)),
-)
-
-# What it reaches on their objects, once they have run.
-KEPT: dict[type, tuple[str, ...]] = {
-    FSDPState: ("_fsdp_param_groups",),
-    FSDPParamGroup: (
-        "modules",
-        "fsdp_params",
-        "mesh_info",
-        "post_forward_mesh_info",
-        "reduce_grads",
-        "all_reduce_grads",
-        "reduce_scatter_unused_params",
-        "_orig_dtype",
-        "_reduce_dtype",
-        "_training_state",
-        "_post_reduce_event",
-        "_partial_reduce_output",
-    ),
-    FSDPParam: (
-        "sharded_param",
-        "sharded_size",
-        "mesh_info",
-        "post_forward_mesh_info",
-        "reduce_dtype",
-        "unsharded_accumulated_grad",
-        "_unsharded_param",
-    ),
-}
+from parallel2d.model_structure import canonical_name
+from parallel2d.parallelize.fsdp_internals.sharded_model import groups, in_backward
 
 
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass: a forward that runs now is a
-    recomputation of activations. torch has no public name for this."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def states(model: nn.Module) -> list[FSDPState]:
-    """What `fully_shard` keeps for each group of modules that it was given, each once. It holds the
-    groups of parameters, for which there is no public accessor."""
-    found = (
-        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
-    )
-    return list(dict.fromkeys(found))
-
-
-def groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """Torch's groups of parameters, each once, in the order of the modules that own them."""
-    found: dict[int, FSDPParamGroup] = {}
-    for state in states(model):
-        for group in state._fsdp_param_groups:
-            found.setdefault(id(group), group)
-    return list(found.values())
-
-
-class GroupTraffic(NamedTuple):
-    """What a group of parameters moves, counted on one rank."""
-
-    gathered_bytes: int  # of this rank's padded parts, in the dtype in which they are gathered
-    reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
-    reduced_itemsize: int  # bytes of one element of these; 4 for a group without gradients
-    frees_after_forward: bool  # they are gathered once more for backward
-
-
-def group_traffic(group: FSDPParamGroup) -> GroupTraffic:
-    """Reads sizes and dtypes of one of torch's groups. Padding and the choice of dtypes have no
-    public accessors."""
-    policy = group.mp_policy
-    gathered = reduced = 0
-    narrowest = 4
-    for parameter in group.fsdp_params:
-        size, stored = parameter._sharded_param_data.numel(), parameter.sharded_param.dtype
-        gathered += size * (policy.param_dtype or stored).itemsize
-        if parameter.sharded_param.requires_grad:
-            itemsize = (policy.reduce_dtype or policy.param_dtype or stored).itemsize
-            reduced += size * itemsize
-            narrowest = min(narrowest, itemsize)
-    return GroupTraffic(gathered, reduced, narrowest, group.post_forward_mesh_info is not None)
-
-
-def reduce_over_shard_alone(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Takes the replicate axis away from the engine; parameters keep their placements on both axes.
-
-    With it `fully_shard` keeps the partial sums of an accumulation as one flat buffer that does not
-    know which parameters it holds (`_partial_reduce_output`), so micro-batches that use different
-    parameters are added into each other. A public way to shard on one axis of a mesh and keep the
-    placements of both would make this unnecessary.
-    """
-    info = FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
-    for group in groups(model):
-        holders: list[Any] = [group, *group.fsdp_params]
-        for holder in holders:
-            if holder.post_forward_mesh_info is not None:
-                holder.post_forward_mesh_info = info
-            holder.mesh_info = info
-
-
-def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
-    """Calls ``callback`` at the end of every backward pass, after all groups have been reduced.
-
-    The engine queues such a callback itself, in the first hook of a backward; ours follows it.
-    ``Variable._execution_engine.queue_callback``, the other way, is private too.
-    """
-
-    def wrapped(original: Callable[[], None]) -> Callable[[], None]:
-        def final() -> None:
-            original()
-            callback()
-
-        return final
-
-    for state in states(model):
-        original = state._root_post_backward_final_callback
-        state._root_post_backward_final_callback = wrapped(original)  # type: ignore[method-assign]
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """The groups of ``model``, named by their modules, the last of `groups` first: the order in
+    which backward ends them."""
+    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    found = []
+    # Backward goes through modules in about the reverse of the order of registration.
+    for group in reversed(groups(model)):
+        called = " and ".join(names[id(module)] for module in group.modules)
+        found.append(ShardedGroup(group, called))
+    return found
 
 
 class ShardedGroup:
@@ -168,7 +38,8 @@ class ShardedGroup:
     sees it."""
 
     def __init__(self, group: FSDPParamGroup, name: str) -> None:
-        self._group, self.called = group, name or "the root module"
+        self._group = group
+        self.called = name or "the root module"
         self.wire = torch.float32
         self.parameters = [ShardedParameter(parameter) for parameter in group.fsdp_params]
 
@@ -199,9 +70,11 @@ class ShardedGroup:
     def on_forward(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` at each forward of the group that autograd records, whatever method of
         its modules it runs. Hooks of modules see calls of ``forward`` alone."""
-        original, group = self._group.pre_forward, self._group
+        group = self._group
+        original = group.pre_forward
 
         def pre_forward(*given: Any) -> Any:
+            # Each module of a group comes here; the first one enters the forward of the group.
             entering = group._training_state != TrainingState.FORWARD
             if entering and torch.is_grad_enabled() and not in_backward():
                 callback()
@@ -217,19 +90,22 @@ class ShardedGroup:
         nothing public comes before, where gradients of another dtype or of parts must be repaired
         (pytorch issues 190626, 194628, 196996).
         """
-        original = self._group.post_backward
+        group = self._group
+        original = group.post_backward
 
         @torch._dynamo.disable(recursive=True)
         def post_backward(*unused: Any) -> None:
             before()
             # A group that never ran has no whole parameters, which torch asks for all the same.
-            if self._group.reduce_grads or any(
-                hasattr(p, "_unsharded_param") for p in self._group.fsdp_params
-            ):
+            if group.reduce_grads or self._has_run():
                 original(*unused)
             after()
 
-        self._group.post_backward = post_backward  # type: ignore[method-assign]
+        group.post_backward = post_backward  # type: ignore[method-assign]
+
+    def _has_run(self) -> bool:
+        # torch makes whole parameters in the first forward.
+        return any(hasattr(parameter, "_unsharded_param") for parameter in self._group.fsdp_params)
 
     def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
         """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
@@ -240,43 +116,62 @@ class ShardedGroup:
         `ConfigError` for trained parameters of several dtypes.
         """
         self.wire = wire
-        trained = self.trained or [p for p in self.parameters if p.sharded.is_floating_point()]
-        stored = sorted({parameter.sharded.dtype for parameter in trained}, key=str)
-        if not stored or (len(stored) > 1 and not self.trained):
+        stored = self._stored_dtype()
+        if stored is None:
             return
-        if len(stored) > 1:
-            raise ConfigError(
-                f"{self.called} is gathered in one piece, and its trained parameters are "
-                f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
-                "bucketing=layer, or store them in one dtype"
-            )
-        wide = torch.promote_types(wide, stored[0])
-        if stored[0] != wide or wire.itemsize < 4:
-            alone = self._group._reduce_scatter_process_group.size() == 1  # nothing is sent
-            self._replace_dtypes(wide, wide if alone or wire.itemsize >= 4 else wire)
+        wide = torch.promote_types(wide, stored)
+        narrow = wire.itemsize < 4
+        if stored == wide and not narrow:
+            return  # torch adds in that dtype anyway
+        # A shard axis of one rank sends nothing, so nothing need be rounded.
+        alone = self._group._reduce_scatter_process_group.size() == 1
+        if narrow and not alone:
+            self._replace_dtypes(wide, wire)
+        else:
+            self._replace_dtypes(wide, wide)
+
+    def _stored_dtype(self) -> torch.dtype | None:
+        """That of trained parameters; that of all with fractions where none is trained, None if
+        these differ. Raises `ConfigError` for trained parameters of several dtypes."""
+        trained = self.trained
+        # Where none is trained yet, those that may be later.
+        considered = trained or [p for p in self.parameters if p.sharded.is_floating_point()]
+        stored = sorted({parameter.sharded.dtype for parameter in considered}, key=str)
+        if len(stored) == 1:
+            return stored[0]
+        if not trained:
+            return None
+        raise ConfigError(
+            f"{self.called} is gathered in one piece, and its trained parameters are "
+            f"{' and '.join(map(str, stored))}: put them into modules of their own and choose "
+            "bucketing=layer, or store them in one dtype"
+        )
 
     def _replace_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
-        original = self._group._init_mp_dtypes
+        group = self._group
+        original = group._init_mp_dtypes
         for parameter in self.parameters:
             parameter.gradient_dtype = wide
 
         def look_up() -> None:
             original()
-            group = self._group
+            # The dtype of reduced gradients and that in which they are sent.
             group._orig_dtype = wide
             group._reduce_dtype = wire
             for parameter in group.fsdp_params:
+                # Of partial sums that are not reduced yet.
                 parameter.reduce_dtype = wide
                 if parameter.sharded_param.requires_grad:
-                    # any: it differs from the parameter's
+                    # Any dtype: that of gradients may differ from the parameter's.
                     parameter.sharded_param.grad_dtype = None
 
-        self._group._init_mp_dtypes = look_up  # type: ignore[method-assign]
+        group._init_mp_dtypes = look_up  # type: ignore[method-assign]
 
     def reduce_late(self) -> None:
         """Reduces what earlier backward passes left, outside of a backward pass."""
         with torch.no_grad():
             self._group.post_backward()
+        # What torch does for each group in the callback at the end of a backward pass.
         self._group.finalize_backward()
         self._group._training_state = TrainingState.IDLE
 
@@ -284,6 +179,7 @@ class ShardedGroup:
         """Lets ``stream`` wait for the sharded gradients. The engine makes them in streams of its
         own."""
         event = self._group._post_reduce_event
+        # None where nothing was reduced in this pass.
         if event is not None:
             stream.wait_event(event)
 
@@ -307,7 +203,7 @@ class ShardedParameter:
 
     @property
     def sharded(self) -> nn.Parameter:
-        """Asked for each time: allocation and loading replace it."""
+        """Looked up each time: allocation and loading replace it."""
         return self._parameter.sharded_param
 
     @property
@@ -318,9 +214,10 @@ class ShardedParameter:
     @property
     def has_whole_gradient(self) -> bool:
         """Whether this rank has a gradient of it that is not reduced over the shard axis."""
-        if self._parameter.unsharded_accumulated_grad is not None:
+        if self.is_accumulated:
             return True
-        return self._whole is not None and self._whole.grad is not None
+        whole = self._whole
+        return whole is not None and whole.grad is not None
 
     @property
     def whole_gradient_dtype(self) -> torch.dtype | None:
@@ -329,7 +226,9 @@ class ShardedParameter:
         whole = self._whole
         if whole is None:
             return None
-        return whole.dtype if whole.grad is None else whole.grad.dtype
+        if whole.grad is None:
+            return whole.dtype
+        return whole.grad.dtype
 
     @property
     def is_accumulated(self) -> bool:
@@ -339,27 +238,29 @@ class ShardedParameter:
     def accumulate(self) -> None:
         """Turns the gradient into an unreduced sum in the wide dtype, zeros if there is none, so
         that all gradients of a group have one dtype (pytorch issue 196996)."""
-        parameter, whole = self._parameter, self._whole
-        if whole is None or parameter.unsharded_accumulated_grad is not None:
+        whole = self._whole
+        if whole is None or self.is_accumulated:
             return
         dtype = self.gradient_dtype
-        if whole.grad is not None:
-            parameter.unsharded_accumulated_grad = whole.grad.to(dtype)
-            whole.grad = None
+        if whole.grad is None:
+            total = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
         else:
-            parameter.unsharded_accumulated_grad = torch.zeros_like(
-                whole, dtype=dtype, requires_grad=False
-            )
+            total = whole.grad.to(dtype)
+            whole.grad = None
+        self._parameter.unsharded_accumulated_grad = total
 
     @property
     def part(self) -> Tensor | None:
         """The gradient of a weight that stayed whole while its inputs were split over the tensor
         axis: a part of a sum, in the dtype that computes. None for others."""
-        grad = self._whole.grad if self._whole is not None else None
-        if isinstance(grad, DTensor) and any(
-            placement.is_partial() for placement in grad.placements
-        ):
-            return grad._local_tensor
+        whole = self._whole
+        grad = None if whole is None else whole.grad
+        # A plain tensor where the parameter is not split or replicated over a tensor axis.
+        if not isinstance(grad, DTensor):
+            return None
+        for placement in grad.placements:
+            if placement.is_partial():
+                return grad._local_tensor
         return None
 
     @property
@@ -375,17 +276,23 @@ class ShardedParameter:
         sums = DTensor.from_local(
             total.to(self.gradient_dtype), whole.device_mesh, whole.placements, run_check=False
         )
-        self._parameter.unsharded_accumulated_grad, whole.grad = sums, None
+        self._parameter.unsharded_accumulated_grad = sums
+        whole.grad = None
 
     @property
     def local_gradient(self) -> Tensor | None:
         """This rank's part of the reduced gradient."""
         grad = self._parameter.sharded_param.grad
-        return None if grad is None else grad._local_tensor  # type: ignore[attr-defined]
+        if grad is None:
+            return None
+        # `to_local` would return another tensor where gradients are enabled.
+        return grad._local_tensor  # type: ignore[attr-defined]
 
     def set_gradient(self, local: Tensor | None) -> None:
         """Sets the reduced gradient from this rank's part."""
-        gradient = None if local is None else self._parameter.to_sharded_dtensor(local)
+        gradient = None
+        if local is not None:
+            gradient = self._parameter.to_sharded_dtensor(local)
         self._parameter.sharded_param.grad = gradient
 
     @property
@@ -395,6 +302,8 @@ class ShardedParameter:
     def take_hooks(self) -> list[Callable[[Tensor], object]]:
         """Removes and returns what `register_post_accumulate_grad_hook` has registered. The engine
         calls such hooks when a gradient is reduced over the shard axis alone."""
+        # A dict of torch's, or None. The handles that users have refer to it, so it is emptied and
+        # filled again, never replaced.
         hooks = self.sharded._post_accumulate_grad_hooks
         if not hooks:
             return []

@@ -1,0 +1,78 @@
+"""Names of what a run measures: the keys of the rows in ``metrics.jsonl``, which are the tags in
+TensorBoard too.
+
+This module imports nothing, so that reports are made without loading torch.
+"""
+
+from __future__ import annotations
+
+# How far training is, and how well it goes
+STEP = "step"
+LOSS = "loss"
+VALIDATION_LOSS = "validation/loss"
+GRAD_NORM = "grad_norm"
+LEARNING_RATE = "learning_rate"
+TOKENS = "tokens"
+SAMPLES = "samples"
+BATCH_HASH = "data/batch_hash"
+SKIPPED_STEPS = "skipped_steps"
+
+# Seconds of a step: the mean over the steps since the row before. The first step of a process has
+# a key of its own and counts in no mean.
+PHASES = ("forward_backward", "data", "sync", "optimizer")  # as `Trainer.step` marks them
+STEP_S = "time/step_s"
+FIRST_STEP_S = "time/first_step_s"
+
+
+def time_key(name: str) -> str:
+    """Of the seconds called ``name``, such as ``data_s``."""
+    return f"time/{name}"
+
+
+# What a rank sends over each axis of the mesh in a step: the mean over ranks and steps
+AXES = ("replicate", "shard", "tensor")  # those of `parallel2d.mesh`, which imports torch
+QUANTITIES = ("bytes", "calls", "seconds", "exposed_seconds")
+BYTES_BETWEEN_HOSTS = "comm/between_hosts/bytes"
+
+
+def communication_key(axis: str, quantity: str) -> str:
+    """Of one of ``QUANTITIES``."""
+    return f"comm/{axis}/{quantity}"
+
+
+COMMUNICATION_KEYS = tuple(
+    communication_key(axis, quantity) for axis in AXES for quantity in QUANTITIES
+)
+COMMUNICATION_SECONDS = tuple(communication_key(axis, "seconds") for axis in AXES)
+
+# Tokens count as targets of a global batch, or images; FLOPs are the model's, without recomputation
+TOKENS_PER_S = "throughput/tokens_per_s"
+TOKENS_PER_S_PER_RANK = "throughput/tokens_per_s_per_rank"
+MODEL_TFLOPS_PER_RANK = "throughput/model_tflops_per_rank"
+MFU = "throughput/mfu"
+
+# Memory of the rank that has most: of the process, then of its device
+PEAK_RSS_GIB = "memory/peak_rss_gib"
+RSS_GIB = "memory/rss_gib"
+PEAK_GIB = "memory/peak_gib"
+ALLOCATED_GIB = "memory/allocated_gib"
+RESERVED_GIB = "memory/reserved_gib"
+FRAGMENTATION = "memory/fragmentation"
+ALLOCATION_RETRIES = "memory/allocation_retries"
+
+# The rank that was busy longest in the step before, and its busy time over the mean of the ranks
+SLOWEST_RANK = "rank/slowest"
+SKEW = "rank/skew"
+BUSY_S = "rank/busy_s"  # of every rank: a histogram in TensorBoard, in no row
+
+# Totals since the run first began
+GOODPUT = "goodput/fraction"
+USEFUL_S = "goodput/useful_s"
+WALL_S = "goodput/wall_s"
+UNIX_S = "goodput/unix_s"
+LOSSES = ("first_step", "data", "checkpoint", "validation", "restart", "repeated")
+
+
+def lost_key(cause: str) -> str:
+    """Of the seconds lost to one of ``LOSSES``."""
+    return f"goodput/lost_{cause}_s"

@@ -1,0 +1,155 @@
+"""The architecture page, its picture and the imports of the package agree."""
+
+import ast
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tools.docs.architecture import PAGE, PICTURE, draw, layers
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "parallel2d"
+
+
+def modules():
+    """Dotted name -> path of every module of the package."""
+    found = {}
+    for folder in (PACKAGE, "models", "conf"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[0] != PACKAGE:
+                parts = (PACKAGE, *parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(name, path):
+    """Every name that a module imports: at the top, inside functions, relative, for types, and by
+    importlib."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, node.module] if node.module else base
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
+
+
+def module_of(target):
+    """The module of ours that an imported name is, or is in; None for others' modules."""
+    while target and target not in MODULES:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def uses():
+    """Module -> modules of ours that it imports. The face imports by name, when it is asked."""
+    found = {}
+    for name, path in MODULES.items():
+        targets = {module_of(target) for target in imported(name, path)}
+        found[name] = targets - {None, name, PACKAGE}
+    found.pop(PACKAGE)
+    return found
+
+
+def room_of(module):
+    return module.split(".")[1]
+
+
+def rooms():
+    """Rooms in the order in which the page has them; each may import those after it."""
+    page = [room for entries in layers(PAGE.read_text()).values() for room, _ in entries]
+    return [room.removesuffix("/").removesuffix(".py") for room in page]
+
+
+def test_the_page_names_every_room_once():
+    assert sorted(rooms()) == sorted({room_of(name) for name in MODULES if "." in name} - {"conf"})
+
+
+def test_imports_point_down_or_to_the_right():
+    place = {room: number for number, room in enumerate(rooms())}
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in uses().items()
+        for target in targets
+        if "conf" not in (room_of(module), room_of(target))
+        and place[room_of(module)] > place[room_of(target)]
+    ]
+    assert not wrong
+
+
+def test_no_circle_of_modules():
+    graph, done = uses(), set()
+    for start in graph:
+        _visit(start, graph, (), done)
+
+
+def _visit(module, graph, path, done):
+    assert module not in path, f"circle: {' -> '.join([*path, module])}"
+    if module in done:
+        return
+    for target in graph.get(module, ()):
+        _visit(target, graph, (*path, module), done)
+    done.add(module)
+
+
+def test_no_name_of_a_class_or_module_exists_twice():
+    classes, names = defaultdict(list), defaultdict(list)
+    for name, path in MODULES.items():
+        names[name.rpartition(".")[2]].append(name)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(name)
+    twice = {name: found for name, found in {**names, **classes}.items() if len(found) > 1}
+    twice.pop("__main__")
+    assert not twice
+
+
+@pytest.mark.parametrize(
+    ("library", "where"),
+    [
+        ("hydra", {"parallel2d.config.composition", "parallel2d.config.explanation"}),
+        ("transformers", {"parallel2d.models.huggingface"}),
+    ],
+)
+def test_a_library_is_imported_in_its_own_place_alone(library, where):
+    found = {
+        name
+        for name, path in MODULES.items()
+        if any(target.partition(".")[0] == library for target in imported(name, path))
+    }
+    assert found == where
+
+
+def test_configuration_is_loaded_without_torch():
+    for name, path in MODULES.items():
+        if name.startswith(("parallel2d.config", "parallel2d.errors")):
+            assert "torch" not in {target.partition(".")[0] for target in imported(name, path)}
+
+
+def test_the_picture_is_that_of_the_page():
+    assert draw(PAGE.read_text()) == PICTURE.read_text(), "run python -m tools.docs.architecture"
+
+
+def test_the_page_names_files_that_exist():
+    text = PAGE.read_text()
+    section = text[text.index("## Where to change what") :]
+    named = [word for word in section.split("`") if word.endswith((".py", "/")) and " " not in word]
+    assert len(named) > 40
+    for word in named:
+        assert (ROOT / PACKAGE / word).exists() or (ROOT / word).exists(), word
+
+
+def test_the_project_lists_every_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert set(settings["packages"]) == found
