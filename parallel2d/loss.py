@@ -47,8 +47,8 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
     no logit.
     """
     logits = getattr(logits, "logits", logits)
+    _check_targets(targets, logits.shape[-1])
     if not isinstance(logits, DTensor):
-        _check_targets(targets, logits.shape[-1])
         return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0)
     mesh = logits.device_mesh
     (placement,) = logits.placements

@@ -82,8 +82,13 @@ def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that own parameters themselves or in containers, in definition order; what is inside
     an `ATOMIC` module belongs to it."""
     found: list[tuple[str, nn.Module]] = []
+    visited: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
+        # A module that two parents share counts once, under its first name.
+        if id(module) in visited:
+            return
+        visited.add(id(module))
         # What is inside an atomic module belongs to it.
         if isinstance(module, ATOMIC):
             found.append((name, module))
@@ -230,9 +235,14 @@ def _has_parameters(module: nn.Module) -> bool:
 def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Module]]:
     """The modules below ``model`` that are blocks, by name, without those inside another block."""
     found: list[tuple[str, nn.Module]] = []
+    visited: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
         for child_name, child in module.named_children():
+            # A module that two parents share counts once, under its first name.
+            if id(child) in visited:
+                continue
+            visited.add(id(child))
             child_path = join_names(name, child_name)
             # What is inside a block is part of it: no search goes on there.
             if is_block(module, child):

@@ -128,7 +128,7 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
     from parallel2d.assemble import build_trainer
     from parallel2d.launch import signals
     from parallel2d.launch.run_owner import RunClaim
-    from parallel2d.metrics.memory import OutOfMemoryNote
+    from parallel2d.metrics.out_of_memory import OutOfMemoryNote
     from parallel2d.metrics.watch import Watch
     from parallel2d.runtime import check_shared_run_dir, limit_waiting
 

@@ -121,6 +121,8 @@ def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
 
 def test_operators_are_found_by_pattern_and_by_full_name():
     assert kept_operators(["mm", "aten::bmm"]) == {"aten::mm", "aten::bmm"}
+    # all of whose overloads have names, and one that is computed as another of the same name
+    assert kept_operators(["add", "softmax"]) == {"aten::add", "aten::_softmax"}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kept_operators(
         ["scaled_dot_product_*"]
     )

@@ -40,8 +40,8 @@ def imported(name, path):
             base = [*base, node.module] if node.module else base
             yield from (".".join([*base, alias.name]) for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield str(node.args[0].value)
+            named = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
+            yield from map(str, named)
 
 
 def module_of(target):

@@ -431,6 +431,7 @@ def test_settings_of_groups_are_matched_by_their_parameters():
     for wrong, says in (
         ({"lr": "high"}, "its lr is 'high', no number"),
         ({"betas": 0.5}, "its betas is 0.5, no list"),
+        ({"betas": [0.5, 0.6, 0.7]}, "its betas is .0.5, 0.6, 0.7., no list of 2"),
     ):
         groups = [{**state["optimizer"]["param_groups"][0], **wrong}]
         with pytest.raises(ConfigError, match=says):

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel2d.data import sources
+from parallel2d.data import reading as sources
 from parallel2d.data import token_shards as store
 from parallel2d.data.__main__ import main
 from parallel2d.data.cache import files_identity
 from parallel2d.data.documents import ReadOptions
 from parallel2d.data.prepare import PrepareOptions, prepare
-from parallel2d.data.sources import find_files, plan_units
+from parallel2d.data.reading import find_files, plan_units
 from parallel2d.data.token_shards import ShardWriter, TokenStore, read_manifest, verify
 from parallel2d.errors import ConfigError
 

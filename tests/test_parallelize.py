@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -117,6 +118,40 @@ def test_a_module_nobody_here_wrote_equals_its_single_process_run(ranks, strateg
     )[0]
     assert sharded == [pytest.approx(pair, rel=1e-9) for pair in alone]
     assert weights < 1e-10
+
+
+class SharedBlock(nn.Module):
+    """Encoder and decoder have one block in common."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        self.encoder = nn.ModuleList([blocks[0], blocks[1]])
+        self.decoder = nn.ModuleList([blocks[0], blocks[2]])
+
+    def forward(self, x):
+        for block in (*self.encoder, *self.decoder):
+            x = block(x)
+        return x
+
+
+def _shared_block(bucketing):
+    with build_on_meta():
+        model = SharedBlock()
+    assert [name for name, _ in find_blocks(model)] == ["encoder.0", "encoder.1", "decoder.1"]
+    mesh = build_mesh(MeshSpec(), "zero3")
+    model = parallelize(model, mesh, ParallelConfig("zero3", bucketing), seed=0)
+    model(torch.ones(2, 4)).sum().backward()
+    return {name: training.whole(p).tolist() for name, p in model.named_parameters()}
+
+
+def test_a_block_that_two_parents_share_is_initialized_and_sharded_once(ranks):
+    first, *others = [
+        ranks.run(2, _shared_block, bucketing)[0]
+        for bucketing in ("block", "layer", BucketingConfig("size", math.inf))
+    ]
+    assert others == [first] * 2
+    assert all(0 < abs(value) < 1 for value in first["encoder.0.0.bias"])
 
 
 def test_blocks_are_found_by_structure():

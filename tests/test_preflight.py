@@ -25,8 +25,8 @@ from parallel2d.preflight.check import NotFit, Request, check
 from parallel2d.preflight.facts import Facts, code_digest
 from parallel2d.preflight.judge import Link, NodeReport, judge, slow_links
 from parallel2d.preflight.meeting import NodeMissing
+from parallel2d.preflight.outcome import cluster_description, write_cluster_file
 from parallel2d.preflight.probes import Peer, ProbeServer, bandwidth, reach, round_trips
-from parallel2d.preflight.report import cluster_description, write_cluster_file
 from parallel2d.preflight.schedule import disjoint_rounds, rounds_of
 from parallel2d.preflight.slurm import defaults_of_launcher, expand_hosts
 from parallel2d.store.address import split_endpoint

@@ -25,13 +25,14 @@ from parallel2d import (
     accumulate,
     build_mesh,
     data_coordinate,
+    fsdp_internals,
     parallelize,
     register_sync_hook,
     replicate_group,
 )
 from parallel2d.config import PrecisionConfig, SyncConfig
 from parallel2d.mesh import mesh_shape
-from parallel2d.parallelize import collective_order, fsdp_internals
+from parallel2d.parallelize import collective_order
 
 HYBRID = MeshSpec(replicate=2, shard=2)
 
@@ -628,13 +629,11 @@ def test_private_names_of_torch_are_there(ranks):
         if not hasattr(owner, name)
     }
     missing = missing.union(*ranks.run(4, _lacking))
-    assert not missing, (
-        f"torch {torch.__version__} lacks them: see parallel2d/parallelize/fsdp_internals"
-    )
+    assert not missing, f"torch {torch.__version__} lacks them: see parallel2d/fsdp_internals"
 
 
 ROOT = Path(__file__).parents[1]
-INTERNALS = ROOT / "parallel2d" / "parallelize" / "fsdp_internals"
+INTERNALS = ROOT / "parallel2d" / "fsdp_internals"
 
 
 def _names_reached(path):

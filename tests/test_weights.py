@@ -28,6 +28,7 @@ from parallel2d import (
     parallelize,
     summon_full_params,
 )
+from parallel2d.errors import ConfigError
 
 
 class Tabled(nn.Module):
@@ -385,6 +386,35 @@ def test_whole_parameters_for_a_moment(ranks, options, expected, sizes):
     assert ranks.run(4, _summon, options, sizes) == [expected] * 4
 
 
+def _drop_gradients(options):
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    model = parallelize(training.build_llama(), mesh, ParallelConfig("hybrid"), broadcast_from=0)
+    tokens, _ = training.global_batch(0)
+    model(tokens).square().mean().backward()
+    with summon_full_params(model, with_grads=True, **options):
+        for parameter in model.output.parameters():
+            parameter.grad = None
+    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+@pytest.mark.parametrize("options", [{}, {"rank0_only": True}])
+def test_a_gradient_that_is_dropped_in_whole_parameters_is_dropped(ranks, options):
+    assert ranks.run(4, _drop_gradients, options) == [{"output.weight"}] * 4
+
+
+def _load_after_forward():
+    mesh = build_mesh(MeshSpec(), "zero2")
+    model = parallelize(Tabled(), mesh, ParallelConfig("zero2"), broadcast_from=0)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.ones(2, 8))  # zero2 keeps the parameters gathered until backward
+    load_state(model, saved)
+    return all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+
+
+def test_a_sharded_state_is_loaded_after_a_forward(ranks):
+    assert ranks.run(2, _load_after_forward) == [True] * 2
+
+
 class Bytes(TorchDispatchMode):
     """Elements that reduce-scatters and all-reduces are given."""
 
@@ -460,3 +490,19 @@ def _clip():
 
 def test_clipping_by_value_is_that_of_a_single_process(ranks):
     assert ranks.run(4, _clip) == [(True, True)] * 4
+
+
+def test_parts_that_differ_in_a_dim_that_is_not_concatenated_are_refused():
+    from parallel2d.files.tensor_file import Entry
+    from parallel2d.models.huggingface import StoredForm
+    from parallel2d.weights.pretrained import _put_together
+
+    form = StoredForm([["gate"], ["up"]], False, 0)
+    headers = {
+        "gate": (None, Entry("F32", (4, 2), 0, 32)),
+        "up": (None, Entry("F32", (3, 2), 32, 56)),
+    }
+    assert _put_together("gate_up", form, headers).shape == (7, 2)
+    headers["up"] = (None, Entry("F32", (3, 4), 32, 80))
+    with pytest.raises(ConfigError, match=r"gate_up .* along dim 0 .* \[\(3, 4\), \(4, 2\)\]"):
+        _put_together("gate_up", form, headers)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel2d import fsdp_internals
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.cost.tensor_twin import on_fake_tensors
 from parallel2d.mesh import MeshShape, mesh_shape
-from parallel2d.parallelize import fsdp_internals
 from parallel2d.sync import GradientSync
 from parallel2d.sync.engine import engines_in
 

@@ -12,7 +12,7 @@ from parallel2d.config import DataConfig
 from parallel2d.data.cache import files_identity
 from parallel2d.data.documents import WHOLE_FILE, ReadOptions, Unit
 from parallel2d.data.prepare import PrepareOptions
-from parallel2d.data.sources import find_files, plan_units, standard_library
+from parallel2d.data.reading import find_files, plan_units, standard_library
 
 # files of the standard library that may be left out: some Python version may have such
 _CORPUS_BAD_ROWS = 100

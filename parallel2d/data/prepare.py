@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from parallel2d.data import token_shards as store
 from parallel2d.data.documents import HASH_RANGE, BadRow, Document, ReadOptions, SourceFile, Unit
-from parallel2d.data.sources import read_unit
+from parallel2d.data.preparation_pool import run_in_workers
+from parallel2d.data.reading import read_unit
 from parallel2d.data.tokenizer import Tokenizer, load_tokenizer
-from parallel2d.data.workers import run_in_workers
 from parallel2d.errors import ConfigError
 
 _BATCH_CHARACTERS = 1 << 20  # texts given to the tokenizer at a time: bounds memory

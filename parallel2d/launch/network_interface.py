@@ -69,7 +69,7 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] | None =
     return _first_of_family(family, chosen.interfaces)
 
 
-class _Chosen(NamedTuple):
+class _FirstChoice(NamedTuple):
     """A variable that the user set, and the interfaces that it allows."""
 
     variable: str
@@ -77,18 +77,18 @@ class _Chosen(NamedTuple):
     interfaces: list[Interface]
 
 
-def _chosen_by_user(env: Mapping[str, str], present: list[Interface]) -> _Chosen | None:
+def _chosen_by_user(env: Mapping[str, str], present: list[Interface]) -> _FirstChoice | None:
     """The choice in GLOO_SOCKET_IFNAME, or else in NCCL_SOCKET_IFNAME, or None."""
     for_gloo = env.get(GLOO, "")
     names = _comma_separated(for_gloo)
     if names:
         # Gloo takes a list of names too, but one address is needed here: that of the first.
         named = [each for each in present if each.name == names[0]]
-        return _Chosen(GLOO, for_gloo, named)
+        return _FirstChoice(GLOO, for_gloo, named)
     for_nccl = env.get(NCCL, "").strip()
     if for_nccl:
         matching = [each for each in present if matches_nccl(for_nccl, each.name)]
-        return _Chosen(NCCL, for_nccl, matching)
+        return _FirstChoice(NCCL, for_nccl, matching)
     return None
 
 

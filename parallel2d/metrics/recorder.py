@@ -16,7 +16,7 @@ from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.deviation import Deviation
 from parallel2d.metrics.goodput import Goodput
-from parallel2d.metrics.memory import resident_gib
+from parallel2d.metrics.out_of_memory import resident_gib
 from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.stragglers import Stragglers
 from parallel2d.metrics.watch import Position

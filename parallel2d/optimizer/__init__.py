@@ -16,8 +16,8 @@ from torch import nn
 from parallel2d.config import OptimizerConfig
 from parallel2d.optimizer.adafactor import Adafactor
 from parallel2d.optimizer.groups import describe_group, plan_groups
-from parallel2d.optimizer.schedules import LossScaler, learning_rate, set_learning_rate
 from parallel2d.optimizer.muon import Muon
+from parallel2d.optimizer.schedules import LossScaler, learning_rate, set_learning_rate
 
 log = logging.getLogger(__name__)
 

@@ -151,7 +151,20 @@ def _matching_operators(pattern: str) -> set[str]:
 
 
 def _is_composite(full: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(full, _COMPOSITE)
+    """Whether the operator ``full`` is computed as other operators."""
+    # Torch generates overloads with an `out` argument, which blocks do not call, in another way.
+    overloads = [name for name in _overloads()[full] if not name.endswith("out")]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(overloads) and all(has_kernel(name, _COMPOSITE) for name in overloads)
+
+
+@functools.cache
+def _overloads() -> dict[str, list[str]]:
+    """Full name of each registered operator -> names of its overloads: aten::add.Tensor."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in torch._C._dispatch_get_all_op_names():
+        found[name.partition(".")[0]].append(name)
+    return dict(found)
 
 
 def _near_operators(pattern: str, operators: Iterable[str]) -> str:
@@ -167,9 +180,8 @@ def _near_operators(pattern: str, operators: Iterable[str]) -> str:
 def _operators() -> dict[str, list[str]]:
     """Full names of all registered operators by what a pattern is compared with."""
     # Overloads, such as aten::add.Tensor and aten::add.Scalar, are kept or recomputed together.
-    registered = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     found: dict[str, list[str]] = defaultdict(list)
-    for full in sorted(registered):
+    for full in sorted(_overloads()):
         namespace, _, name = full.partition("::")
         found[full].append(full)
         if namespace in _NAMESPACES:

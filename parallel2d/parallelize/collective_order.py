@@ -36,7 +36,7 @@ from torch import Tensor
 
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather, broadcast
-from parallel2d.parallelize.fsdp_internals import AllGather, ReduceScatter
+from parallel2d.fsdp_internals import AllGather, ReduceScatter
 
 RING = 4096  # entries kept for each rank; no rank is so many collectives ahead of another
 

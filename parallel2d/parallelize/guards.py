@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from parallel2d import fsdp_internals
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather
+from parallel2d.fsdp_internals import RunningForward
 from parallel2d.model_structure import canonical_name
-from parallel2d.parallelize import fsdp_internals
-from parallel2d.parallelize.fsdp_internals import RunningForward
 
 
 def guard(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from parallel2d.parallelize.fsdp_internals import collect_grad_tensors
+from parallel2d.fsdp_internals import collect_grad_tensors
 
 
 class _OwnTensor(torch.autograd.Function):

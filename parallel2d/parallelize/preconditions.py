@@ -166,14 +166,15 @@ def _check_attribute(path: str, value: Any, names: Mapping[int, str]) -> None:
         )
 
 
-def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
-    """The parameters in ``value`` and in the plain containers inside it."""
+def _parameters_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[nn.Parameter]:
+    """The parameters in ``value`` and in the plain containers inside it. ``outer``: ids of the
+    containers that it is in, one of which it may be itself."""
     if isinstance(value, nn.Parameter):
         yield value
         return
-    if isinstance(value, dict):
-        value = list(value.values())
     # Other objects are not opened: they may be anything, and have attributes that run code.
-    if isinstance(value, list | tuple | set):
-        for inner in value:
-            yield from _parameters_in(inner)
+    if not isinstance(value, dict | list | tuple | set) or id(value) in outer:
+        return
+    inside = outer | {id(value)}
+    for inner in value.values() if isinstance(value, dict) else value:
+        yield from _parameters_in(inner, inside)

@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from parallel2d import fsdp_internals
 from parallel2d.config import PrefetchConfig
+from parallel2d.fsdp_internals import ForwardOrder
 from parallel2d.mesh import mesh_shape
-from parallel2d.parallelize import fsdp_internals
-from parallel2d.parallelize.fsdp_internals import ForwardOrder
 
 log = logging.getLogger(__name__)
 

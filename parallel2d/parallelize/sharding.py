@@ -22,16 +22,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from parallel2d import fsdp_internals
 from parallel2d.config import ParallelConfig
 from parallel2d.errors import ConfigError
+from parallel2d.fsdp_internals import ShardedGroup
 from parallel2d.mesh import has_cpu_backend, mesh_shape
-from parallel2d.parallelize import fsdp_internals
 from parallel2d.parallelize.collective_order import (
     CollectiveOrder,
     OrderedAllGather,
     OrderedReduceScatter,
 )
-from parallel2d.parallelize.fsdp_internals import ShardedGroup
 from parallel2d.parallelize.outputs import own_outputs
 from parallel2d.parallelize.precision import Precision
 from parallel2d.parallelize.scalars import Scalar

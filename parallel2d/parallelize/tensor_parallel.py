@@ -290,11 +290,13 @@ def _embedding_style(name: str, module: nn.Embedding, word: str, tensor: int) ->
 def _linear_style(
     name: str, module: nn.Linear, parent: nn.Module, word: str, tensor: int
 ) -> ParallelStyle:
-    if word.startswith("rowwise"):
+    if word in ("rowwise", "rowwise_split_input"):
         _must_divide(name, "in_features", module.in_features, tensor)
         if word == "rowwise":
             return RowwiseParallel()
         return RowwiseParallel(input_layouts=Replicate())
+    if word == "embedding_rowwise":
+        raise ValueError(f"{name}: a Linear is split colwise or rowwise, not {word}")
     if word == "colwise_gather_output":
         # Uneven parts can be gathered, so that a vocabulary of any size can be split.
         return ColwiseParallel(output_layouts=Replicate())

@@ -100,7 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from parallel2d.preflight.check import NotFit, Request, check
     from parallel2d.preflight.meeting import NodeMissing
-    from parallel2d.preflight.report import show, to_json, verdict_of_other_node, write_cluster_file
+    from parallel2d.preflight.outcome import (
+        show,
+        to_json,
+        verdict_of_other_node,
+        write_cluster_file,
+    )
 
     here = socket.gethostname()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallel2d import fsdp_internals
 from parallel2d.sync.engine import engines_in
 
 Batch = TypeVar("Batch")
@@ -81,9 +82,8 @@ def discard_accumulated(model: nn.Module) -> None:
     where ``zero_grad`` does not reach them, are not added to the next global batch.
     """
     for module in model.modules():
-        # Torch decides in the first forward which module is the root.
-        if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
-            module.reset_iter_state()
+        if isinstance(module, FSDPModule):
+            fsdp_internals.reset_iteration(module)
     for engine in engines_in(model):
         engine.reset()
 

@@ -169,6 +169,8 @@ class InitialWeights:
             filled = self._fill(unit, seed)
             unset += _write_parameters(filled, unit, parameters, written)
             unset += self._write_buffers(filled, unit, buffers)
+            del filled  # before the next unit is made, or two would be held
+        unset += [name for name, value in parameters.items() if id(value) not in written]
         if unset:
             names = ", ".join(unset)
             owned = "them" if len(unset) > 1 else "it"

@@ -57,6 +57,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
 
 def _load_parts(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Copies this rank's parts of a sharded state dict, canonical name -> tensor."""
+    # After a forward without backward, some parameters may still be gathered.
+    reshard(model)
     parameters = by_canonical_name(model.named_parameters())
     wrong = []
     for name, parameter in parameters.items():

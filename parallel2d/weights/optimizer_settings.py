@@ -80,8 +80,8 @@ def _wrong_kinds(settings: Settings, group: Mapping[str, Any]) -> Iterator[str]:
         current = group.get(key)
         if isinstance(current, tuple):
             # Such as betas; a state that has been JSON has lists.
-            kind = "list"
-            fits = isinstance(value, tuple | list)
+            kind = f"list of {len(current)}"
+            fits = isinstance(value, tuple | list) and len(value) == len(current)
         elif isinstance(current, Number | Tensor):
             kind = "number"
             fits = isinstance(value, Number)

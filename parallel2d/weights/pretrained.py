@@ -251,6 +251,7 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
             parts.append(_StoredPart(source, part, tuple(begin)))
         if form.dim is not None:
             offset += shape[form.dim]
+    _check_other_dims(name, [part.entry.shape for part in parts], form)
     sizes = {len(stored_names) for stored_names in form.names}
     if len(sizes) > 1:
         raise ConfigError(
@@ -263,6 +264,23 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     if form.dim is not None:
         whole[form.dim] = offset
     return _Stored(tuple(whole), parts, list(chain.from_iterable(form.names)))
+
+
+def _check_other_dims(
+    name: str, shapes: Sequence[tuple[int, ...]], form: huggingface.StoredForm
+) -> None:
+    """Raises `ConfigError` when tensors that are concatenated differ in another dim."""
+    others = set()
+    for shape in shapes:
+        rest = list(shape)
+        if form.dim is not None:
+            rest[form.dim] = 0
+        others.add(tuple(rest))
+    if len(others) > 1:
+        raise ConfigError(
+            f"{printable(name)} is put together along dim {form.dim} from tensors that differ in "
+            f"another dim: {sorted(set(shapes))}"
+        )
 
 
 def _common_shape(

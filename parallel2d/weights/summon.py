@@ -3,7 +3,7 @@ and `apply_full`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.errors import ConfigError
+from parallel2d.exchange import broadcast
 from parallel2d.model_structure import canonical_name
 from parallel2d.weights.named_tensors import reshard
 from parallel2d.weights.whole_tensors import fill_tensor, gather_tensor
@@ -61,8 +62,7 @@ def summon_full_params(
         for parameter in summoned:
             parameter.show(parameter.sharded)
         if writeback:
-            for parameter in summoned:
-                parameter.write_back(from_rank0=rank0_only, with_gradient=with_grads)
+            _write_back(summoned, from_rank0=rank0_only, with_gradients=with_grads)
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
@@ -139,8 +139,14 @@ class _Summoned:
             # Not by `setattr`, which a module may override.
             module._parameters[name] = parameter
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the whole parameter still has the gradient that was gathered with it."""
+        return self.whole is not None and self.whole.grad is not None
+
     def write_back(self, *, from_rank0: bool, with_gradient: bool) -> None:
-        """Fills the sharded parameter from the whole one. Collective if ``from_rank0``."""
+        """Fills the sharded parameter from the whole one, and its gradient; without
+        ``with_gradient`` the gradient stays as it is. Collective if ``from_rank0``."""
         values = None
         gradient = None
         if self.whole is not None:
@@ -149,6 +155,18 @@ class _Summoned:
         fill_tensor(self.sharded, values, from_rank0=from_rank0)
         if with_gradient and self.sharded.grad is not None:
             fill_tensor(self.sharded.grad, gradient, from_rank0=from_rank0)
+
+
+def _write_back(summoned: Sequence[_Summoned], *, from_rank0: bool, with_gradients: bool) -> None:
+    """Fills all sharded parameters. A gradient that was set to None inside is dropped."""
+    kept = [parameter.has_gradient for parameter in summoned]
+    # The other ranks have no whole parameters, so rank 0 decides for them.
+    if with_gradients and from_rank0:
+        kept = broadcast(kept)
+    for parameter, keeps in zip(summoned, kept, strict=True):
+        if with_gradients and not keeps:
+            parameter.sharded.grad = None
+        parameter.write_back(from_rank0=from_rank0, with_gradient=with_gradients)
 
 
 def _parameters_of(model: nn.Module, recurse: bool) -> list[_Summoned]:

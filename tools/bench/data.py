@@ -35,7 +35,7 @@ from parallel2d.data import BatchFeed, BatchPlan, open_data
 from parallel2d.data.documents import Document, ReadOptions
 from parallel2d.data.order import Order
 from parallel2d.data.prepare import PrepareOptions, prepare
-from parallel2d.data.sources import plan_units, read_unit, standard_library
+from parallel2d.data.reading import plan_units, read_unit, standard_library
 from parallel2d.data.tokenizer import load_tokenizer
 
 ROUNDS = 5

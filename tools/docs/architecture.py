@@ -1,6 +1,6 @@
 """Draws docs/images/architecture.svg from the table in docs/architecture.md.
 
-    python -m tools.docs.architecture
+python -m tools.docs.architecture
 """
 
 from __future__ import annotations

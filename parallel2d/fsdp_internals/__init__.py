@@ -13,14 +13,14 @@ from torch.distributed.fsdp._common_utils import collect_grad_tensors
 # classes, which `torch.distributed.fsdp` does not export.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from parallel2d.parallelize.fsdp_internals.forward_order import ForwardOrder, prefetch_in_forward
-from parallel2d.parallelize.fsdp_internals.private_names import KEPT, REACHED
-from parallel2d.parallelize.fsdp_internals.sharded_group import (
+from parallel2d.fsdp_internals.forward_order import ForwardOrder, prefetch_in_forward
+from parallel2d.fsdp_internals.private_names import KEPT, REACHED
+from parallel2d.fsdp_internals.sharded_group import (
     ShardedGroup,
     ShardedParameter,
     sharded_groups,
 )
-from parallel2d.parallelize.fsdp_internals.sharded_model import (
+from parallel2d.fsdp_internals.sharded_model import (
     GroupTraffic,
     RunningForward,
     after_backward,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from parallel2d.parallelize.fsdp_internals.sharded_model import groups, in_backward, state_of
+from parallel2d.fsdp_internals.sharded_model import groups, in_backward, state_of
 
 
 def prefetch_in_forward(module: nn.Module, later: Sequence[nn.Module]) -> None:

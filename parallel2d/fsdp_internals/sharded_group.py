@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import ConfigError
+from parallel2d.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.model_structure import canonical_name
-from parallel2d.parallelize.fsdp_internals.sharded_model import groups, in_backward
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
