@@ -108,8 +108,8 @@ def _config_of_architecture(transformers: Any, architecture: str | None) -> Any:
     if architecture not in known:
         near = difflib.get_close_matches(str(architecture), list(known), n=3, cutoff=0.4)
         raise ValueError(
-            f"transformers {transformers.__version__} has no architecture {architecture!r}; "
-            f"near: {near}"
+            f"transformers {transformers.__version__} has no architecture {architecture!r}; near: "
+            f"{near}"
         )
     return known[architecture]()
 
@@ -219,9 +219,8 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
         if word not in WORDS:
             raise ValueError(
                 f"{type(model).__name__} ships a tensor-parallel plan with {pattern}: {word}, "
-                "which is not translated; give "
-                "one with model.tensor_plan={pattern: word} or package.module:function, or set "
-                "mesh.tensor=1"
+                "which is not translated; give one with model.tensor_plan={pattern: word} or "
+                "package.module:function, or set mesh.tensor=1"
             )
         found[pattern] = word
     return found
@@ -390,10 +389,9 @@ def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> 
     # One parameter made of several tensors; a converter may also split a tensor into several.
     if targets != 1 or rest not in ([], ["Concatenate"]):
         raise ValueError(
-            f"{target} is stored in a form that is not read in parts "
-            f"({', '.join(operations)} of "
-            f"{targets}); save the model's own state_dict() with "
-            "safetensors, which has no such form"
+            f"{target} is stored in a form that is not read in parts ({', '.join(operations)} of "
+            f"{targets}); save the model's own state_dict() with safetensors, which has no such "
+            "form"
         )
     # In the rule's order, which is that of the concatenation.
     names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]

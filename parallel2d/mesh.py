@@ -159,8 +159,8 @@ def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[s
     if inside % tensor:
         raise ConfigError(
             f"mesh.tensor={tensor} does not divide the ranks of every host "
-            f"({topology.describe()}); set mesh.shard and mesh.replicate yourself, or let "
-            f"tensor be one of {_divisors(inside)}"
+            f"({topology.describe()}); set mesh.shard and mesh.replicate yourself, or let tensor "
+            f"be one of {_divisors(inside)}"
         )
     shard = inside // tensor
     notes = []

@@ -162,11 +162,9 @@ def _check_input(module: nn.Module, what: str, reads: str, is_pair: bool) -> Non
         return
     also = " and token ids" if is_pair else ""
     raise ConfigError(
-        f"{what}: {type(module).__name__} reads {reads}{also}, "
-        "and the train command feeds token ids "
-        "or images alone; train it with parallel2d.parallelize in a loop of your own: "
-        "docs/models.md, 'Models that read something "
-        "else', has the lines"
+        f"{what}: {type(module).__name__} reads {reads}{also}, and the train command feeds token "
+        "ids or images alone; train it with parallel2d.parallelize in a loop of your own: "
+        "docs/models.md, 'Models that read something else', has the lines"
     )
 
 
@@ -188,8 +186,7 @@ def _reading_images(parts: ModelParts, config: HuggingFaceModel, what: str) -> M
     if not config.loss and not huggingface.classifies_images(module):
         raise ConfigError(
             f"{what}: {type(module).__name__} gives no logits of classes; set "
-            "model.head=image_classification, or model.loss to a "
-            "function of what it gives"
+            "model.head=image_classification, or model.loss to a function of what it gives"
         )
     size, channels = huggingface.image_input(module.config)
     images = ImageInput(size, channels, module.config.num_labels)

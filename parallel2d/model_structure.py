@@ -156,8 +156,7 @@ def _blocks_of_policy(
     if not found:
         raise ConfigError(
             f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of "
-            f"{type(model).__name__}; "
-            f"candidates: {candidate_classes(model)}"
+            f"{type(model).__name__}; candidates: {candidate_classes(model)}"
         )
     return found
 
@@ -181,8 +180,8 @@ def _blocks_of_classes(
     if misspelled or not found:
         raise ConfigError(
             f"{section}.blocks={list(class_names)}: no module of class "
-            f"{', '.join(sorted(missing))} in "
-            f"{type(model).__name__}; candidates: {candidate_classes(model)}"
+            f"{', '.join(sorted(missing))} in {type(model).__name__}; candidates: "
+            f"{candidate_classes(model)}"
         )
     return found
 

@@ -337,9 +337,8 @@ class Trainer:
         if self.progress.skipped_in_a_row >= limit:
             raise ConfigError(
                 f"loss or gradient was not finite in {limit} steps in a row "
-                "(train.max_skipped_steps), the last one step "
-                f"{self.progress.step}: lower optimizer.lr={self.config.optimizer.lr} or use a "
-                "wider precision"
+                f"(train.max_skipped_steps), the last one step {self.progress.step}: lower "
+                f"optimizer.lr={self.config.optimizer.lr} or use a wider precision"
             )
 
 

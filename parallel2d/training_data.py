@@ -129,9 +129,8 @@ def check_position(restored: Mapping[str, object], data: OpenData, config: Train
         return
     text = (
         f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut "
-        "otherwise (files, tokenizer, "
-        f"train.seq_len, image size, train.seed, data.*): here sample {restored['samples']} is "
-        "another one"
+        "otherwise (files, tokenizer, train.seq_len, image size, train.seed, data.*): here sample "
+        f"{restored['samples']} is another one"
     )
     if config.checkpoint.strict:
         raise ConfigError(

@@ -114,9 +114,8 @@ def namespace(code: str) -> dict[str, Any]:
     if "parts" in used:
         names["parts"] = sharded_state(model, names["optimizer"], copy=True)
     if "path" in used:
-        names["path"] = os.path.join(
-            tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}"
-        )  # of all ranks of these workers
+        # of all ranks of these workers
+        names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}")
         old = full_state(model, names["optimizer"]) if "torch" in used else {}
         if old:  # what FSDP1 calls a full state: parameters and their optimizer state by name
             torch.save({"model": old["model"], "optim": old["optimizer"]}, names["path"])

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-sys.path.insert(
-    0, os.path.dirname(__file__)
-)  # the forked workers import test modules and `workers` by name
-sys.path.append(
-    os.path.dirname(os.path.dirname(__file__))
-)  # `tools` stands at the root of the repository
+# the forked workers import test modules and `workers` by name
+sys.path.insert(0, os.path.dirname(__file__))
+# `tools` stands at the root of the repository
+sys.path.append(os.path.dirname(os.path.dirname(__file__)))
 
 # torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

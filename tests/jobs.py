@@ -109,7 +109,6 @@ def ranks_of(launcher):
             state, parent = rest.split()[:2]
             parents[int(entry)] = int(parent)
             if name.startswith("rank ") and state != "Z":
-                found.append(
-                    (int(name.split()[1]), int(entry))
-                )  # of other jobs too, which have the same names
+                # of other jobs too, which have the same names
+                found.append((int(name.split()[1]), int(entry)))
     return [pid for _, pid in sorted(found) if parents.get(parents[pid]) == launcher]

@@ -381,9 +381,8 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path, capsys, record):
 
 def test_advice_to_load_a_file_without_care_is_not_passed_on(tmp_path, capsys):
     torch.save({"w": torch.zeros(100)}, tmp_path / "w.pt")
-    replaced(
-        tmp_path / "w.pt", "data.pkl", b"\x80\x02)}b.", zipfile.ZIP_STORED
-    )  # a state for a tuple, which torch refuses to set
+    # a state for a tuple, which torch refuses to set
+    replaced(tmp_path / "w.pt", "data.pkl", b"\x80\x02)}b.", zipfile.ZIP_STORED)
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1
     said = capsys.readouterr().err
     assert "Weights only load failed" in said
@@ -427,9 +426,8 @@ def test_what_weights_do_not_need_is_not_read(tmp_path, capsys, content, zipped)
 
 
 def test_a_key_that_takes_for_ever_to_hash_is_not_made(tmp_path, capsys):
-    tuples = (
-        b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s."
-    )  # a dict with a tuple of two tuples of two tuples ... as its key
+    # a dict with a tuple of two tuples of two tuples ... as its key
+    tuples = b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s."
     torch.save({"w": torch.zeros(100)}, tmp_path / "w.pt")
     replaced(tmp_path / "w.pt", "data.pkl", tuples, zipfile.ZIP_STORED)
     assert main(["convert", str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")]) == 1

@@ -164,9 +164,8 @@ def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_u
     assert lives[0]["start"] == 4
     assert said(lives, "node 0: rank-00000.safetensors: its checksum is not that of its record")
 
-    cluster.run(
-        "AABB", until=7
-    )  # goes on from step 4, which is in memory still; copies 6 and one of step 5
+    # goes on from step 4, which is in memory still; copies 6 and one of step 5
+    cluster.run("AABB", until=7)
     cluster.damage("A", 6)
     cluster.damage("B", 6)
     lives = cluster.run("AABB", until=5)
@@ -203,9 +202,8 @@ def test_copies_of_another_run_are_not_used(cluster):
 @pytest.mark.slow
 def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluster):
     cluster.run("AABB", until=6, disk_every=3)
-    shutil.copytree(
-        cluster.node("B"), cluster.node("Z")
-    )  # a node that is cut off with copies of steps 4 and 6
+    # a node that is cut off with copies of steps 4 and 6
+    shutil.copytree(cluster.node("B"), cluster.node("Z"))
     cluster.lose("AB")
     shutil.rmtree(cluster.run_dir / "checkpoints" / "step-00000006")
     lives = cluster.run("CCDD", until=4, disk_every=3)

@@ -242,9 +242,8 @@ def test_a_killed_node_loses_its_memory_and_its_peers_notice():
         cluster.execute(0, ["touch", "/dev/shm/mine"])
         cluster.kill_node(0)
         assert cluster.nodes[0].processes() == []
-        await_text(
-            cluster, 1, "ERROR"
-        )  # at once, by a reset; a silent peer would be noticed after minutes
+        # at once, by a reset; a silent peer would be noticed after minutes
+        await_text(cluster, 1, "ERROR")
         with pytest.raises(ClusterError, match="node0 is down"):
             cluster.execute(0, ["true"])
         cluster.restore_node(0)
@@ -268,9 +267,8 @@ def test_power_loss_is_silent_until_the_node_is_back():
         with pytest.raises(ClusterError, match="node0 has no power"):
             cluster.heal(0)
         cluster.restore_node(0)
-        await_text(
-            cluster, 1, "ERROR ConnectionResetError"
-        )  # the new kernel does not know the connection
+        # the new kernel does not know the connection
+        await_text(cluster, 1, "ERROR ConnectionResetError")
         assert cluster.counters()["node0"]["eth0"]["rx_bytes"] >= before["eth0"]["rx_bytes"]
         begun = len(cluster.log_path(0).read_text())
         transfer(cluster, 1, 0, 1000)
@@ -299,9 +297,8 @@ def test_a_partition_lets_nothing_through_and_heals():
         sent = len(cluster.log_path(1).read_text())
         for _ in range(20):
             sent = await_text(cluster, 1, "SENT", sent)
-        assert (
-            "HEARD" not in cluster.log_path(0).read_text()[heard + 20 :]
-        )  # one line may have been on its way
+        # one line may have been on its way
+        assert "HEARD" not in cluster.log_path(0).read_text()[heard + 20 :]
         transfer(cluster, 0, 2, 1000)  # the others go on
         cluster.heal(1)
         await_text(cluster, 0, "HEARD", len(cluster.log_path(0).read_text()))
@@ -349,9 +346,8 @@ except ConnectionRefusedError:  # the first was enough
                 cluster.execute(1, python(send))
                 assert listener.wait(10) == 0
                 arrived = int(cluster.log_path(0).read_text()[begun:].split()[-1])
-                assert arrived == pytest.approx(
-                    2000 * (1 - share), abs=0 if share == 0 else 120
-                )  # 6 standard deviations
+                # 6 standard deviations
+                assert arrived == pytest.approx(2000 * (1 - share), abs=0 if share == 0 else 120)
                 cluster.set_loss(lossy, 0.0)
         with pytest.raises(ClusterError, match="loss=2 must lie between 0 and 1"):
             cluster.set_loss(0, 2)
@@ -384,9 +380,8 @@ def test_two_clusters_at_once_do_not_meet():
         transfer(other, 1, 0, 20_000)
         first, second = one.tag, other.tag
         assert first != second
-        assert (
-            leftovers.clean() == [] or first in leftovers.states()
-        )  # a living cluster is no leftover
+        # a living cluster is no leftover
+        assert leftovers.clean() == [] or first in leftovers.states()
         assert one.execute(0, ["hostname"]) == "node0\n"
     assert left_of(first) == left_of(second) == []
 
@@ -488,9 +483,8 @@ def test_faults_from_the_command_line(tmp_path, capsys):
     faults += ["--fault", "at=2.5s kill-node node=1", "--fault", "at=50s heal node=0"]
     code = main([*words, *faults, "--", "sh", "-c", WORKERS])
     said = capsys.readouterr().out
-    assert code == 137, (
-        said
-    )  # node 0's launcher ended with its worker's code; node 1 was ended by us
+    # node 0's launcher ended with its worker's code; node 1 was ended by us
+    assert code == 137, said
     report = json.loads((tmp_path / "counters.json").read_text())
     assert sorted(event["fault"] for event in report["events"]) == [
         "kill-node",

@@ -155,10 +155,11 @@ SHORT = (
     "checkpoint.enabled=false",
     "metrics.tensorboard=false",
 )
+# a choice of a group replaces what is said of it
 IMPLIED = {
     "data": ("data.",),
     "model": ("model.",),
-}  # a choice of a group replaces what is said of it
+}
 
 
 def with_base(base: tuple[str, ...], words: list[str]) -> list[str]:

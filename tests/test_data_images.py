@@ -83,9 +83,8 @@ def test_an_image_is_its_square_scaled_and_normalized(tmp_path: Path) -> None:
         mode="bilinear",
         antialias=True,
     )
-    inside = one_image(tmp_path / "blurred", pixels)[
-        :, :, 1:-1
-    ]  # at the border, pixels beside the square have their part
+    # at the border, pixels beside the square have their part
+    inside = one_image(tmp_path / "blurred", pixels)[:, :, 1:-1]
     assert (
         (inside + 1) * 127.5 - blurred[0][:, :, 1:-1]
     ).abs().max() <= 1.01  # Pillow rounds after each of two passes
@@ -147,9 +146,8 @@ def test_classes_are_the_subfolders_in_the_order_of_their_names(folder: Path) ->
 
 def test_an_image_that_announces_too_many_pixels_is_not_decoded(folder: Path) -> None:
     image = next((folder / "ant").iterdir())
-    Image.new("1", (5001, 5000)).save(
-        image, format="PNG"
-    )  # 25 million and some, in a few kilobytes
+    # 25 million and some, in a few kilobytes
+    Image.new("1", (5001, 5000)).save(image, format="PNG")
     with pytest.raises(ConfigError, match="5001 x 5000 are more than 25,000,000 pixels"):
         everything(opened(folder, validation_fraction=0.0).train)
 

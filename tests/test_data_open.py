@@ -166,9 +166,8 @@ def test_padded_sequences_carry_the_loss_mask(tmp_path: Path) -> None:
     for targets in batch.targets:
         text = bytes(targets[targets >= 0].clamp(max=255).tolist()).decode(errors="replace")
         assert text.startswith("answer ")
-    assert data.description.endswith(
-        "40 documents cut to that length"
-    )  # all but the ten one-digit answers
+    # all but the ten one-digit answers
+    assert data.description.endswith("40 documents cut to that length")
 
 
 @pytest.mark.parametrize(

@@ -243,9 +243,8 @@ def test_mixture_weights_are_exact_in_every_window() -> None:
         chosen, local = schedule.locate(np.arange(3 * schedule.period))
         for component, weight in enumerate(schedule.weights):
             mine = chosen == component
-            assert local[mine].tolist() == list(
-                range(int(mine.sum()))
-            )  # each component is read in order, none skipped
+            # each component is read in order, none skipped
+            assert local[mine].tolist() == list(range(int(mine.sum())))
             before = np.concatenate([[0], np.cumsum(mine)])
             error = before - np.arange(len(before)) * weight / schedule.period
             assert error.max() - error.min() < 2  # any window: within 2 of its share

@@ -216,11 +216,12 @@ class Disturbed:
         assert set(codes.values()) == {75}, f"{codes}\n{self.job.tail()}"
         for node in self.cluster.nodes:
             assert node.processes() == [], f"{node.name} still has processes"
+            # torch's cache
             left = [
                 path.name
                 for path in node.temporary.iterdir()
                 if not path.name.startswith("torchinductor_")
-            ]  # torch's cache
+            ]
             assert left == [], f"{node.name} still has {left} in its temporary folder"
             shared = self.cluster.execute(
                 self.cluster.nodes.index(node), ["ls", "-A", "/dev/shm"]
@@ -242,10 +243,11 @@ def undisturbed(folder: Path, steps: int) -> list[dict[str, object]]:
         "checkpoint=default",
     ]
     command = [sys.executable, "-m", "parallel2d.train", *words]
+    # on a machine with other work, two threads wait for each other's turn
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-    }  # on a machine with other work, two threads wait for each other's turn
+    }
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
     )

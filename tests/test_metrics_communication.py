@@ -65,9 +65,8 @@ def kernel_bytes() -> tuple[int, int]:
 def settled_kernel_bytes() -> tuple[int, int]:
     """The counters between two barriers, when nothing is on its way any more."""
     dist.barrier()
-    time.sleep(
-        0.2
-    )  # the protocol of the counters, not of the code: the last segments are acknowledged
+    # the protocol of the counters, not of the code: the last segments are acknowledged
+    time.sleep(0.2)
     value = kernel_bytes()
     dist.barrier()
     return value
@@ -388,10 +387,11 @@ INSIDE = {"hybrid": ("shard", "replicate"), "tensor": ("tensor", "shard")}
 @pytest.mark.parametrize(("layout", "accumulation"), ON_TWO_NODES)
 def test_bytes_per_axis_are_those_that_the_kernel_counts(two_nodes, layout, accumulation):
     case = two_nodes[layout, accumulation]
+    # all ranks
     measured = {
         axis: 4 * case["measured"][f"comm/{axis}/bytes"]
         for axis in ("replicate", "shard", "tensor")
-    }  # all ranks
+    }
     inside, outside = case["inside"], case["outside"]
     assert sum(measured.values()) == pytest.approx(inside + outside, rel=0.02)
     if layout in INSIDE:
@@ -408,9 +408,10 @@ def main(rank: int, folder: str) -> None:
     results = []
     for layout, accumulation in ON_TWO_NODES:
         case = measure(*LAYOUTS[layout], accumulation, kernel=True)
+        # once per node
         counted = torch.tensor([case["inside"], case["outside"]], dtype=torch.float64) * (
             rank % 2 == 0
-        )  # once per node
+        )
         dist.all_reduce(counted)
         inside, outside = counted.tolist()
         results.append(

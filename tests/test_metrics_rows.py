@@ -213,9 +213,8 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     per_sequence = count_flops(
         model, functools.partial(token_sequences(seq).example, 1), cross_entropy_sum
     )
-    assert per_sequence == 6 * seq * (
-        width * hidden + hidden * words
-    )  # 2 forward, 4 backward, per weight and token
+    # 2 forward, 4 backward, per weight and token
+    assert per_sequence == 6 * seq * (width * hidden + hidden * words)
     writer = MetricsWriter(str(tmp_path), {}, tensorboard=False)
     recorder = Recorder(
         log_every=1, steps=2, ranks=ranks, tokens_per_step=batch * seq, flops_per_step=per_sequence * batch, peak_flops=peak,
@@ -255,9 +254,8 @@ def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
         model = huggingface.build(None, "llama", sizes, "causal_lm")
     seq = 32
     products = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    attention = (
-        2 * 2 * seq * 64
-    )  # two layers; queries with keys, and weights with values, without the causal half
+    # two layers; queries with keys, and weights with values, without the causal half
+    attention = 2 * 2 * seq * 64
     example = functools.partial(token_sequences(seq).example, 1)
     assert count_flops(model, example, cross_entropy_sum) == 6 * seq * (products + attention)
 

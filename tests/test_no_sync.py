@@ -101,10 +101,11 @@ def test_each_axis_moves_what_the_mode_says_and_the_sum_is_that_of_accumulate(
     ranks, mode, inside_shard, inside_replicate
 ):
     for (inside, after, alone), equal, size in ranks.run(4, _counted, mode):
+        # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
         whole, part = (
             (GROUPS, size),
             (1, size // 2),
-        )  # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
+        )
         assert inside == (
             tuple(inside_shard * n for n in whole),
             tuple(inside_replicate * n for n in part),
@@ -139,8 +140,7 @@ def _after_an_exception(mode, during):
 @pytest.mark.parametrize("mode", ["reduce_scatter_only", "none", "full"])
 def test_an_exception_inside_leaves_nothing_of_the_lost_micro_batches(ranks, mode, during):
     for left, equal, calls in ranks.run(4, _after_an_exception, mode, during):
-        assert left == (
-            mode == "full"
-        )  # there each micro-batch is reduced into .grad, which is the caller's to clear
+        # there each micro-batch is reduced into .grad, which is the caller's to clear
+        assert left == (mode == "full")
         assert equal
         assert calls == (GROUPS, 1)

@@ -145,9 +145,8 @@ def test_offloaded_parameters_train_as_others_do(ranks, strategy):
 @pytest.mark.extras("torchao")
 def test_float8_replaces_the_layers_of_blocks_and_no_name():
     with build_on_meta():
-        model = training.build_llama(
-            n_layers=2, hidden_dim=40
-        )  # 40 is no multiple of 16: the feed-forward stays
+        # 40 is no multiple of 16: the feed-forward stays
+        model = training.build_llama(n_layers=2, hidden_dim=40)
     names = list(dict(model.named_parameters()))
     precision = PrecisionConfig(float8="rowwise", float8_exclude=["layers.0.attention.wo"])
     converted = convert_to_float8(find_blocks(model), precision, {id(model.layers[1].attention.wk)})

@@ -299,13 +299,14 @@ def _weights(sizes, strategy, bucketing, llama):
 
 
 def test_initial_weights_are_bitwise_equal_on_every_mesh(ranks):
+    # sizes that divide unevenly
     odd = {
         "dim": 36,
         "hidden_dim": 50,
         "vocab_size": 71,
         "n_heads": 6,
         "n_kv_heads": 2,
-    }  # sizes that divide unevenly
+    }
     alone = ranks.run(1, _weights, {}, "hybrid", "block", odd)[0]
     assert all((value != 0).any() for value in alone.values())
     for sizes, strategy, bucketing in [

@@ -139,9 +139,8 @@ def test_every_layout_of_the_full_product(ranks, record_property, case):
         "fp32": check_fp32(ranks, case),
     }.items():
         for name, value in found.items():
-            record_property(
-                f"{precision} {name}", value
-            )  # kept by pytest -o junit_family=xunit1 --junitxml=FILE
+            # kept by pytest -o junit_family=xunit1 --junitxml=FILE
+            record_property(f"{precision} {name}", value)
 
 
 @pytest.mark.slow

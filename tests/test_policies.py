@@ -111,11 +111,12 @@ def test_every_field_of_the_precision_policy_has_its_effect(ranks):
     seen, gradients, stored = ranks.run(
         4, _dtypes, PrecisionConfig(**BF16, fp32_modules=["LayerNorm"])
     )[0]
+    # cast on its way out: the next layer, of another group, gets bf16
     assert seen["norm"] == (
         full,
         full,
         full,
-    )  # cast on its way out: the next layer, of another group, gets bf16
+    )
     assert seen["first"] == seen["last"] == (low, low, low)
 
     with pytest.raises(WorkerError, match="must have the same dtype"):

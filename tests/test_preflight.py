@@ -33,9 +33,8 @@ from parallel2d.store.address import split_endpoint
 from parallel2d.store.secret import NOBODYS
 from parallel2d.store.server import StoreServer
 
-sys.path.insert(
-    0, os.path.dirname(os.path.dirname(__file__))
-)  # tools/ stands beside tests/ and is not installed
+# tools/ stands beside tests/ and is not installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from tools.cluster import Cluster, why_not
 
 NO_CLUSTER = why_not()
@@ -143,9 +142,8 @@ def test_probes_measure_a_real_server():
         peer = Peer("127.0.0.2", server.port, TOKEN)
         assert reach(peer, 3) is None
         assert "reached node number 3 instead" in reach(peer, 4)
-        assert "no answer" in reach(
-            Peer("127.0.0.2", server.port, bytes(16)), 3, timeout_s=0.5
-        )  # a stranger is told nothing
+        # a stranger is told nothing
+        assert "no answer" in reach(Peer("127.0.0.2", server.port, bytes(16)), 3, timeout_s=0.5)
         trips = round_trips(peer)
         assert abs(trips.clock_offset_s - 7.0) <= trips.latency_s + 1e-3
         assert bandwidth(peer, seconds=0.1) > 1e6
@@ -385,9 +383,8 @@ def test_a_whole_check_measures_every_link_and_writes_the_cluster_file(tmp_path,
     watcher.join()
     first = outcomes[0]
     assert seen
-    assert {address.split(":")[0] for address in seen} == {
-        in_table("127.0.0.1", 0).split(":")[0]
-    }  # no other interface listens
+    # no other interface listens
+    assert {address.split(":")[0] for address in seen} == {in_table("127.0.0.1", 0).split(":")[0]}
     assert all(outcome.findings == first.findings for outcome in outcomes)
     assert sorted((link.source, link.target) for link in first.links) == [
         (a, b) for a in range(3) for b in range(3) if a != b
@@ -429,9 +426,8 @@ def test_a_missing_node_is_named_by_those_who_came(tmp_path):
             assert message.startswith(
                 "gpu3 (node 2 of 3) did not come to the endpoint within 1 s; present: "
             )
-            assert (
-                "no other machine can reach" in message
-            )  # an endpoint on loopback is a likely reason
+            # an endpoint on loopback is a likely reason
+            assert "no other machine can reach" in message
 
 
 def test_a_number_that_is_given_twice_is_refused(tmp_path):
@@ -445,9 +441,8 @@ def test_a_number_that_is_given_twice_is_refused(tmp_path):
 
 
 def test_a_node_that_cannot_reach_the_endpoint_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "parallel2d.preflight.check.owns_address", lambda host: False
-    )  # as on another machine
+    # as on another machine
+    monkeypatch.setattr("parallel2d.preflight.check.owns_address", lambda host: False)
     with pytest.raises(
         NotFit, match="cannot reach the endpoint 127.0.0.1:1 within 0.3 s: connection refused"
     ):

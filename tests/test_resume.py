@@ -29,15 +29,12 @@ def rows(folder: Path, name: str):
 def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder):
     assert ranks.run(4, jobs.run, str(folder), str(folder / "whole"), (), 12)[0] == 0
     moved = str(folder / "moved")
-    assert (
-        ranks.run(4, jobs.run, str(folder), moved, (), 5)[0] == 0
-    )  # saved 2 and 4; step 5 is lost
-    assert (
-        ranks.run(2, jobs.run, str(folder), moved, ("strategy=zero3",), 3)[0] == 4
-    )  # saved 6; step 7 is lost
-    assert (
-        ranks.run(8, jobs.run, str(folder), moved, ("bucketing=layer",), 4)[0] == 6
-    )  # saved 8 and 10
+    # saved 2 and 4; step 5 is lost
+    assert ranks.run(4, jobs.run, str(folder), moved, (), 5)[0] == 0
+    # saved 6; step 7 is lost
+    assert ranks.run(2, jobs.run, str(folder), moved, ("strategy=zero3",), 3)[0] == 4
+    # saved 8 and 10
+    assert ranks.run(8, jobs.run, str(folder), moved, ("bucketing=layer",), 4)[0] == 6
     assert (
         ranks.run(4, jobs.run, str(folder), moved, ("mesh.tensor=2", "strategy=hybrid_zero2"), 9)[0]
         == 10

@@ -18,9 +18,8 @@ from listening import listeners
 
 from parallel2d.files import private_folders as folders
 
-sys.path.insert(
-    0, os.path.dirname(os.path.dirname(__file__))
-)  # tools/ stands beside tests/ and is not installed
+# tools/ stands beside tests/ and is not installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from tools.cluster import Cluster, why_not
 
 NOBODY = 65534

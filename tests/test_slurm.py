@@ -143,9 +143,8 @@ def live_twice(folder: Path, **variables: str) -> tuple[list[dict], str]:
     assert second.end() == 75
     assert (folder / "notes").read_text() == f"requeue {job}\n" * 2
     rows = second.rows()
-    assert [row["step"] for row in rows] == list(
-        range(1, len(rows) + 1)
-    )  # nothing twice, nothing left out
+    # nothing twice, nothing left out
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert len(list((folder / "runs").iterdir())) == 1
     return rows, second.log.read_text()
 
@@ -159,9 +158,8 @@ def test_the_script_is_sound_and_may_be_run():
         for n, line in enumerate(SCRIPT.read_text().splitlines())
         if line and not line.startswith("#")
     )
-    assert all(
-        SCRIPT.read_text().splitlines().index(line) < first_command for line in directives
-    )  # Slurm reads none after a command
+    # Slurm reads none after a command
+    assert all(SCRIPT.read_text().splitlines().index(line) < first_command for line in directives)
 
 
 @pytest.mark.slow
@@ -212,9 +210,8 @@ SAVES = 'trap "sleep 0.2; exit 75" USR1; echo up; while :; do sleep 0.02; done'
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, number):
-    code, log, notes = run_stand_in(
-        folder, SAVES, (number, number)
-    )  # the second comes while they save
+    # the second comes while they save
+    code, log, notes = run_stand_in(folder, SAVES, (number, number))
     assert code == 75
     assert notes.startswith("requeue ")
     assert notes.count("\n") == 1

@@ -231,9 +231,8 @@ def test_a_key_that_is_deleted_while_others_are_waited_for_is_waited_for_again(c
 def test_connections_that_are_reset_at_once_do_not_end_the_server(server, client):
     for _ in range(300):
         opened = connection(server)
-        opened.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-        )  # closing sends a reset
+        # closing sends a reset
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         opened.close()
     assert client.add("n", 1) == 1
 

@@ -508,9 +508,8 @@ def _odd_loops():
     def cleared_between(model, data):
         once(model, data)
         with torch.no_grad():
-            model.loss(
-                *data()
-            )  # leaves gathered parameters in their places where they are not freed
+            # leaves gathered parameters in their places where they are not freed
+            model.loss(*data())
         loss = model.loss(*data())
         model.zero_grad()
         loss.backward()

@@ -92,9 +92,8 @@ def test_a_vision_transformer_trains_alike_on_every_layout_and_after_a_stop(
             == 0
         )
     moved = str(tmp_path / "moved")
-    assert (
-        ranks.run(4, jobs.run, str(tmp_path), moved, [*words, "strategy=zero3"], 3)[0] == 0
-    )  # saved 2; step 3 is lost
+    # saved 2; step 3 is lost
+    assert ranks.run(4, jobs.run, str(tmp_path), moved, [*words, "strategy=zero3"], 3)[0] == 0
     assert ranks.run(1, jobs.run, str(tmp_path), moved, words, 4)[0] == 2
     alone = jobs.rows(tmp_path / "alone")
     assert [row["loss"] for row in alone] == pytest.approx(

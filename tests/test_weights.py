@@ -266,9 +266,8 @@ def _received(how, mebibytes, folder):
     }[how]
     dist.barrier()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # what earlier tests freed would be used again, and not be seen
+    # what earlier tests freed would be used again, and not be seen
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")  # VmHWM becomes what is resident now
     before = _resident("VmRSS")
@@ -280,9 +279,8 @@ def _received(how, mebibytes, folder):
     return risen, local.nbytes, right
 
 
-SLACK = (
-    24 * 2**20
-)  # what a rank may hold beside its part: a piece of 16 MiB, and what allocator and process group need
+# what a rank may hold beside its part: a piece of 16 MiB, and what allocator and process group need
+SLACK = 24 * 2**20
 
 
 def check_receiving(ranks, tmp_path, how, mebibytes, record_property=None):

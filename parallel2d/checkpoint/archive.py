@@ -78,8 +78,7 @@ class Checkpoint:
                 )
                 raise DamagedCheckpointError(
                     f"{what}: {printable(wrong)} is {_describe(found.get(wrong))}, the manifest "
-                    "says "
-                    f"{_describe(expected.get(wrong))}"
+                    f"says {_describe(expected.get(wrong))}"
                 )
             self._files[name] = source, header
         return self._files[name]

@@ -130,9 +130,8 @@ class Checkpointer:
             ranks = [rank for rank, host in enumerate(blind) if host]
             raise ConfigError(
                 f"{self.store.root} is not the same folder on every rank: {', '.join(hosts)} "
-                f"(ranks {ranks}) does "
-                "not see what rank 0 writes. Put the run directory on a shared file system, or set "
-                "checkpoint.folder to one"
+                f"(ranks {ranks}) does not see what rank 0 writes. Put the run directory on a "
+                "shared file system, or set checkpoint.folder to one"
             )
 
     @property
@@ -326,8 +325,8 @@ class Checkpointer:
         if self.failures >= self.config.max_failures:
             raise CheckpointError(
                 f"{self.failures} checkpoints in a row could not be written "
-                "(checkpoint.max_failures="
-                f"{self.config.max_failures}), the last, of step {step}: {error}"
+                f"(checkpoint.max_failures={self.config.max_failures}), the last, of step {step}: "
+                f"{error}"
             )
 
     def _clear_the_way(self, step: int) -> str | None:

@@ -130,8 +130,8 @@ class Manifest:
         version = content.get("format")
         if version != FORMAT:
             raise DamagedCheckpointError(
-                f"{what}: format {printable(version)} is not the format {FORMAT} that this "
-                "version reads"
+                f"{what}: format {printable(version)} is not the format {FORMAT} that this version "
+                "reads"
             )
         try:
             digest = content_digest({k: v for k, v in content.items() if k != "sha256"})
@@ -305,8 +305,8 @@ def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], wha
         raise DamagedCheckpointError(f"{what}: {printable(name)} has an empty chunk")
     if sum(region.numel for region in regions) != math.prod(shape):
         raise DamagedCheckpointError(
-            f"{what}: the chunks of {printable(name)} do not cover its shape {list(shape)} "
-            "exactly once"
+            f"{what}: the chunks of {printable(name)} do not cover its shape {list(shape)} exactly "
+            "once"
         )
     if not regions:
         return

@@ -334,7 +334,7 @@ def _find(path: str) -> str | ConfigError:
 def _hint(path: str) -> str:
     if not is_remote(path) and os.path.exists(os.path.join(path, ".metadata")):
         return (
-            "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and "
-            "is never read"
+            "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and is "
+            "never read"
         )
     return ""

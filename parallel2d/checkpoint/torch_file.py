@@ -269,8 +269,7 @@ class TorchReader:
         if total > _REPEATED * self._size + _SMALL:
             raise ConfigError(
                 f"{self.label} has {self._size} bytes, and its tensors would take {total}: they "
-                "repeat their values (expand); "
-                "save them with .contiguous() if that is meant"
+                "repeat their values (expand); save them with .contiguous() if that is meant"
             )
 
     def read(self, tensor: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
     yield from _image_problems(data)
     if data.packing == "padded" and data.intra_document_masking:
         yield (
-            "data.intra_document_masking=true has no effect with data.packing=padded: a "
-            "sequence holds one document"
+            "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
+            "holds one document"
         )
     if data.end != DataConfig().end and not data.epochs:
         yield f"data.end={data.end} has no effect with data.epochs=0, which reads without end"
@@ -255,8 +255,8 @@ def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
     # A pattern alone would choose parameters and change nothing about them.
     if not has_pattern or len(entry) < 2:
         yield (
-            f"optimizer.groups has {entry}; an entry has the form "
-            "{pattern: '*.norm*', weight_decay: 0.0, lr_scale: 0.1}"
+            f"optimizer.groups has {entry}; an entry has the form {{pattern: '*.norm*', "
+            "weight_decay: 0.0, lr_scale: 0.1}"
         )
         return
     for key, value in entry.items():
@@ -302,8 +302,8 @@ def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
         )
     if precision.fp32_modules and precision.param not in ("bf16", "fp16"):
         yield (
-            f"precision.fp32_modules has no effect with precision.param={precision.param}, "
-            "only with bf16 and fp16"
+            f"precision.fp32_modules has no effect with precision.param={precision.param}, only "
+            "with bf16 and fp16"
         )
 
 
@@ -352,8 +352,8 @@ def _checkpointing_problems(checkpointing: ActivationCheckpointingConfig) -> Ite
         )
     if checkpointing.blocks and checkpointing.policy is not None:
         yield (
-            "activation_checkpointing.policy and activation_checkpointing.blocks both say what "
-            "is checkpointed: give one of them"
+            "activation_checkpointing.policy and activation_checkpointing.blocks both say what is "
+            "checkpointed: give one of them"
         )
 
 
@@ -369,9 +369,9 @@ def _budget_problems(
     else:
         return
     yield (
-        "activation_checkpointing=budget needs compile=block with compile.backend="
-        f"{' or '.join(_PARTITIONING)}, got {got}: the compiler chooses what is recomputed; "
-        "choose full or selective without it"
+        "activation_checkpointing=budget needs compile=block with "
+        f"compile.backend={' or '.join(_PARTITIONING)}, got {got}: the compiler chooses what is "
+        "recomputed; choose full or selective without it"
     )
 
 
@@ -402,8 +402,8 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
     # Images have no length; the default is what a user who gave none has.
     if config.data.name == "images" and train.seq_len != LoopConfig().seq_len:
         yield (
-            f"train.seq_len={train.seq_len} has no effect with data=images: an image is one "
-            "sample with one target"
+            f"train.seq_len={train.seq_len} has no effect with data=images: an image is one sample "
+            "with one target"
         )
     if warmup >= train.steps and warmup > 0:
         yield f"scheduler.warmup_steps={warmup} must be below train.steps={train.steps}"
@@ -421,8 +421,8 @@ def _profile_problems(config: TrainConfig) -> Iterator[str]:
     in_order = [1, *steps, last] == sorted([1, *steps, last])
     if steps and not (len(steps) == 2 and in_order):
         yield (
-            f"profile.steps={steps} must be the first and the last step of a trace, within 1 "
-            f"and train.steps={last}"
+            f"profile.steps={steps} must be the first and the last step of a trace, within 1 and "
+            f"train.steps={last}"
         )
     if any(rank < 0 for rank in config.profile.ranks):
         yield f"profile.ranks={config.profile.ranks} must be ranks, counted from 0"
@@ -444,8 +444,8 @@ def _launch_problems(launch: LaunchConfig) -> Iterator[str]:
     if largest > 1 and not launch.rdzv_endpoint:
         yield (
             f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on "
-            "every node: an address of one of them, or of a store that python -m "
-            "parallel2d.launch store runs elsewhere"
+            "every node: an address of one of them, or of a store that python -m parallel2d.launch "
+            "store runs elsewhere"
         )
     if largest == 1 and launch.rdzv_endpoint:
         yield (

@@ -278,8 +278,8 @@ def _check_run_dir(word: str) -> None:
     path = named["path"].strip(" '\"")
     if not path:
         raise ConfigError(
-            "hydra.run.dir is empty: it would be the current folder; name one, or leave it out "
-            "for a new one"
+            "hydra.run.dir is empty: it would be the current folder; name one, or leave it out for "
+            "a new one"
         )
     _check_links(path)
 

@@ -48,9 +48,8 @@ OPTIONS: dict[str, ForeignOption] = {
     "reshard_after_forward": ForeignOption(
         "fully_shard",
         "strategy=zero3 or hybrid reshards after forward, zero2 or hybrid_zero2 does not; to a "
-        "number of ranks it needs groups outside of "
-        "the mesh, which hang on a part of it and whose traffic no axis accounts for: "
-        "strategy=hybrid mesh.shard=N gathers within N ranks",
+        "number of ranks it needs groups outside of the mesh, which hang on a part of it and whose "
+        "traffic no axis accounts for: strategy=hybrid mesh.shard=N gathers within N ranks",
     ),
     # What is sharded how
     "sharding_strategy": ForeignOption(
@@ -171,9 +170,9 @@ OPTIONS: dict[str, ForeignOption] = {
     # Gradients
     "find_unused_parameters": ForeignOption(
         _DDP,
-        "leave it out: a parameter without gradient is no error, and ranks may use different "
-        "ones; only the groups of modules that "
-        "are gathered together must be run by all ranks of a shard group",
+        "leave it out: a parameter without gradient is no error, and ranks may use different ones; "
+        "only the groups of modules that are gathered together must be run by all ranks of a shard "
+        "group",
     ),
     "gradient_as_bucket_view": ForeignOption(
         _DDP, "leave it out: reduced gradients are views of their group's buffer already"

@@ -144,8 +144,8 @@ def _summary(manifest: dict[str, Any], folder: Path) -> str:
         for name, split in manifest["splits"].items()
     )
     skipped = (
-        f"{manifest['bad_rows']:,} bad rows and {manifest['empty_documents']:,} empty "
-        "documents left out"
+        f"{manifest['bad_rows']:,} bad rows and {manifest['empty_documents']:,} empty documents "
+        "left out"
     )
     return f"{folder}: {splits}; {manifest['bytes'] / 1e6:,.1f} MB of text, {skipped}"
 

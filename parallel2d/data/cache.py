@@ -84,8 +84,7 @@ def open_cached(
     except OSError as error:
         raise ConfigError(
             f"the data cache {root} is not writable ({error.strerror or error}: "
-            f"{error.filename or folder}); "
-            "set data.cache_dir to a folder that can"
+            f"{error.filename or folder}); set data.cache_dir to a folder that can"
         ) from error
 
 

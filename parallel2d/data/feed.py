@@ -63,9 +63,8 @@ class BatchFeed:
         if stream.ends_before(0, plan.global_batch_size):
             raise ConfigError(
                 f"train.global_batch_size={plan.global_batch_size} is more than an epoch has: "
-                f"{len(stream)} "
-                "samples; data.end=drop leaves out what does not fill a global batch, pad or wrap "
-                "would not"
+                f"{len(stream)} samples; data.end=drop leaves out what does not fill a global "
+                "batch, pad or wrap would not"
             )
         self._stream, self._plan, self._device = stream, plan, torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:

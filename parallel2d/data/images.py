@@ -62,8 +62,7 @@ class ImageFolder:
         if held_out.all():
             raise ConfigError(
                 f"data.path={self.path}: all of its {len(self.names)} images are held out by "
-                "data.validation_fraction="
-                f"{validation_fraction}, which must be 0 here"
+                f"data.validation_fraction={validation_fraction}, which must be 0 here"
             )
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
@@ -189,9 +188,9 @@ class ImageSamples:
             pixels = self._decode(self._root / self._folder.names[number])
         except Exception as error:  # Pillow's decoders raise whatever they stumble over
             raise ConfigError(
-                f"data.path={self._folder.path}: {self._folder.names[number]} cannot be decoded "
-                "as an image "
-                f"({type(error).__name__}: {error}); replace it, or take it out and start a new run"
+                f"data.path={self._folder.path}: {self._folder.names[number]} cannot be decoded as "
+                f"an image ({type(error).__name__}: {error}); replace it, or take it out and start "
+                "a new run"
             ) from None
         planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         np.divide(planes, 255, out=inputs, dtype=np.float32)

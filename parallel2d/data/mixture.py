@@ -88,7 +88,6 @@ def _whole_numbers(weights: list[float]) -> list[int]:
     if sum(numbers) > MAXIMUM_PERIOD:
         raise ConfigError(
             f"the weights {weights} of data.mixture repeat only after {sum(numbers)} samples, at "
-            "most "
-            f"{MAXIMUM_PERIOD} are allowed; round them to fewer digits"
+            f"most {MAXIMUM_PERIOD} are allowed; round them to fewer digits"
         )
     return numbers

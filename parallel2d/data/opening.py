@@ -92,8 +92,8 @@ def open_data(
         if other["fingerprint"] != tokenizer["fingerprint"]:
             raise ConfigError(
                 f"data.mixture has two tokenizers: {parts[0].name} was prepared with "
-                f"{tokenizer['name']} and "
-                f"{part.name} with {other['name']} (another one, or another end token)"
+                f"{tokenizer['name']} and {part.name} with {other['name']} (another one, or "
+                "another end token)"
             )
 
     train = _stream(config, parts, "train", seq_len, seed, context)

@@ -79,8 +79,8 @@ def _indivisible(global_batch: int, asked: int | str, micro: int, ranks: int) ->
         problem = f"train.global_batch_size={global_batch} is not divisible by {ranks} data ranks"
     else:
         problem = (
-            f"train.global_batch_size={global_batch} is not divisible by "
-            f"micro_batch_size {micro} x {ranks} data ranks = {product}"
+            f"train.global_batch_size={global_batch} is not divisible by micro_batch_size {micro} "
+            f"x {ranks} data ranks = {product}"
         )
     below = global_batch // product * product
     sizes = [str(size) for size in (below, below + product, below + 2 * product) if size]

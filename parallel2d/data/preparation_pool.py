@@ -58,8 +58,7 @@ def run_in_workers(
                 if not line:
                     raise RuntimeError(
                         f"the process that prepared {_describe(job)} ended with code "
-                        f"{worker.wait()}; what "
-                        "is finished is kept, start again to go on"
+                        f"{worker.wait()}; what is finished is kept, start again to go on"
                     )
                 answer = json.loads(line)
                 if "error" in answer:

@@ -310,8 +310,8 @@ def _publish(
         )
     if options.validation_fraction and not splits["validation"]["documents"]:
         raise ConfigError(
-            f"{source} is one document, which cannot be split; data.validation_fraction="
-            f"{options.validation_fraction} must be 0 here"
+            f"{source} is one document, which cannot be split; "
+            f"data.validation_fraction={options.validation_fraction} must be 0 here"
         )
     manifest: dict[str, Any] = {
         "format": store.FORMAT,

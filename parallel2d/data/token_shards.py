@@ -309,8 +309,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
             raise ConfigError(
-                f"{folder / name} {found}, the manifest says {expected['bytes']}; prepare the "
-                "data again"
+                f"{folder / name} {found}, the manifest says {expected['bytes']}; prepare the data "
+                "again"
             )
     return manifest
 

@@ -66,8 +66,7 @@ class LibraryTokenizer:
         except ImportError:
             raise ConfigError(
                 f"data.tokenizer={path} needs the tokenizers library: pip install "
-                "'parallel2d[data]'; "
-                "data.tokenizer=bytes needs nothing"
+                "'parallel2d[data]'; data.tokenizer=bytes needs nothing"
             ) from None
         file = Path(path).expanduser()
         if not file.is_file():

@@ -338,8 +338,8 @@ def _told(meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
     first = alone or _is_first_to_tell(meeting, bystander)
     if not first:
         return WorkersFailed(
-            f"the ranks of {socket.gethostname()} ended, because one on another node did; it "
-            "tells why"
+            f"the ranks of {socket.gethostname()} ended, because one on another node did; it tells "
+            "why"
         )
     if config_error and story:
         return ConfigError(story["text"])
@@ -372,8 +372,7 @@ def _explained(error: Exception, agent: _Agent, meeting: Meeting, team: Team) ->
         there = agent.joined()
         return WorkersFailed(
             f"after {team.settings.rendezvous_timeout:.0f} s {len(there)} of "
-            f"launch.nnodes={team.settings.nnodes} nodes were at "
-            f"{meeting.endpoint} ({', '.join(there)}); python -m parallel2d.preflight tells which "
-            "cannot reach it"
+            f"launch.nnodes={team.settings.nnodes} nodes were at {meeting.endpoint} "
+            f"({', '.join(there)}); python -m parallel2d.preflight tells which cannot reach it"
         )
     return StoreLost(str(error).splitlines()[0])

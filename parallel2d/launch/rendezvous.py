@@ -141,8 +141,7 @@ def meet(config: LaunchConfig) -> Meeting:
     if mine and all(is_loopback(address) for address in addresses) and config.node_range[1] > 1:
         raise ConfigError(
             f"launch.rdzv_endpoint={endpoint}: {host} is {addresses[0]} on this machine, which no "
-            "other node reaches; give the "
-            "address or name that other nodes use"
+            "other node reaches; give the address or name that other nodes use"
         )
     server = None
     if mine:

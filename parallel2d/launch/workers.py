@@ -91,8 +91,8 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
                             f"the rendezvous store at {meeting.endpoint} does not answer: {lost}"
                         ) from None
                     team.say(
-                        f"the rendezvous store at {meeting.endpoint} does not answer ({lost}); "
-                        "the ranks have ended, waiting for it"
+                        f"the rendezvous store at {meeting.endpoint} does not answer ({lost}); the "
+                        "ranks have ended, waiting for it"
                     )
                     meeting.close()
                     time.sleep(pause + 1.0)

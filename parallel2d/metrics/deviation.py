@@ -40,8 +40,7 @@ def _describe(key: str, measured: float, expected: float) -> str:
         ratio = f"{measured / expected:.2f} times the"
     return (
         f"the {axis} axis moves {_bytes(measured)} per step and rank, {ratio} predicted "
-        f"{_bytes(expected)}: "
-        "look for collectives that the layout does not need"
+        f"{_bytes(expected)}: look for collectives that the layout does not need"
     )
 
 

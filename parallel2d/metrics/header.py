@@ -57,9 +57,8 @@ class RunFacts:
             "on this rank",
             f"            precision {self.precision}, bucketing {self.bucketing}",
             f"data        {self.data}",
-            f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} "
-            "data ranks x "
-            f"{self.accumulation} micro-batches x {self.micro_batch_size}",
+            f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} data "
+            f"ranks x {self.accumulation} micro-batches x {self.micro_batch_size}",
             f"run dir     {self.run_dir}",
         ]
 

@@ -86,8 +86,8 @@ class OutOfMemoryNote:
         if self._snapshot:
             parts.append(f"snapshot for pytorch.org/memory_viz: {self._snapshot}")
         parts.append(
-            "a smaller train.micro_batch_size, activation_checkpointing=full or more sharding "
-            "need less"
+            "a smaller train.micro_batch_size, activation_checkpointing=full or more sharding need "
+            "less"
         )
         return "; ".join(parts)
 

@@ -44,7 +44,6 @@ class Stragglers:
 
     def _describe(self, rank: int, ratio: float) -> str:
         return (
-            f"rank {rank} on {self._hosts[rank]} is slow: {ratio:.1f} times the busy time "
-            "of the other ranks over the "
-            f"last {WINDOW} steps; all others wait for it"
+            f"rank {rank} on {self._hosts[rank]} is slow: {ratio:.1f} times the busy time of the "
+            f"other ranks over the last {WINDOW} steps; all others wait for it"
         )

@@ -64,10 +64,9 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     ordered = [groups[key] for key in sorted(groups)]
     if config.name == "muon" and not any(map(_is_muon, ordered)):
         raise ConfigError(
-            f"optimizer=muon: {type(model).__name__} has no repeated blocks with matrices in "
-            "them, so hidden matrices cannot be told from "
-            "others; name them with optimizer.groups=[{pattern: ..., algorithm: muon}], or use "
-            "optimizer=adamw"
+            f"optimizer=muon: {type(model).__name__} has no repeated blocks with matrices in them, "
+            "so hidden matrices cannot be told from others; name them with "
+            "optimizer.groups=[{pattern: ..., algorithm: muon}], or use optimizer=adamw"
         )
     return ordered
 
@@ -100,8 +99,7 @@ def _check_matrix(name: str, parameter: Tensor, entry: Mapping[str, Any]) -> Non
     if parameter.ndim != 2:
         raise ConfigError(
             f"optimizer.groups: pattern {entry['pattern']} gives {name} of shape "
-            f"{list(parameter.shape)} to Muon, which takes "
-            "matrices of two dims only"
+            f"{list(parameter.shape)} to Muon, which takes matrices of two dims only"
         )
 
 
@@ -113,8 +111,7 @@ def describe_group(group: Mapping[str, Any]) -> str:
     elements = sum(parameter.numel() for parameter in group["params"])
     return (
         f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}weight "
-        f"decay {group['weight_decay']:g}, "
-        f"learning rate x {group['lr_scale']:g}"
+        f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
     )
 
 

@@ -133,8 +133,8 @@ def _matching_operators(pattern: str) -> set[str]:
     names = fnmatch.filter(operators, pattern)
     if not names:
         raise ConfigError(
-            f"activation_checkpointing.keep: no operator is called {pattern}"
-            f"{_near_operators(pattern, operators)}"
+            "activation_checkpointing.keep: no operator is called "
+            f"{pattern}{_near_operators(pattern, operators)}"
         )
     matches: set[str] = set()
     for name in names:

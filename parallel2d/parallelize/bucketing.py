@@ -83,8 +83,8 @@ def _usable_policy(
     if config.name == "none":
         # `fully_shard` takes modules: it cannot separate two parameters of one module.
         log.info(
-            "bucketing=none: a group per single parameter is not possible; the finest, a group "
-            "per layer, is used"
+            "bucketing=none: a group per single parameter is not possible; the finest, a group per "
+            "layer, is used"
         )
         return "layer"
     if config.name == "block" and not blocks:

@@ -92,9 +92,8 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
             if forward.now:  # the parameters are gathered, and the error is another
                 raise
             raise RuntimeError(
-                f"{name or _class_name(module)}.{method} computes with "
-                "parameters that only a call of the "
-                "module gathers: call "
+                f"{name or _class_name(module)}.{method} computes with parameters that only a call "
+                "of the module gathers: call "
                 f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once "
                 "after parallelize"
             ) from error
@@ -119,11 +118,9 @@ def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
             changed = _first_changed(arguments[key], received[key])
             if changed is not None:
                 raise RuntimeError(
-                    f"{name or _class_name(module)} changed a "
-                    f"{type(changed).__name__} that it was given, "
-                    "and the caller would not see it, because sharded modules get copies of "
-                    "their arguments: return the "
-                    "values instead"
+                    f"{name or _class_name(module)} changed a {type(changed).__name__} that it was "
+                    "given, and the caller would not see it, because sharded modules get copies of "
+                    "their arguments: return the values instead"
                 )
 
     module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
@@ -192,8 +189,7 @@ def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
             ranks = dist.get_process_group_ranks(group)
             raise ConfigError(
                 f"ranks {ranks} share one tensor axis and were fed different data: a sampler must "
-                "be keyed on "
-                "parallel2d.data_coordinate(mesh) and its number of ranks, "
+                "be keyed on parallel2d.data_coordinate(mesh) and its number of ranks, "
                 "mesh_shape(mesh).data_ranks, not on the global rank"
             )
 

@@ -111,8 +111,8 @@ def check_parameters(model: nn.Module) -> None:
 def _check_size(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigError(
-            f"{name} has no size yet: run one forward pass of the model before parallelize, "
-            "or give its sizes"
+            f"{name} has no size yet: run one forward pass of the model before parallelize, or "
+            "give its sizes"
         )
 
 
@@ -132,9 +132,9 @@ def _check_max_norm(name: str, module: nn.Module) -> None:
     if module.max_norm is not None:
         called = name or "the model"
         raise ConfigError(
-            f"{called} has max_norm={module.max_norm}: it rescales rows of its weight "
-            "in forward, which writes to a gathered copy and is lost; use max_norm=None and "
-            "rescale the weight after the optimizer's step"
+            f"{called} has max_norm={module.max_norm}: it rescales rows of its weight in forward, "
+            "which writes to a gathered copy and is lost; use max_norm=None and rescale the weight "
+            "after the optimizer's step"
         )
 
 

@@ -168,18 +168,17 @@ def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> No
         return
     if device_type == "cpu":
         raise ConfigError(
-            "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU: "
-            "use cpu_offload=false"
+            "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU: use "
+            "cpu_offload=false"
         )
     if replicate > 1:
         raise ConfigError(
             f"cpu_offload=true with {replicate} replicas corrupts gradients in torch 2.13 "
-            "(repaired by pytorch pull request 180665, which it does not have): use "
-            "strategy=zero3 or zero2, or cpu_offload=false"
+            "(repaired by pytorch pull request 180665, which it does not have): use strategy=zero3 "
+            "or zero2, or cpu_offload=false"
         )
     if dist.is_initialized() and not has_cpu_backend():
         raise ConfigError(
             "cpu_offload=true needs a process group with a CPU backend, got "
-            f"{dist.get_backend_config()}: initialize it with "
-            f"backend='cpu:gloo,{device_type}:nccl'"
+            f"{dist.get_backend_config()}: initialize it with backend='cpu:gloo,{device_type}:nccl'"
         )

@@ -157,8 +157,8 @@ def _loopback_trap(host: str) -> str:
         return ""
     return (
         f"; on {socket.gethostname()} the endpoint's host {host} is the loopback address "
-        f"{addresses[0]}, which no other machine can "
-        "reach: give an address of the network, or correct /etc/hosts"
+        f"{addresses[0]}, which no other machine can reach: give an address of the network, or "
+        "correct /etc/hosts"
     )
 
 

@@ -201,8 +201,8 @@ def _names_and_interfaces(reports: Sequence[NodeReport], names: Sequence[str]) -
             )
             text = (
                 f"{name}: its own host name {told} there, so gloo would listen on loopback and no "
-                "other node could connect; set "
-                f"GLOO_SOCKET_IFNAME={facts.interface}, or correct /etc/hosts"
+                f"other node could connect; set GLOO_SOCKET_IFNAME={facts.interface}, or correct "
+                "/etc/hosts"
             )
             found.append(Finding("red", "interface", text, (node,)))
     # A larger frame than the other end takes is dropped without a word: connections open, then
@@ -292,8 +292,8 @@ def _clocks(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding
             way = "ahead of" if value > middle else "behind"
             than = "the others" if len(known) > 2 else names[0]
             text = (
-                f"{names[node]}: clock {abs(value - middle):.3g} s {way} {than}; logs and "
-                "timeouts will mislead: run NTP or chrony"
+                f"{names[node]}: clock {abs(value - middle):.3g} s {way} {than}; logs and timeouts "
+                "will mislead: run NTP or chrony"
             )
             found.append(Finding("yellow", "clocks", text, (node,)))
     return found or [Finding("green", "clocks", f"at most {in_seconds(largest)} apart")]
@@ -310,8 +310,8 @@ def _run_dir(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Findin
             continue
         if not report.sees_token and reports[0].facts.run_dir["writable"]:
             text = (
-                f"{name}: does not see what {names[0]} writes there; the run directory must be "
-                "on a file system that all nodes share"
+                f"{name}: does not see what {names[0]} writes there; the run directory must be on "
+                "a file system that all nodes share"
             )
             found.append(Finding("red", "run dir", text, (node,)))
         if disk["free_bytes"] < LOW_DISK:
@@ -321,8 +321,8 @@ def _run_dir(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Findin
             )
         if disk["write_bytes_per_s"] < SLOW_DISK:
             text = (
-                f"{name}: writes at {in_rate(disk['write_bytes_per_s'])}; checkpoints will "
-                "take long"
+                f"{name}: writes at {in_rate(disk['write_bytes_per_s'])}; checkpoints will take "
+                "long"
             )
             found.append(Finding("yellow", "run dir", text, (node,)))
     if found:
@@ -349,20 +349,20 @@ def _machines(reports: Sequence[NodeReport], names: Sequence[str], ranks: int) -
         facts = report.facts
         if 0 <= facts.open_files_limit < needed:
             text = (
-                f"{name}: at most {facts.open_files_limit} open files (ulimit -n), about "
-                f"{needed} are needed"
+                f"{name}: at most {facts.open_files_limit} open files (ulimit -n), about {needed} "
+                "are needed"
             )
             found.append(Finding("red", "machine", text, (node,)))
         if facts.shm_bytes is not None and facts.shm_bytes < SMALL_SHM:
             text = (
-                f"{name}: /dev/shm has {in_bytes(facts.shm_bytes)}; NCCL and data loaders "
-                "share memory there (docker: --shm-size)"
+                f"{name}: /dev/shm has {in_bytes(facts.shm_bytes)}; NCCL and data loaders share "
+                "memory there (docker: --shm-size)"
             )
             found.append(Finding("yellow", "machine", text, (node,)))
         if facts.ram_available_bytes < LOW_RAM * facts.ram_bytes:
             text = (
-                f"{name}: {in_bytes(facts.ram_available_bytes)} of {in_bytes(facts.ram_bytes)} "
-                "RAM available"
+                f"{name}: {in_bytes(facts.ram_available_bytes)} of {in_bytes(facts.ram_bytes)} RAM "
+                "available"
             )
             found.append(Finding("yellow", "machine", text, (node,)))
         if facts.swap_used_bytes > LOW_RAM * facts.ram_bytes:
@@ -412,8 +412,8 @@ def _gpus(
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
         if report.facts.gpus and ranks_per_node and ranks_per_node > len(report.facts.gpus):
             text = (
-                f"{name}: {len(report.facts.gpus)} GPUs for --nproc={ranks_per_node}; two "
-                "ranks cannot share one"
+                f"{name}: {len(report.facts.gpus)} GPUs for --nproc={ranks_per_node}; two ranks "
+                "cannot share one"
             )
             found.append(Finding("red", "GPUs", text, (node,)))
         for index, gpu in enumerate(report.facts.gpus):
@@ -500,8 +500,7 @@ def _between(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
             )
             text = (
                 f"{names[link.source]} -> {names[link.target]}: {in_rate(link.bandwidth or 0.0)}, "
-                "the usual here is "
-                f"{in_rate(reference)}{alone}"
+                f"the usual here is {in_rate(reference)}{alone}"
             )
             found.append(Finding("yellow", "links", text, (link.source, link.target)))
     for link in measured:

@@ -60,9 +60,8 @@ class PreflightMeeting:
         if arrived > self.nodes or self._store.add(f"{self._name}/number/{taken}", 1) > 1:
             raise ConfigError(
                 f"--node-rank={taken} is taken, or more than --nnodes={self.nodes} nodes came to "
-                "this store: give every node a "
-                "number of its own (or none a number), and on a store that serves several checks "
-                "a new --name"
+                "this store: give every node a number of its own (or none a number), and on a "
+                "store that serves several checks a new --name"
             )
         return taken
 

@@ -140,9 +140,8 @@ def _drain(connection: socket.socket, measurement: _Measurement) -> None:
             if measurement.opens <= time.monotonic() <= measurement.closes:
                 received += count
     finally:
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-        )  # close drops what is still on its way
+        # close drops what is still on its way
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with measurement.condition:
             measurement.received += received
             measurement.ended += 1

@@ -93,9 +93,8 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     for family, numeric, address in resolve(host):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # a store that ended a moment ago left the port waiting
+            # a store that ended a moment ago left the port waiting
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address[0], port, *address[2:]))
             listener.listen(_BACKLOG)
             return listener, numeric

@@ -208,8 +208,7 @@ class _Connection:
         except OSError:
             raise _Closed(
                 f"the store at {address} does not take this node's secret: give every node the "
-                "same launch.secret_file or "
-                "PARALLEL2D_SECRET"
+                "same launch.secret_file or PARALLEL2D_SECRET"
             ) from None
         except Untrusted:
             raise ConfigError(

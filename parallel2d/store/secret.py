@@ -15,8 +15,8 @@ NOBODYS = "launch.insecure=true: everybody knows this one"
 _SHORTEST, _LONGEST = 32, 4096  # characters
 _HOW = (
     "make one with `python -m parallel2d.launch secret FILE`, give every node the file as "
-    "launch.secret_file=FILE or its content as "
-    f"{VARIABLE}, or say launch.insecure=true where nobody else reaches the network"
+    f"launch.secret_file=FILE or its content as {VARIABLE}, or say launch.insecure=true where "
+    "nobody else reaches the network"
 )
 
 
@@ -76,8 +76,8 @@ def find_secret(
     if insecure:
         return NOBODYS
     raise ConfigError(
-        "ranks on several nodes need a secret, since whoever reaches their store decides what "
-        f"they run: {_HOW}"
+        "ranks on several nodes need a secret, since whoever reaches their store decides what they "
+        f"run: {_HOW}"
     )
 
 

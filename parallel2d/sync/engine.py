@@ -62,8 +62,8 @@ def engine_of(model: nn.Module) -> Engine:
     found: Engine | None = vars(model).get(_ENGINE)
     if found is None:
         raise ConfigError(
-            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model "
-            "that it returned, not a module of it"
+            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "
+            "it returned, not a module of it"
         )
     return found
 

@@ -178,8 +178,8 @@ class GradientSync:
             for parameter in state.group.trained:
                 if parameter.sharded._backward_hooks:
                     return (
-                        f"register_hook was called on a parameter of {state.group.called} of "
-                        f"shape {tuple(parameter.sharded.shape)}: autograd computes gradients of "
+                        f"register_hook was called on a parameter of {state.group.called} of shape "
+                        f"{tuple(parameter.sharded.shape)}: autograd computes gradients of "
                         "gathered parameters and would never call it; use "
                         "register_post_accumulate_grad_hook"
                     )
@@ -303,8 +303,8 @@ def _refuse_second_gradient(state: GroupState) -> None:
     """Raises RuntimeError when the group's gradients of this backward pass were final."""
     if state.final:
         raise RuntimeError(
-            f"{state.group.called} got gradients twice in one backward pass, and the first "
-            "were on their way to other replicas: call the module, not parts of it, or use "
+            f"{state.group.called} got gradients twice in one backward pass, and the first were on "
+            "their way to other replicas: call the module, not parts of it, or use "
             "sync.engine=torch"
         )
 

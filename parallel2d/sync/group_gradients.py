@@ -16,10 +16,9 @@ def refuse_second_derivatives(group: ParameterGroup) -> None:
     # Gradients are enabled in a backward pass only with create_graph=True.
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"backward(create_graph=True) reached {group.called}: second derivatives "
-            "are not possible here, because its parameters are released after the first; the "
-            "difference of two forward passes, (model(x + e) - model(x)) / |e|, gives such "
-            "penalties"
+            f"backward(create_graph=True) reached {group.called}: second derivatives are not "
+            "possible here, because its parameters are released after the first; the difference of "
+            "two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
         )
 
 

@@ -128,8 +128,7 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     if different:
         raise ConfigError(
             f"ranks {different} hold other weights than rank 0: build the model under the same "
-            "torch.manual_seed on every "
-            "rank, or under parallel2d.build_on_meta with seed="
+            "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed="
         )
 
 

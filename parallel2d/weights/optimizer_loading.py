@@ -94,8 +94,8 @@ def match_optimizer_state(
         here = [len(listed) for listed in names]
         if sizes != here:
             problem = (
-                f"its optimizer has groups of {sizes} parameters, this one of {here}; call "
-                "them by name with rekey_optimizer_state"
+                f"its optimizer has groups of {sizes} parameters, this one of {here}; call them by "
+                "name with rekey_optimizer_state"
             )
             return MatchedState(problems=[problem])
         state = rekey_optimizer_state(state, key="name", names=all_names)
@@ -165,8 +165,8 @@ def entry_tensor(
         entries[key] = torch.zeros(shape, dtype=dtype, device=device)
     else:
         raise ConfigError(
-            f"{key} of shape {list(shape)}: how it is split is unknown before the "
-            "optimizer's first step"
+            f"{key} of shape {list(shape)}: how it is split is unknown before the optimizer's "
+            "first step"
         )
     return entries[key]
 

@@ -69,8 +69,7 @@ def _contradictions(settings: Settings, other: Settings) -> Iterator[str]:
         if other_value != value:
             yield (
                 f"its groups have {key}={value!r:.30} and {key}={other_value!r:.30} for parameters "
-                "that are one group here "
-                "(settings=False keeps those here)"
+                "that are one group here (settings=False keeps those here)"
             )
 
 

@@ -54,8 +54,7 @@ def has_weights(path: str) -> bool:
     if pickled:
         raise ConfigError(
             f"{path} holds {pickled[0]} and no safetensors: a pickle can run code, so it is not "
-            "read; save the model again with "
-            "safe serialization, or set model.load_weights=false"
+            "read; save the model again with safe serialization, or set model.load_weights=false"
         )
     return False
 
@@ -255,8 +254,8 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     sizes = {len(stored_names) for stored_names in form.names}
     if len(sizes) > 1:
         raise ConfigError(
-            f"{printable(name)} is put together from groups of {sorted(sizes)} tensors, which "
-            "must be equally many"
+            f"{printable(name)} is put together from groups of {sorted(sizes)} tensors, which must "
+            "be equally many"
         )
     whole = list(parts[0].entry.shape)
     if form.stacked:
@@ -290,8 +289,8 @@ def _common_shape(
     shapes = {entry.shape for _, entry in group}
     if len(shapes) > 1:
         raise ConfigError(
-            f"{printable(form.names[0][0])} and its like, {len(group)} tensors, differ in "
-            f"shape: {shapes}"
+            f"{printable(form.names[0][0])} and its like, {len(group)} tensors, differ in shape: "
+            f"{shapes}"
         )
     shape = shapes.pop()
     if form.stacked:

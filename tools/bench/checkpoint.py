@@ -147,8 +147,8 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name in blocked:
         first, *rest = blocked[name]
-        print(f"| {name} | {first:.3f} s | {statistics.median(rest):.3f} s | {max(rest):.3f} s "
-              f"| {statistics.median(published[name][1:]):.3f} s |")  # fmt: skip
+        print(f"| {name} | {first:.3f} s | {statistics.median(rest):.3f} s | {max(rest):.3f} s | "
+              f"{statistics.median(published[name][1:]):.3f} s |")  # fmt: skip
     ratio = statistics.median(blocked["asynchronous"][1:]) / statistics.median(
         blocked["synchronous"][1:]
     )

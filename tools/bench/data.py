@@ -97,8 +97,8 @@ def reader(folder: Path, seconds: float) -> None:
         unhashed = rate(read, rows * length, seconds)
         stream._hash = hashing
         print(
-            f"| {rows} x {length} | {slicing / 1e6:.0f} M/s | {whole / 1e6:.0f} M/s "
-            f"| {unhashed / 1e6:.0f} M/s | {whole / slicing:.2f} |"
+            f"| {rows} x {length} | {slicing / 1e6:.0f} M/s | {whole / 1e6:.0f} M/s | "
+            f"{unhashed / 1e6:.0f} M/s | {whole / slicing:.2f} |"
         )
 
 
@@ -122,8 +122,8 @@ def feed(folder: Path) -> None:
         batches.close()
         waits = waits[5:]
         print(
-            f"| {batch} x {length} | {statistics.median(steps) * 1e3:.1f} ms "
-            f"| {statistics.median(waits) * 1e3:.3f} ms | {max(waits) * 1e3:.3f} ms |"
+            f"| {batch} x {length} | {statistics.median(steps) * 1e3:.1f} ms | "
+            f"{statistics.median(waits) * 1e3:.3f} ms | {max(waits) * 1e3:.3f} ms |"
         )
 
 

@@ -124,10 +124,11 @@ class Cluster:
             self.network.create()
             lines = ["127.0.0.1 localhost"]
             for host, link in self.network.links.items():
+                # the latter: as IPv6 sockets see it
                 lines += [
                     f"{link.address} {host}",
                     f"::ffff:{link.address} {host}.peer",
-                ]  # the latter: as IPv6 sockets see it
+                ]
             names = self._folder / "hosts"
             names.write_text("\n".join(lines) + "\n")
             machines = [

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Counters = dict[
-    str, dict[str, dict[str, int]]
-]  # node -> interface (eth0, lo) -> {tx,rx}_{bytes,packets}
+# node -> interface (eth0, lo) -> {tx,rx}_{bytes,packets}
+Counters = dict[str, dict[str, dict[str, int]]]
 
 
 def difference(after: Counters, before: Counters) -> Counters:

@@ -81,9 +81,8 @@ class Link:
     delay_ms: float = 0.0  # one way
     loss: float = 0.0  # share of packets
     netem_loss: float = 0.0  # the same, where netem does it
-    carried: dict[str, dict[str, int]] = field(
-        default_factory=dict
-    )  # counters of earlier lives of this host's namespace
+    # counters of earlier lives of this host's namespace
+    carried: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class Network:
@@ -127,9 +126,8 @@ class Network:
         inside = self.namespace(link.host)
         self._add_namespace(inside)
         number = int(ipaddress.IPv4Address(link.address))
-        mac = "02:50:" + ":".join(
-            f"{byte:02x}" for byte in number.to_bytes(4, "big")
-        )  # a host that comes back keeps its card
+        # a host that comes back keeps its card
+        mac = "02:50:" + ":".join(f"{byte:02x}" for byte in number.to_bytes(4, "big"))
         command("ip", "-n", self._switch, "link", "add", link.port, "type", "veth",
                 "peer", "name", "eth0", "address", mac, "netns", inside)  # fmt: skip
         command(
@@ -249,9 +247,10 @@ class Network:
     def _filter(self, link: Link, priority: str, bytecode: str | None) -> None:
         """Both directions of the port pass ``bytecode`` (None: no longer)."""
         port = ["dev", link.port]
+        # it may be there
         subprocess.run(
             ["tc", "-n", self._switch, "qdisc", "add", *port, "clsact"], capture_output=True
-        )  # it may be there
+        )
         for direction in ("ingress", "egress"):
             where = [*port, direction, "pref", priority]
             subprocess.run(["tc", "-n", self._switch, "filter", "del", *where], capture_output=True)

@@ -21,9 +21,8 @@ def cpu_seconds() -> float:
     total = 0.0
     for process in [this, *this.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
-            total += sum(
-                process.cpu_times()[:4]
-            )  # its own and its ended children's, user and system
+            # its own and its ended children's, user and system
+            total += sum(process.cpu_times()[:4])
     return total
 
 

@@ -320,8 +320,8 @@ class MemoryNet:
             if need > free:
                 self._turn_off(
                     f"{host} has {free / 2**20:.1f} MiB of shared memory to give and two copies "
-                    f"need {need / 2**20:.1f} MiB; "
-                    "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
+                    f"need {need / 2**20:.1f} MiB; make it larger (in a container: --shm-size), or "
+                    "set checkpoint.memory_every=0"
                 )
                 return False
         if self.answers.rank == 0:
