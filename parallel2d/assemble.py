@@ -7,23 +7,20 @@ is started; `build_trainer` does all of it on a rank. Both go through the same f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
 
 from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import Job, LlamaModel, TrainConfig
+from parallel2d.config import Job, TrainConfig
 from parallel2d.data import BatchPlan
-from parallel2d.errors import ConfigError
 from parallel2d.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
-from parallel2d.model_families import ModelParts, build_model
+from parallel2d.model_families import build_model, plan_tensor_axis
 from parallel2d.optimizer import build_optimizer, plan_groups
 from parallel2d.parallelize import parallelize
 from parallel2d.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallelize.compilation import check_compilation
 from parallel2d.parallelize.float8 import check_float8
 from parallel2d.parallelize.sharding import check_offload
-from parallel2d.parallelize.tensor_parallel import resolve_plan
 from parallel2d.run_description import (
     build_recorder,
     describe_run,
@@ -145,33 +142,4 @@ def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: 
         data_rank=data_rank,
         data_ranks=shape.data_ranks,
         allow_padding=pad,
-    )
-
-
-def plan_tensor_axis(
-    config: TrainConfig, parts: ModelParts, shape: MeshShape
-) -> Mapping[str, object] | None:
-    """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model
-    cannot be split so."""
-    tensor, seq_len = shape.tensor, config.train.seq_len
-    if tensor == 1:
-        return None
-    if isinstance(config.model, LlamaModel) and seq_len % tensor:
-        raise ConfigError(
-            f"train.seq_len={seq_len} must be a multiple of mesh.tensor={tensor}: norms run on "
-            "slices of the sequence"
-        )
-    plan: Mapping[str, object] | None = None
-    try:
-        if parts.tensor_plan is not None:
-            plan = parts.tensor_plan(parts.module, tensor)
-        if plan:
-            resolve_plan(parts.module, plan, tensor)
-            return plan
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    raise ConfigError(
-        f"mesh.tensor={tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give "
-        "one with model.tensor_plan={pattern: word} or package.module:function, or set "
-        "mesh.tensor=1"
     )

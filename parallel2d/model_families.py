@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel2d.config import CustomModel, HuggingFaceModel, LlamaModel
+from parallel2d.config import CustomModel, HuggingFaceModel, LlamaModel, TrainConfig
 from parallel2d.config.reference import load_reference
 from parallel2d.errors import ConfigError
 from parallel2d.loss import cross_entropy_sum
+from parallel2d.mesh import MeshShape
 from parallel2d.models import huggingface, llama
+from parallel2d.parallelize.tensor_parallel import resolve_plan
 from parallel2d.weights.initial_values import Initializer, build_on_meta
 from parallel2d.weights.pretrained import has_weights, load_pretrained
 
@@ -225,3 +227,32 @@ def _given_plan(plan: Any) -> TensorPlan | None:
         return lambda model, _tensor: function(model)
     words = dict(plan)
     return lambda _model, _tensor: words
+
+
+def plan_tensor_axis(
+    config: TrainConfig, parts: ModelParts, shape: MeshShape
+) -> Mapping[str, object] | None:
+    """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model
+    cannot be split so."""
+    tensor, seq_len = shape.tensor, config.train.seq_len
+    if tensor == 1:
+        return None
+    if isinstance(config.model, LlamaModel) and seq_len % tensor:
+        raise ConfigError(
+            f"train.seq_len={seq_len} must be a multiple of mesh.tensor={tensor}: norms run on "
+            "slices of the sequence"
+        )
+    plan: Mapping[str, object] | None = None
+    try:
+        if parts.tensor_plan is not None:
+            plan = parts.tensor_plan(parts.module, tensor)
+        if plan:
+            resolve_plan(parts.module, plan, tensor)
+            return plan
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    raise ConfigError(
+        f"mesh.tensor={tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give "
+        "one with model.tensor_plan={pattern: word} or package.module:function, or set "
+        "mesh.tensor=1"
+    )

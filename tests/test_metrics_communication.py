@@ -26,7 +26,7 @@ from parallel2d import (
     mesh_shape,
     parallelize,
 )
-from parallel2d.config import PrecisionConfig, SyncConfig
+from parallel2d.config import BucketingConfig, PrecisionConfig, SyncConfig
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.cost.tensor_twin import tensor_twin
 from parallel2d.cost.traffic import count_tensor_axis, predict_communication
@@ -172,6 +172,8 @@ LAYOUTS = {
     "hybrid": ({}, {"strategy": "hybrid"}),
     "zero3": ({}, {"strategy": "zero3"}),
     "zero2": ({}, {"strategy": "zero2"}),
+    # groups of several modules
+    "size": ({}, {"strategy": "zero3", "bucketing": BucketingConfig("size", 0.3)}),
     "ddp": ({}, {"strategy": "ddp"}),
     "tensor": ({"tensor": 2}, {"strategy": "zero3"}),
     "bf16": ({}, {"strategy": "hybrid", "precision": "bf16"}),

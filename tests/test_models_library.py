@@ -27,12 +27,11 @@ from parallel2d import (
     mesh_shape,
     parallelize,
 )
-from parallel2d.assemble import plan_tensor_axis
 from parallel2d.config import HuggingFaceModel, TrainConfig
 from parallel2d.errors import ConfigError
 from parallel2d.gradients import clip_gradient_norm
 from parallel2d.mesh import MeshShape
-from parallel2d.model_families import _given_plan, _own_plan, build_model
+from parallel2d.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
 from parallel2d.models import huggingface
 
 LIBRARY = pytest.mark.extras("transformers")
