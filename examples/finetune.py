@@ -3,8 +3,9 @@ again.
 
 pip install 'parallel2d[hf]'
 torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDER
-torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDER --lora 8 # the
-saved weights have the adapters merged
+torchrun --nproc-per-node=4 examples/finetune.py --model FOLDER --save NEW_FOLDER --lora 8
+
+With --lora the saved weights have the adapters merged.
 
 Without --model a small Llama with random weights is made in a temporary folder, so that the example
 runs as it stands.

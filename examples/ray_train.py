@@ -3,8 +3,9 @@ functions shard the model and train it.
 
 pip install 'parallel2d[ray]'
 python examples/ray_train.py --workers 4
-torchrun --nproc-per-node=4 examples/ray_train.py --no-ray # the same loop, started by torchrun: the
-same losses
+torchrun --nproc-per-node=4 examples/ray_train.py --no-ray
+
+The last is the same loop, started by torchrun, with the same losses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""``python -m parallel2d.dashboard RUN [RUN ...]``: TensorBoard on this machine alone, showing the
-given runs.
+"""``python -m parallel2d.dashboard RUN [RUN ...]``: TensorBoard for the given runs, on localhost.
 
-Run directories, or folders with runs somewhere below them, flow in; a server on localhost is what
-comes out.
+A run is given by its directory, or by a folder that has it somewhere below. The server listens on
+localhost. Start at `main`.
 """
 
 from __future__ import annotations

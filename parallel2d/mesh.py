@@ -149,7 +149,8 @@ def _size_or(size: int | str, default: int) -> int:
 
 
 def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[str]]:
-    """Shards inside a host and replicates across hosts. One host is split in two replicas."""
+    """Shards inside a host and replicates across hosts. One host is split in as few replicas as
+    there can be above one."""
     rest = topology.world_size // tensor
     sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
     if len(sizes) <= 1:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel2d.config import LaunchConfig
+from parallel2d.config.job import FIRST_STEP_TIMEOUT
 from parallel2d.errors import ConfigError, did_you_mean
 from parallel2d.exchange import all_gather, broadcast
 from parallel2d.rank_environment import PREFIX, STORE, RankIdentity, find_rank
@@ -109,8 +110,6 @@ class Runtime:
         return self.identity.rank == 0
 
 
-# Seconds that ranks may wait for each other until `limit_waiting`, where nothing else is given.
-FIRST_STEP_TIMEOUT = 1800.0
 _setups = 0  # how often this process has called `setup`; each call has its own keys in the store
 _stores: dict[tuple[str, ...], Any] = {}  # the latest store of `setup`, by its address
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends

@@ -1,5 +1,7 @@
-"""Checkpoints that cannot be torn, cannot run code, and load anywhere: `Checkpointer` for a run,
-`Checkpoint` to read one."""
+"""Saves and loads checkpoints: `Checkpointer` for a run, `Checkpoint` to read one.
+
+A checkpoint is complete or absent, loads on any mesh, and executes no code when it is read.
+"""
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.checkpointer import Checkpointer

@@ -1,8 +1,7 @@
-"""``python -m parallel2d.checkpoint inspect|verify|convert``: what is in a checkpoint, whether it
-is sound, and in other formats.
+"""``python -m parallel2d.checkpoint inspect|verify|convert``: prints what a checkpoint holds,
+checks that it is sound, and writes it in another format. Start at `main`.
 
-Arguments flow in; text flows out, and files where `convert` is asked for. A fault is one message on
-standard error and exit code 1.
+A fault is one message on standard error and exit code 1.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def inspect(options: argparse.Namespace) -> None:
     try:
         checkpoint = Checkpoint.open(path)
     except ConfigError:
-        source = open_source(path)  # another format, or the error that says it best
+        source = open_source(path)  # another format, or the more precise error
         print(f"{path}: {source.kind}")
         _print_table(
             [(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()],

@@ -1,8 +1,7 @@
-"""One checkpoint, opened: verified, and read by tensor and rectangle.
+"""One opened checkpoint: `Checkpoint` verifies it, and reads it by tensor and rectangle.
 
-A `Folder` flows in; a checked manifest and tensors flow out. What the manifest says is compared
-with what the files themselves say before a value is used, so a file that was swapped, cut or made
-up is refused whatever checksums say.
+Before a value is used, the manifest is compared with the sizes and headers of the files. So a file
+that was swapped, truncated or made up is refused, whatever its checksum is.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from parallel2d.weights.geometry import Region
 
 
 class Checkpoint:
-    """A readable checkpoint. Raises `DamagedCheckpointError` from every method when the files are
-    not what the manifest says."""
+    """A readable checkpoint. Raises `DamagedCheckpointError` from every method when the files do
+    not match the manifest."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, exact: bool = True) -> None:
         """``exact=False``: files may hold more than the manifest takes from them."""

@@ -1,9 +1,8 @@
 """`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
 
-The trainer calls three methods: `restore` before the loop, `save_if_due` after every step, `finish`
-at the end. Settings, model and optimizer flow in; folders in the run directory and a small dict of
-restored counters flow out. All ranks call alike, and every decision depends only on what all ranks
-know, or is rank 0's, told to the others.
+The trainer calls `restore` before the loop, `save_if_due` after every step and `finish` at the end.
+All ranks make the same calls. Every decision depends only on values that all ranks have, or is made
+by rank 0 and broadcast.
 """
 
 from __future__ import annotations
@@ -46,24 +45,25 @@ class Checkpointer:
     same points.
 
     Args:
-        config: the ``checkpoint`` section of the configuration. run_dir: the run's folder;
-            checkpoints go to
-        ``checkpoints/`` in it unless ``config.folder`` says otherwise. mesh: the job's mesh; None
-        for a single process without one. model, optimizer: sharded or plain. ``optimizer=None``
-        saves the model alone. layout: facts for the manifest (strategy, configuration, versions):
-        numbers, strings, lists and dicts.
+        config: the ``checkpoint`` section of the configuration.
+        run_dir: the run's folder; checkpoints go to ``checkpoints/`` in it unless ``config.folder``
+            is set.
+        mesh: the job's mesh; None for a single process without one.
+        model, optimizer: sharded or plain. ``optimizer=None`` saves the model alone.
+        layout: facts for the manifest (strategy, configuration, versions): numbers, strings, lists
+            and dicts.
 
     Attributes:
-        blocked_s: seconds the last `save_if_due` kept the loop waiting; blocked_total_s: all of
-            them.
+        blocked_s: seconds the last `save_if_due` kept the loop waiting.
+        blocked_total_s: all of them.
         age_steps: steps since the state that the newest published checkpoint holds.
-        failures: saves in a row that failed. published: steps published by this object, ascending.
+        failures: saves in a row that failed.
+        published: steps published by this object, ascending.
         memory: copies in the nodes' shared memory, None without; see [Note: memory net].
 
     Raises:
         ConfigError: the folder cannot be written, or is not the same folder on every rank; the
-            message names
-        the host.
+            message names the host.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Checkpointer:
             dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
         )
         copies_every = wanted(config, self.group)
-        # A vote per step must not meet a save's own messages, so it has its own group.
+        # The agreement of a step must not mix with the messages of a save that runs beside it.
         votes = distributed and bool(config.every_minutes or copies_every)
         self._votes = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if votes else None)
         self.memory = (
@@ -105,8 +105,8 @@ class Checkpointer:
             self._check_folder()
 
     def _check_folder(self) -> None:
-        """Every rank must see what rank 0 writes: otherwise each node would keep its own half of a
-        checkpoint."""
+        """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
+        keep only its own part of a checkpoint."""
         error = token = None
         if self.group.rank == 0:
             try:
@@ -139,15 +139,14 @@ class Checkpointer:
         return self._last_step - max([self._base, *self.published])
 
     def restore(self, *, restarted: bool = False, settings: bool = False) -> dict[str, Any] | None:
-        """Fills model, optimizer and random generators from what ``config.resume`` says.
-        Collective.
+        """Fills model, optimizer and random generators as ``config.resume`` asks. Collective.
 
         ``restarted``: these workers replace others of the same run. They go on from its newest
-        checkpoint whatever ``config.resume`` said to the first ones, or from a newer copy in the
-        nodes' memory. One rank that says so is enough. ``settings``: parameter groups take the lr,
-        betas, weight decay that were saved, which a scheduler of torch goes on from; by default
-        they keep those they were built with, as the train command wants it, whose configuration
-        holds.
+        checkpoint, or from a newer copy in the nodes' memory, whatever ``config.resume`` was for
+        the first workers. It is enough that one rank passes True. ``settings``: parameter groups
+        take the lr, betas and weight decay that were saved, which a scheduler of torch goes on
+        from. By default they keep those they were built with, which is what the train command
+        needs: there the configuration decides.
 
         Returns the ``state`` given to the save that was loaded (``step`` included), or None when
         the run starts from step 0: nothing to resume, or ``load=model_only`` from another run.
@@ -159,8 +158,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: all checkpoints are damaged, the path is no checkpoint, or model or
-                optimizer do not
-            fit.
+                optimizer do not fit.
         """
         restarted = any(self.group.all_gather(restarted))
         result = Resume(
@@ -192,15 +190,14 @@ class Checkpointer:
         Collective.
 
         Args:
-            step: the step that was just finished, from 1. state: what a resumed run needs beside
-                model and
-            optimizer: numbers, strings, lists, dicts. ``samples`` is the
-                position in the data.
-            last: the run ends here: save whatever the interval. preempted: save now and return only
-                when it
-            is published. due: a verdict on ``every_minutes`` that all ranks share already (see
-            `time_is_up`); None: rank 0's clock decides,
-                which costs a broadcast of one value per step when ``every_minutes`` is set.
+            step: the step that was just finished, from 1.
+            state: what a resumed run needs beside model and optimizer: numbers, strings, lists,
+                dicts. ``samples`` is the position in the data.
+            last: the run ends here: save whatever the interval.
+            preempted: save now and return only when it is published.
+            due: whether ``every_minutes`` have passed, where all ranks have agreed on it already
+                (see `time_is_up`); None: rank 0's clock decides, which costs a broadcast of one
+                value per step when ``every_minutes`` is set.
 
         Raises:
             CheckpointError: ``max_failures`` saves in a row failed. Alike on every rank.
@@ -233,8 +230,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Waits for a save that is still running, then removes the copies in memory: only for a run
-        that ended well. Collective. Raises `CheckpointError` if it was one failure too many, or if
-        the last save of the run failed."""
+        that ended well. Collective. Raises `CheckpointError` if the last save of the run failed."""
         self._join()
         if self.failures:
             raise CheckpointError(
@@ -264,7 +260,7 @@ class Checkpointer:
                 error, size = write_checkpoint(
                     snapshot, self.store, self.group, self._clear_the_way
                 )
-            except Exception as fault:  # a rank is gone: the loop will hear of it too
+            except Exception as fault:  # a rank has ended: the loop will get an error too
                 error, size = describe_error(fault), 0
             if self.group.rank == 0:
                 if error:
@@ -278,7 +274,7 @@ class Checkpointer:
             write()
             self._settle()
         else:
-            # A daemon: when the run dies of something else, it must not be kept alive by a save.
+            # A daemon: a save must not keep the process alive when the run fails elsewhere.
             self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
             self._thread.start()
 
@@ -302,8 +298,8 @@ class Checkpointer:
         return sizes
 
     def _join(self) -> None:
-        """Waits for the save in progress, so that every rank hears of its outcome at the same
-        point."""
+        """Waits for the save in progress, so that every rank takes account of its outcome at the
+        same point."""
         if self._thread is not None:
             if self._thread.is_alive() and self.group.rank == 0:
                 log.info("waiting for the checkpoint that is still being written")
@@ -343,7 +339,7 @@ class Checkpointer:
         return f"{step_name(step)} is there already and sound: it is kept"
 
     def _retire(self, newest: int) -> None:
-        """Rank 0: deletes what ``keep_last`` and ``keep_every`` do not ask for. The newest was read
+        """Rank 0: deletes what ``keep_last`` and ``keep_every`` do not keep. The newest was read
         back before it was published, so what is deleted is never the last good one."""
         config = self.config
         if not config.keep_last:

@@ -1,8 +1,9 @@
-"""Weights from any format we read into any we write, one tensor in memory at a time.
+"""Converts weights from any format that is read to any that is written, with one tensor in memory
+at a time: `convert`.
 
-A `Source` flows in; a file or folder flows out, complete or not at all: it is written beside its
-place and renamed into it, and an existing target is never written over. Optimizer state is carried
-between our format, ``torch.save`` and safetensors on demand.
+The target is complete or absent: it is written beside its place and renamed into it. An existing
+target is never overwritten. Optimizer state is converted between our format, ``torch.save`` and
+safetensors on request.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Progress = Callable[[int], object]
 
 
 def guess_format(target: str) -> str:
-    """The format that a target's name means. Raises `ConfigError` when it tells nothing."""
+    """The format that a target's name implies. Raises `ConfigError` when it implies none."""
     if target.endswith(".safetensors"):
         return "safetensors"
     if target.endswith(TORCH_SUFFIXES):
@@ -54,18 +55,19 @@ def convert(
     """Writes ``source`` to ``target``.
 
     Args:
-        source: from `open_source`. target: a file for ``safetensors`` and ``torch``, a folder for
-            ``hf`` and
-        ``parallel2d``; must not exist. format: one of `FORMATS`. dtype: safetensors name of the
-        dtype that floating-point weights are converted to; None keeps each. Optimizer
-            state is never converted.
-        optimizer: carry optimizer state and the run's position too.
+        source: from `open_source`.
+        target: a file for ``safetensors`` and ``torch``, a folder for ``hf`` and ``parallel2d``;
+            must not exist.
+        format: one of `FORMATS`.
+        dtype: safetensors name of the dtype that floating-point weights are converted to; None
+            keeps each. Optimizer state is never converted.
+        optimizer: convert optimizer state and the run's position too.
         shard_bytes: size at which a folder's data goes on in another file.
-        arguments: of the Llama, for ``hf``, beside those the source tells.
+        arguments: of the Llama, for ``hf``, in addition to those in the source.
         progress: gets the bytes written since the last call.
 
     Raises:
-        ConfigError: the target exists, or the source has not what the format needs.
+        ConfigError: the target exists, or the source lacks what the format needs.
     """
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already; nothing is written over")
@@ -151,7 +153,7 @@ class _Plan:
         return Region.whole(self.shape(name)).numel * DTYPES[self.dtypes[name]].itemsize
 
     def facts(self) -> Source:
-        """The facts to keep: without optimizer state a file tells of weights alone."""
+        """The facts to store: without optimizer state, those about the weights alone."""
         source = self.source
         if self.optimizer:
             return source
@@ -167,7 +169,7 @@ class _Plan:
     def blocks(
         self, names: Sequence[str], stored_as: Sequence[str], metadata: dict[str, str]
     ) -> Iterator[bytes | memoryview]:
-        """The blocks of one safetensors file; each tensor is read when its turn comes."""
+        """The blocks of one safetensors file; each tensor is read just before it is written."""
         described = [
             (flat, self.dtypes[name], self.shape(name))
             for name, flat in zip(names, stored_as, strict=True)
@@ -246,7 +248,7 @@ def _write_hugging_face(
 
 
 def _sizes_from_shapes(plan: _Plan) -> dict[str, Any]:
-    """The Llama's arguments that its weights' shapes tell."""
+    """The Llama's arguments that follow from the shapes of its weights."""
     shapes = {name.removeprefix("model/"): plan.shape(name) for name in plan.source.tensors}
     found: dict[str, Any] = {}
     if len(embedding := shapes.get("embedding.weight", ())) == 2:

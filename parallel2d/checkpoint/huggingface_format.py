@@ -1,8 +1,9 @@
-"""Our Llama's names and sizes against those of Hugging Face's ``LlamaForCausalLM``.
+"""Translates between our Llama and Hugging Face's ``LlamaForCausalLM``: names by `theirs` and
+`ours`, configurations by `to_config` and `from_config`.
 
-Names and configuration dicts flow in, the other side's flow out. Weights need no permutation: both
-rotate the two halves of a head against each other. A configuration is data: known keys are read and
-checked, and what our Llama does not compute is refused.
+Weights need no permutation, because both rotate the two halves of a head against each other. A
+configuration is treated as data: known keys are read and checked, and a model that computes what
+our Llama does not is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The manifest: what a checkpoint consists of, as data that is checked before anything believes it.
+"""The manifest, which lists what a checkpoint consists of: `Manifest` encodes it as JSON, and
+decodes JSON of any origin into checked data or one error.
 
-Facts about a save flow in and JSON flows out; JSON from anywhere flows in and a `Manifest` flows
-out, or one clear error. The manifest lists every file with size and checksum and every tensor with
-the rectangles it is stored in. Its own checksum and the files' guard against accidents only:
-whoever alters a checkpoint on purpose recomputes them, so every name, number and dtype is checked
-as if hostile, and nothing in it is ever imported, instantiated or used as a path outside of its
-folder.
+It lists every file with size and checksum, and every tensor with the rectangles that it is stored
+in. Its own checksum and those of the files guard against accidents only: whoever alters a
+checkpoint on purpose recomputes them. So every name, number and dtype is checked as if hostile, and
+nothing in a manifest is ever imported, instantiated or used as a path outside of its folder.
 """
 
 from __future__ import annotations

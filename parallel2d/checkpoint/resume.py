@@ -1,8 +1,9 @@
-"""Where a run starts from: the checkpoint that is chosen, verified and loaded, on all ranks alike.
+"""Chooses the checkpoint that a run starts from, verifies it and loads it, on all ranks alike:
+`Resume.run`.
 
-The settings, the run's own store and the copies in memory flow in; filled model, optimizer and
-generators, and the saved counters flow out. Rank 0 chooses and hands the manifest to the others;
-verification is spread over the ranks, each reading some of the files once.
+Candidates are the run's own store, the copies in memory and the path in ``checkpoint.resume``. Rank
+0 chooses, and broadcasts the manifest. Verification is spread over the ranks, so that each file is
+read once.
 """
 
 from __future__ import annotations
@@ -200,8 +201,8 @@ class Resume:
         return int(name.removeprefix("step-"))
 
     def _clear_damaged(self, steps: list[int]) -> None:
-        """Out of the way of the checkpoints that this run will write, and of retention's counting.
-        Not vital: only logged."""
+        """Moves damaged checkpoints aside, so that they do not stand where this run will write its
+        own and do not count for retention. A failure is only logged."""
         if self.group.rank == 0:
             for step in steps:
                 try:

@@ -1,9 +1,9 @@
-"""Random number generators of a rank as tensors: torch on CPU, torch on the rank's accelerator,
-Python, NumPy.
+"""Random number generators of a rank as tensors ``rng/<rank>/<generator>``: `rng_tensors` returns
+their states, `restore_rng` sets them.
 
-The generators' states flow out under ``rng/<rank>/<generator>`` and back in. What comes from a
-checkpoint is checked before a generator gets it. Streams belong to ranks, so they carry over only
-to a run with as many ranks.
+The generators are torch's on CPU, torch's on the rank's accelerator, Python's and NumPy's. A state
+from a checkpoint is checked before it is set. States belong to ranks, so they carry over only to a
+run with as many ranks.
 """
 
 from __future__ import annotations

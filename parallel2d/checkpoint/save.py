@@ -1,10 +1,10 @@
-"""One save on all ranks: staged, written, published. The mechanism, not when it happens.
+"""One save on all ranks: `Staging.take` copies the state to CPU, `write_checkpoint` writes and
+publishes it. `Checkpointer` decides when.
 
-Tensors on any device flow in; a published checkpoint or an error that is the same on every rank
-flows out. Staging is the only part the training loop waits for: a copy into CPU buffers that are
-kept from save to save. All else may run in a thread, since it talks over a process group of its
-own. What is agreed with the other ranks is agreed there: rank 0 opens the place, all write, rank 0
-hears from all before it writes the manifest and renames, all hear how it went.
+The training loop waits for staging alone, a copy into CPU buffers that are kept from save to save.
+The rest may run in a thread, because it communicates over a process group of its own. Rank 0 opens
+the folder, all ranks write, rank 0 gathers their answers, writes the manifest and renames, and the
+outcome is broadcast, so that an error is the same on every rank.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Staging:
             waiting = waiting or values.is_cuda
             snapshot.parts.append((name, shape, region, buffer))
         for name, tensor in own.items():
-            if not tensor.numel():  # nothing to store, but the manifest tells that it was empty
+            if not tensor.numel():  # nothing to store, but the manifest records that it was empty
                 snapshot.parts.append(
                     (name, tuple(tensor.shape), Region.whole(tensor.shape), tensor)
                 )
@@ -147,7 +147,7 @@ _Part = tuple[str, str, tuple[int, ...], Region]  # tensor name, dtype name, who
 @exchange.sendable
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank tells rank 0: its file, what is in it, or what went wrong."""
+    """What a rank sends to rank 0: its file, what is in it, or what went wrong."""
 
     file: tuple[str, StoredFile] | None
     parts: Sequence[_Part]

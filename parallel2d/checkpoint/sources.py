@@ -1,9 +1,8 @@
-"""Weights in any format we read, under our names, one tensor at a time.
+"""Reads weights in any supported format, under our names, one tensor at a time: `open_source`.
 
-A path flows in; a `Source` flows out: what tensors there are, each by `read`, and the facts beside
-them. Five formats: our checkpoint, one safetensors file, a Hugging Face folder, a ``torch.save``
-file, and a run directory (its newest checkpoint). Files are read by range, never mapped, so that
-memory holds one tensor and not, page by page, the file.
+There are five formats: our checkpoint, one safetensors file, a Hugging Face folder, a
+``torch.save`` file, and a run directory, which stands for its newest checkpoint. Files are read by
+range and never mapped, so that memory holds one tensor and not, page by page, the file.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Source:
     """Weights to convert. ``tensors``: name in our format (``model/...``, ``optimizer/...``) ->
     (dtype name, shape).
 
-    ``arguments``: the Llama's, as far as the source tells; the other facts are those of a
+    ``arguments``: the Llama's, as far as the source has them; the other facts are those of a
     `Manifest`.
     """
 

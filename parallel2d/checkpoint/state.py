@@ -1,9 +1,9 @@
-"""What of a model and an optimizer is saved, under which names, and how it is put back.
+"""Names what is saved of a model and an optimizer, and loads it again: `saved_tensors`,
+`load_model`, `load_optimizer`.
 
-A model (any layout, or none) and its optimizer flow in; an ordered dict of canonical name -> tensor
-flows out, the same names on every rank, layout and precision: ``model/<parameter or buffer>`` and
-``optimizer/<key>/<parameter>``. On the way back a `Checkpoint` flows in and this rank's parts are
-filled in place. Differences between what is stored and what is here are listed, all of them.
+Names are canonical, the same on every rank, layout and precision: ``model/<parameter or buffer>``
+and ``optimizer/<key>/<parameter>``. Loading fills this rank's parts in place. Where what is stored
+differs from what is here, every difference is listed.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _stored_parameters(checkpoint: Checkpoint) -> list[str]:
 def stored_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
 ) -> list[Settings]:
-    """What the checkpoint says of each parameter group of ``optimizer``. Raises `ConfigError` when
-    that is not one thing."""
+    """The stored settings of each parameter group of ``optimizer``. Raises `ConfigError` when they
+    are not unique."""
     _stored_parameters(checkpoint)  # the groups are a list of dicts that list parameters
     stored = [
         (group.get("settings", {}), group["parameters"])
@@ -185,7 +185,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) ->
 
     Raises:
         ConfigError: ``strict`` and names or shapes differ; every difference is listed.
-        DamagedCheckpointError: a file is not what the manifest says.
+        DamagedCheckpointError: a file does not match the manifest.
     """
     reshard(model)
     differences = check_model(model, checkpoint, strict)
@@ -208,8 +208,8 @@ def load_optimizer(
 
     Raises:
         ConfigError: ``strict`` and the optimizer's class or its parameters differ; every difference
-            is
-        listed. DamagedCheckpointError: a file is not what the manifest says.
+            is listed.
+        DamagedCheckpointError: a file does not match the manifest.
     """
     differences = check_optimizer(model, optimizer, checkpoint, strict)
     stored = checkpoint.manifest.optimizer

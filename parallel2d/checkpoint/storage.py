@@ -1,16 +1,17 @@
-"""The folder of all checkpoints of a run: a new one written and published, old ones retired,
-damaged ones moved aside.
+"""The folder of all checkpoints of a run: `open_store` returns the store that writes and publishes
+new ones, retires old ones and moves damaged ones aside.
 
-Blocks of bytes flow in; complete ``step-00000100`` folders appear. Two stores, one contract:
+`LocalStore` and `RemoteStore` implement the same interface. Both publish complete ``step-00000100``
+folders.
 
 [Note: atomic publication] A checkpoint is written where no reader looks. On a file system that
 renames, that is a sibling folder ``.saving-...``: every file is flushed to the disk and read back,
 the manifest comes last, the folder is flushed, and one rename makes it ``step-N``; the parent is
 flushed too. Object stores cannot rename: there the files go to their final place and the manifest,
-written last, is the publication, since a folder without one is not a checkpoint. Deletion runs the
-other way round: out of the readers' sight by one rename (or by deleting the manifest first), then
-file by file. So whatever is killed and when, a reader sees only complete checkpoints, and nothing
-is ever written over.
+written last, is the publication, since a folder without one is not a checkpoint. Deletion takes the
+opposite order: one rename (or the deletion of the manifest) hides the checkpoint from readers, then
+its files are deleted one by one. So readers see only complete checkpoints, whatever is killed and
+when, and nothing is ever overwritten.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Blocks = Iterable[bytes | memoryview]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. The message says where and why."""
+    """A checkpoint could not be written. The message has the place and the reason."""
 
 
 def step_name(step: int) -> str:
@@ -43,7 +44,7 @@ def step_name(step: int) -> str:
 
 
 class Store(Protocol):
-    """Where a run's checkpoints live. ``path_of`` gives the address of one, for readers."""
+    """Where a run's checkpoints are kept. ``path_of`` gives the address of one, for readers."""
 
     root: str
 
@@ -290,7 +291,7 @@ class RemoteStore:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the kind of error where its text alone would not say it."""
+    """One line: the kind of error where its text alone would not show it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     if isinstance(error, DamagedCheckpointError | CheckpointError):

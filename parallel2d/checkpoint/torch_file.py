@@ -1,10 +1,11 @@
-"""``torch.save`` files, one tensor in memory at a time.
+"""Writes and reads ``torch.save`` files with one tensor in memory at a time: `TorchWriter`,
+`TorchReader`.
 
-A nested dict of descriptions flows in and a file that ``torch.load(weights_only=True)`` reads flows
-out, and the other way round. The file is first written with its structure only, the values left as
-holes; then each tensor's bytes are put in their place and the archive's checksums are made true.
-Reading unpickles with PyTorch's weights-only reader, which builds tensors and plain containers and
-refuses all else, and under fake tensors, so that values are read by range afterwards.
+A file is first written with its structure only, with holes for the values. Then each tensor's bytes
+are put in their place, and the archive's checksums are corrected. The result can be read by
+``torch.load(weights_only=True)``. Reading unpickles with PyTorch's weights-only reader, which
+builds tensors and plain containers and refuses all else. It runs under fake tensors, so that values
+are read by range afterwards.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ALLOWED = re.compile(
 )
 # a magic number, a version, facts about the system, the content, the keys of its storages
 _PICKLES_OF_A_STREAM = 5
-# how many times a value may be seen through views, and bytes that are no matter
+# how many times a value may be seen through views, and a size that is always allowed
 _REPEATED, _SMALL = 4, 2**20
 
 
@@ -65,8 +66,8 @@ class TorchWriter:
             return torch.empty(shape, dtype=dtype)
 
     def begin(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Writes the file with holes; returns ``content`` as a reader sees it, tensors knowing
-        their place in the file."""
+        """Writes the file with holes; returns ``content`` as a reader sees it, in which tensors
+        have their place in the file."""
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(content, self.path)
         with FakeTensorMode():
@@ -162,7 +163,7 @@ def _walk(file: Any) -> None:
 
 
 def _deepest_taken(stack: list[int | None], before: list[Any]) -> int:
-    """Takes from the stack what an operation of pickle takes: ``before`` in pickletools' words."""
+    """Takes from the stack what an operation of pickle takes: ``before`` in pickletools' terms."""
     taken = [0]
     fixed = len(before)
     if pickletools.markobject in before:
@@ -186,13 +187,13 @@ class TorchReader:
         self._scan()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a refused file says enough
+                warnings.simplefilter("ignore")  # a refused file gets one error
                 if self._streamed:
                     with FakeTensorMode():
                         self.content = torch.load(path, map_location="cpu", weights_only=True)
                 else:  # the format before archives: one stream, which can only be read as a whole
                     self.content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch's reader raises whatever it stumbles over
+        except Exception as error:  # torch's reader may raise anything
             # Its advice to load the file with weights_only=False is not passed on.
             first = printable(
                 str(error).splitlines()[0].split(". In PyTorch")[0]
@@ -231,8 +232,8 @@ class TorchReader:
 
     def _scan(self) -> None:
         """Walks through the pickles without building anything. Raises `ConfigError` for what is
-        none, and for names that are longer than any: torch takes minutes to say that it does not
-        know one of 50,000 characters."""
+        none, and for names that are longer than any: torch takes minutes to refuse one of 50,000
+        characters."""
         try:
             if self._streamed:
                 with zipfile.ZipFile(self.path) as archive:
@@ -244,7 +245,7 @@ class TorchReader:
                 with open(self.path, "rb") as file:
                     for _ in range(_PICKLES_OF_A_STREAM):
                         _walk(_Bounded(file))
-        except Exception as error:  # pickletools raises whatever it stumbles over
+        except Exception as error:  # pickletools may raise anything
             raise ConfigError(
                 f"{self.label} is not a file of weights alone, and is not loaded: "
                 f"{printable(error)}"

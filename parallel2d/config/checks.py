@@ -55,6 +55,12 @@ def _refuse(problems: list[str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def _require(holds: bool, problem: str) -> Iterator[str]:
+    """Yields ``problem`` unless ``holds``."""
+    if not holds:
+        yield problem
+
+
 def _job_problems(config: TrainConfig) -> Iterator[str]:
     yield from _model_problems(config)
     yield from _parallel_problems(config)
@@ -74,36 +80,46 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
     model = config.model
     if isinstance(model, LlamaModel):
         yield from _llama_problems(model, config.train.seq_len)
-    elif isinstance(model, CustomModel):
+        return
+    # Both take a plan for the tensor axis, and names of functions.
+    yield from _tensor_plan_problems(model.tensor_plan)
+    if isinstance(model, CustomModel):
         yield from _reference_problems(model, ("target", "init", "loss"))
-        yield from _tensor_plan_problems(model.tensor_plan)
-    elif isinstance(model, HuggingFaceModel):
-        yield from _reference_problems(model, ("loss",))
-        yield from _tensor_plan_problems(model.tensor_plan)
-        # One names a folder with a configuration, the other a configuration without a folder.
-        if (model.path is None) == (model.architecture is None):
-            yield (
-                "model=hf needs either model.path, the folder of a saved model, or "
-                "model.architecture, such as llama or gpt2"
-            )
-        if config.data.intra_document_masking:
-            yield "data.intra_document_masking=true: models of model=hf take no document ids"
+        return
+    assert isinstance(model, HuggingFaceModel)
+    yield from _reference_problems(model, ("loss",))
+    # One names a folder with a configuration, the other a configuration without a folder.
+    named = [name for name in (model.path, model.architecture) if name is not None]
+    yield from _require(
+        len(named) == 1,
+        "model=hf needs either model.path, the folder of a saved model, or model.architecture, "
+        "such as llama or gpt2",
+    )
+    yield from _require(
+        not config.data.intra_document_masking,
+        "data.intra_document_masking=true: models of model=hf take no document ids",
+    )
 
 
 def _llama_problems(model: LlamaModel, seq_len: int) -> Iterator[str]:
     head_dim, rest = divmod(model.dim, model.n_heads)
-    if rest:
-        yield f"model.dim={model.dim} must be a multiple of model.n_heads={model.n_heads}"
-    elif head_dim % 2:
-        yield (f"model.dim / model.n_heads = {head_dim} must be even: rotary embedding turns pairs")
+    yield from _require(
+        rest == 0, f"model.dim={model.dim} must be a multiple of model.n_heads={model.n_heads}"
+    )
+    # A size that is no multiple gives no size of a head to check.
+    yield from _require(
+        rest != 0 or head_dim % 2 == 0,
+        f"model.dim / model.n_heads = {head_dim} must be even: rotary embedding turns pairs",
+    )
     # Grouped-query attention: each key and value head serves equally many query heads.
-    if model.n_heads % model.n_kv_heads:
-        yield (
-            f"model.n_heads={model.n_heads} must be a multiple of "
-            f"model.n_kv_heads={model.n_kv_heads}"
-        )
-    if seq_len > model.max_seq_len:
-        yield f"train.seq_len={seq_len} is longer than model.max_seq_len={model.max_seq_len}"
+    yield from _require(
+        model.n_heads % model.n_kv_heads == 0,
+        f"model.n_heads={model.n_heads} must be a multiple of model.n_kv_heads={model.n_kv_heads}",
+    )
+    yield from _require(
+        seq_len <= model.max_seq_len,
+        f"train.seq_len={seq_len} is longer than model.max_seq_len={model.max_seq_len}",
+    )
 
 
 def _reference_problems(model: Any, keys: tuple[str, ...]) -> Iterator[str]:
@@ -165,13 +181,15 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
     yield from _without_effect("data", data, _READ_BY)
     yield from _data_path_problems(data)
     yield from _image_problems(data)
-    if data.packing == "padded" and data.intra_document_masking:
-        yield (
-            "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
-            "holds one document"
-        )
-    if data.end != DataConfig().end and not data.epochs:
-        yield f"data.end={data.end} has no effect with data.epochs=0, which reads without end"
+    yield from _require(
+        data.packing != "padded" or not data.intra_document_masking,
+        "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
+        "holds one document",
+    )
+    yield from _require(
+        data.end == DataConfig().end or data.epochs > 0,
+        f"data.end={data.end} has no effect with data.epochs=0, which reads without end",
+    )
 
 
 def _without_effect(
@@ -199,25 +217,33 @@ def _without_effect(
 
 
 def _data_path_problems(data: DataConfig) -> Iterator[str]:
-    if data.name in _PATHS and not data.path:
-        yield f"data.path is required with data={data.name}: {_PATHS[data.name]}"
-    if data.name == "tokens" and bool(data.path) == bool(data.mixture):
-        yield (
+    if data.name in _PATHS:
+        yield from _require(
+            bool(data.path), f"data.path is required with data={data.name}: {_PATHS[data.name]}"
+        )
+    if data.name == "tokens":
+        yield from _require(
+            bool(data.path) != bool(data.mixture),
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
-            "weight: 0.7}, ...]"
+            "weight: 0.7}, ...]",
         )
     for entry in data.mixture:
-        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
-            yield (
-                f"data.mixture has {entry}; an entry has the form {{path: FOLDER, weight: NUMBER}}"
-            )
+        yield from _require(
+            isinstance(entry, dict) and set(entry) == {"path", "weight"},
+            f"data.mixture has {entry}; an entry has the form {{path: FOLDER, weight: NUMBER}}",
+        )
 
 
 def _image_problems(data: DataConfig) -> Iterator[str]:
-    if data.image_size is not None and data.image_size < 1:
-        yield f"data.image_size={data.image_size} must be at least 1, or null"
-    if data.channels not in (None, 1, 3):
-        yield f"data.channels={data.channels} must be 1 (grey) or 3 (RGB), or null"
+    # Both may be null, which a field with a constraint may not.
+    yield from _require(
+        data.image_size is None or data.image_size >= 1,
+        f"data.image_size={data.image_size} must be at least 1, or null",
+    )
+    yield from _require(
+        data.channels in (None, 1, 3),
+        f"data.channels={data.channels} must be 1 (grey) or 3 (RGB), or null",
+    )
 
 
 # How gradients become updates
@@ -237,15 +263,19 @@ _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     yield from _without_effect("optimizer", optimizer, _UPDATED_BY)
     betas = optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
-    if optimizer.name == "sgd" and optimizer.implementation == "fused":
-        yield (
-            "optimizer.implementation=fused: torch's fused SGD does not take sharded parameters; "
-            "use foreach or loop"
-        )
-    if optimizer.nesterov and optimizer.momentum == 0:
-        yield "optimizer.nesterov=true needs optimizer.momentum above 0"
+    yield from _require(
+        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        f"optimizer.betas={betas} must be two numbers in [0, 1)",
+    )
+    yield from _require(
+        optimizer.name != "sgd" or optimizer.implementation != "fused",
+        "optimizer.implementation=fused: torch's fused SGD does not take sharded parameters; use "
+        "foreach or loop",
+    )
+    yield from _require(
+        not optimizer.nesterov or optimizer.momentum != 0,
+        "optimizer.nesterov=true needs optimizer.momentum above 0",
+    )
     for entry in optimizer.groups:
         yield from _group_problems(entry, optimizer.name)
 
@@ -295,34 +325,39 @@ def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
         if value is None or value in DTYPES:
             continue
         yield f"precision.{key}={value} is not one of {', '.join(DTYPES)}, or null"
-    if precision.keep_low_precision_gradients and precision.reduce == precision.storage:
-        yield (
-            "precision.keep_low_precision_gradients=true has no effect with "
-            f"precision.reduce={precision.reduce}, which is precision.storage too"
-        )
-    if precision.fp32_modules and precision.param not in ("bf16", "fp16"):
-        yield (
-            f"precision.fp32_modules has no effect with precision.param={precision.param}, only "
-            "with bf16 and fp16"
-        )
+    yield from _require(
+        not precision.keep_low_precision_gradients or precision.reduce != precision.storage,
+        "precision.keep_low_precision_gradients=true has no effect with "
+        f"precision.reduce={precision.reduce}, which is precision.storage too",
+    )
+    yield from _require(
+        not precision.fp32_modules or precision.param in ("bf16", "fp16"),
+        f"precision.fp32_modules has no effect with precision.param={precision.param}, only with "
+        "bf16 and fp16",
+    )
 
 
 def _float8_problems(precision: PrecisionConfig) -> Iterator[str]:
-    if precision.float8_exclude and precision.float8 == "none":
-        yield (
+    if precision.float8 == "none":
+        yield from _require(
+            not precision.float8_exclude,
             "precision.float8_exclude has no effect with precision.float8=none, only with "
-            "tensorwise and rowwise"
+            "tensorwise and rowwise",
         )
-    if precision.float8 != "none" and precision.param not in ("bf16", "fp32"):
-        yield (
-            f"precision.float8={precision.float8} needs precision.param=bf16 (or fp32), got "
-            f"{precision.param}"
-        )
+        return
+    # The products are computed in 8 bits; what goes in and out is bf16, or fp32 for comparison.
+    yield from _require(
+        precision.param in ("bf16", "fp32"),
+        f"precision.float8={precision.float8} needs precision.param=bf16 (or fp32), got "
+        f"{precision.param}",
+    )
 
 
 def _bucketing_problems(bucketing: BucketingConfig) -> Iterator[str]:
-    if bucketing.policy is not None and bucketing.blocks:
-        yield ("bucketing.policy and bucketing.blocks both say what a block is: give one of them")
+    yield from _require(
+        bucketing.policy is None or not bucketing.blocks,
+        "bucketing.policy and bucketing.blocks both say what a block is: give one of them",
+    )
 
 
 # The fields that each kind of activation checkpointing reads.
@@ -350,11 +385,11 @@ def _checkpointing_problems(checkpointing: ActivationCheckpointingConfig) -> Ite
             f"activation_checkpointing.{key} needs "
             f"activation_checkpointing={' or '.join(readers)}, got {name}"
         )
-    if checkpointing.blocks and checkpointing.policy is not None:
-        yield (
-            "activation_checkpointing.policy and activation_checkpointing.blocks both say what is "
-            "checkpointed: give one of them"
-        )
+    yield from _require(
+        checkpointing.policy is None or not checkpointing.blocks,
+        "activation_checkpointing.policy and activation_checkpointing.blocks both say what is "
+        "checkpointed: give one of them",
+    )
 
 
 def _budget_problems(
@@ -379,39 +414,49 @@ def _budget_problems(
 
 
 def _policy_problems(config: TrainConfig) -> Iterator[str]:
+    """In code a policy may be a function; in a configuration it is the name of one."""
     for section in ("bucketing", "activation_checkpointing"):
         policy = getattr(config, section).policy
-        if policy is not None and not _is_reference(policy):
-            yield f"{section}.policy={policy} must have the form package.module:function"
+        yield from _require(
+            policy is None or _is_reference(policy),
+            f"{section}.policy={policy} must have the form package.module:function",
+        )
 
 
 def _training_precision_problems(config: TrainConfig) -> Iterator[str]:
     precision = config.precision
-    if precision.keep_low_precision_gradients:
-        yield (
-            "precision.keep_low_precision_gradients=true is for optimizers of your own: "
-            f"optimizer={config.optimizer.name} needs gradients in storage dtype"
-        )
-    if precision.loss_scaling and precision.param != "fp16":
-        yield f"precision.loss_scaling=true needs precision.param=fp16, got {precision.param}"
+    yield from _require(
+        not precision.keep_low_precision_gradients,
+        "precision.keep_low_precision_gradients=true is for optimizers of your own: "
+        f"optimizer={config.optimizer.name} needs gradients in storage dtype",
+    )
+    yield from _require(
+        not precision.loss_scaling or precision.param == "fp16",
+        f"precision.loss_scaling=true needs precision.param=fp16, got {precision.param}",
+    )
 
 
 def _loop_problems(config: TrainConfig) -> Iterator[str]:
     train = config.train
-    warmup = config.scheduler.warmup_steps
     # Images have no length; the default is what a user who gave none has.
-    if config.data.name == "images" and train.seq_len != LoopConfig().seq_len:
-        yield (
-            f"train.seq_len={train.seq_len} has no effect with data=images: an image is one sample "
-            "with one target"
-        )
-    if warmup >= train.steps and warmup > 0:
-        yield f"scheduler.warmup_steps={warmup} must be below train.steps={train.steps}"
+    yield from _require(
+        config.data.name != "images" or train.seq_len == LoopConfig().seq_len,
+        f"train.seq_len={train.seq_len} has no effect with data=images: an image is one sample "
+        "with one target",
+    )
+    warmup = config.scheduler.warmup_steps
+    yield from _require(
+        warmup < max(train.steps, 1),
+        f"scheduler.warmup_steps={warmup} must be below train.steps={train.steps}",
+    )
     micro = train.micro_batch_size
     whole = train.global_batch_size
     # "auto" is chosen to fit.
-    if isinstance(micro, int) and micro > whole:
-        yield f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}"
+    if isinstance(micro, int):
+        yield from _require(
+            micro <= whole,
+            f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}",
+        )
 
 
 def _profile_problems(config: TrainConfig) -> Iterator[str]:
@@ -419,36 +464,39 @@ def _profile_problems(config: TrainConfig) -> Iterator[str]:
     last = config.train.steps
     # 1 <= first traced step <= last traced step <= last step of the run
     in_order = [1, *steps, last] == sorted([1, *steps, last])
-    if steps and not (len(steps) == 2 and in_order):
-        yield (
-            f"profile.steps={steps} must be the first and the last step of a trace, within 1 and "
-            f"train.steps={last}"
-        )
-    if any(rank < 0 for rank in config.profile.ranks):
-        yield f"profile.ranks={config.profile.ranks} must be ranks, counted from 0"
+    yield from _require(
+        not steps or (len(steps) == 2 and in_order),
+        f"profile.steps={steps} must be the first and the last step of a trace, within 1 and "
+        f"train.steps={last}",
+    )
+    yield from _require(
+        all(rank >= 0 for rank in config.profile.ranks),
+        f"profile.ranks={config.profile.ranks} must be ranks, counted from 0",
+    )
 
 
 def _launch_problems(launch: LaunchConfig) -> Iterator[str]:
     first = launch.first_step_timeout
-    # Written so that NaN, which is at least nothing, is refused.
-    if first is not None and not first >= launch.timeout:
-        yield (
-            f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}"
-        )
+    yield from _require(
+        first is None or first >= launch.timeout,
+        f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}",
+    )
     try:
         _, largest = launch.node_range
     except ConfigError as error:
         yield str(error)
         return
     # Several nodes must know where to meet; a single one must not wait for others.
-    if largest > 1 and not launch.rdzv_endpoint:
-        yield (
+    if largest > 1:
+        yield from _require(
+            bool(launch.rdzv_endpoint),
             f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on "
-            "every node: an address of one of them, or of a store that python -m parallel2d.launch "
-            "store runs elsewhere"
+            "every node: an address of one of them, or of a store that python -m "
+            "parallel2d.launch store runs elsewhere",
         )
-    if largest == 1 and launch.rdzv_endpoint:
-        yield (
+    else:
+        yield from _require(
+            not launch.rdzv_endpoint,
             f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1: a "
-            "single node meets nobody"
+            "single node meets nobody",
         )

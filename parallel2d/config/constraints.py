@@ -39,9 +39,13 @@ def choice_problems(key: str, value: object, choices: tuple[str, ...]) -> Iterat
 
 def _has_infinite(value: Any) -> bool:
     """Whether a number, or one in a list, is infinite or not a number."""
+    # Such as betas; lists may hold anything, further lists included.
     if isinstance(value, list | tuple):
         return any(map(_has_infinite, value))
-    return isinstance(value, float) and not math.isfinite(value)
+    # Whole numbers of Python are never infinite, and may be too large for a float.
+    if not isinstance(value, float):
+        return False
+    return not math.isfinite(value)
 
 
 def _bound_problems(key: str, value: Any, constraint: Mapping[str, Any]) -> Iterator[str]:

@@ -63,6 +63,7 @@ def explain(words: Sequence[str], error: Exception) -> str:
 def _read(words: Sequence[str], loader: Any, groups: set[str]) -> _Words:
     found = _Words()
     for word in words:
+        # Each word on its own: Hydra's parser stops at the first that it cannot read.
         try:
             override = OverridesParser.create(loader).parse_override(word)
         except HydraException as wrong:
@@ -71,14 +72,20 @@ def _read(words: Sequence[str], loader: Any, groups: set[str]) -> _Words:
         key = str(override.key_or_group)
         if key in groups:
             _check_choices(key, override, loader, found)
-        elif not override.is_sweep_override() and not key.startswith("hydra"):
-            found.values.append((word, override))
+            continue
+        # Hydra's own keys are checked by Hydra. Several values are one for each job of a sweep,
+        # and each job is checked when it is composed.
+        if key.startswith("hydra") or override.is_sweep_override():
+            continue
+        found.values.append((word, override))
     return found
 
 
 def _unreadable(word: str, error: HydraException) -> str:
+    # The first line names the character; the others draw it.
     reason = str(error).splitlines()[0]
     advice = "write key=value, and quote special characters"
+    # Quoting does not help in a plan, whose patterns Hydra reads as lists and mappings.
     if word.lstrip("+").startswith("model.tensor_plan="):
         advice = (
             "patterns may hold * ? and [abc] here; others go in a YAML file or come from "
@@ -100,14 +107,19 @@ def _check_choices(group: str, override: Any, loader: Any, found: _Words) -> Non
     for choice in choices:
         if choice not in allowed:
             found.wrong.append(_unknown_choice(group, choice, allowed))
-        elif not override.is_sweep_override():
+            continue
+        # The keys of a choice are needed to check the values; of a sweep, any choice has them.
+        if not override.is_sweep_override():
             found.choices.append(f"{group}={choice}")
 
 
 def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
     line = f"{group}={choice} is not one of {', '.join(allowed)}"
-    answer = other_frameworks.strategy_answer(choice) if group == "strategy" else None
-    return f"{line}; {answer}" if answer else line + _near(choice, allowed)
+    if group == "strategy":
+        answer = other_frameworks.strategy_answer(choice)
+        if answer is not None:
+            return f"{line}; {answer}"
+    return line + _near(choice, allowed)
 
 
 def _try_value(
@@ -115,10 +127,12 @@ def _try_value(
 ) -> str | None:
     """What is wrong with ``word``, which sets a key; None for nothing."""
     key = override.key_or_group
+    # ~key: Hydra removes keys, and the schema has no place for a missing one.
     if override.is_delete():
         return f"{word}: keys cannot be removed, only set"
     if key not in keys:
         return _unknown_key(key, word, keys, groups)
+    # model=llama sets a group, optimizer=3 would replace all keys below it.
     node = OmegaConf.select(base, key, throw_on_missing=False)
     if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
         inside = ", ".join(k for k in keys if k.startswith(key + "."))
@@ -139,16 +153,23 @@ def _unknown_key(key: str, word: str, keys: list[str], groups: set[str]) -> str:
     if instead is not None:
         return f"{line}: {instead}"
     parent = key.rpartition(".")[0]
-    siblings = [k for k in keys if k.rpartition(".")[0] == parent] if parent in keys else []
-    near = _near(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
+    siblings: list[str] = []
+    if parent in keys:
+        siblings = [other for other in keys if other.rpartition(".")[0] == parent]
+    # A whole key that is spelled alike is a better guess than one whose last part is.
+    near = _near(key, [*keys, *groups], 0.8)
+    if not near:
+        near = _near_last_part(key, siblings or keys)
     if siblings:
         return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
     return line + near
 
 
 def _near(word: str, choices: Sequence[str], alike: float = 0.6) -> str:
-    if word.lower() in choices:
-        return f"; did you mean {word.lower()}?"
+    # Adamw and adamw differ by more than a letter to a comparison that minds case.
+    lower = word.lower()
+    if lower in choices:
+        return f"; did you mean {lower}?"
     return did_you_mean(word, choices, alike)
 
 
@@ -157,7 +178,8 @@ def _near_last_part(key: str, keys: Sequence[str]) -> str:
     close = nearest(_last_part(key), map(_last_part, keys))
     if close is None:
         return ""
-    return f"; did you mean {' or '.join(k for k in keys if _last_part(k) == close)}?"
+    meant = [other for other in keys if _last_part(other) == close]
+    return f"; did you mean {' or '.join(meant)}?"
 
 
 def _last_part(key: str) -> str:

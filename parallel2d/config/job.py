@@ -21,6 +21,8 @@ from parallel2d.config.parallel import (
 )
 from parallel2d.errors import ConfigError
 
+# Seconds that ranks may wait for each other in the first step, unless told otherwise.
+FIRST_STEP_TIMEOUT = 1800.0
 OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
 
 
@@ -203,7 +205,7 @@ class LaunchConfig:
         """Seconds that ranks may wait for each other until the first step is done."""
         if self.first_step_timeout is not None:
             return self.first_step_timeout
-        return max(1800.0, self.timeout)
+        return max(FIRST_STEP_TIMEOUT, self.timeout)
 
     @property
     def node_range(self) -> tuple[int, int]:

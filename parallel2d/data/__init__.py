@@ -1,8 +1,9 @@
-"""Which sample is in which global batch.
+"""Which sample is in which global batch, and how a rank reads it.
 
-A `DataConfig` flows in; `open_data` gives sample streams, `BatchPlan` says which positions a rank
-reads, and `BatchFeed` reads them ahead of the training step. The names below are imported when they
-are first used, so that preparing data (and each of its worker processes) does not load torch.
+`open_data` opens the sample streams that a `DataConfig` describes, `BatchPlan` gives the positions
+that a rank reads, and `BatchFeed` reads them ahead of the training step. The names below are
+imported when they are first used, so that preparing data (and each of its worker processes) does
+not load torch.
 """
 
 from __future__ import annotations

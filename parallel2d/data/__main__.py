@@ -1,7 +1,7 @@
-"""The command line of this room: ``python -m parallel2d.data prepare | inspect | verify``.
+"""Prepares, inspects and verifies folders of token shards from the command line:
+``python -m parallel2d.data prepare | inspect | verify``.
 
-Arguments flow in; a prepared folder, or what is known about one, flows out. Errors are one message
-and exit code 2.
+An error prints one message and exits with code 2.
 """
 
 from __future__ import annotations

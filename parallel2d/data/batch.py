@@ -1,7 +1,7 @@
-"""What a forward pass reads: token ids or images, targets, and a hash that identifies them.
+"""`Batch`, the input of a forward pass: token ids or images, targets, and a hash of its samples.
 
-Arrays of a sample stream flow in, tensors flow out. The hash of a batch is the sum of its samples'
-hashes, so the sum over data ranks names a global batch whatever the layout.
+The hash of a batch is the sum of its samples' hashes. The sum over data ranks therefore identifies
+a global batch, whatever the layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel2d.data.order import mix
 
 # 2**64 divided by the golden ratio, odd: spreads consecutive numbers
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-IGNORED = -100  # the target that torch's cross-entropy leaves out
+IGNORED = -100  # the target that torch's cross-entropy ignores
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class SampleShape:
     def example(
         self, samples: int, device: torch.device | str, floating: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros in the shapes of a batch's inputs and targets; ``floating``: what inputs that are
-        no whole numbers are cast to."""
+        """Zeros in the shapes of a batch's inputs and targets. ``floating`` is the dtype of inputs
+        that are not whole numbers."""
         dtype = floating if self.dtype.is_floating_point else self.dtype
         targets = torch.zeros(samples, *self.targets, dtype=torch.int64, device=device)
         return torch.zeros(samples, *self.inputs, dtype=dtype, device=device), targets
 
     def describe(self, samples: int) -> str:
-        """``samples`` of these, for people."""
+        """The size of a batch of ``samples``, as text for messages."""
         return (
             f"{samples} x {self.targets_per_sample} {self.noun}"
             if self.targets
@@ -68,8 +68,7 @@ def labelled_images(channels: int, size: int) -> SampleShape:
 class Batch:
     """Samples of one forward pass: n sequences of T tokens, or n images.
 
-    ``hash`` is below 2**53 for up to two million samples, so sums over ranks survive an fp64
-    all-reduce exactly.
+    ``hash`` is below 2**53 for up to two million samples, so an fp64 all-reduce sums it exactly.
     """
 
     inputs: torch.Tensor  # int64 [n, T], or float32 [n, C, H, W]
@@ -80,8 +79,8 @@ class Batch:
     valid_tokens: int  # targets that are not -100
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; ``non_blocking`` overlaps the copy if the memory is
-        pinned."""
+        """The same batch on a device. With ``non_blocking``, the copy from pinned memory is
+        asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
@@ -100,8 +99,8 @@ class SampleHash:
     """A 32-bit hash of each sample's inputs, its targets and its position: universal hashing by a
     random vector modulo 2**64 (Dietzfelbinger 1996), then mixed with the position.
 
-    Every value is one word: an int64 as it is, a float32 by its 32 bits, so that no change of a
-    value can vanish in the product with an even factor.
+    Each value is hashed as one word: an int64 as it is, a float32 as its 32 bits. So every change
+    of a value changes its product, also with an even factor.
     """
 
     def __init__(self, shape: SampleShape) -> None:
@@ -124,6 +123,6 @@ def _products(values: NDArray[Any], factors: NDArray[np.uint64]) -> NDArray[np.u
     if rows.dtype == np.int64:
         return rows.view(np.uint64) @ factors
     assert rows.dtype == np.float32, rows.dtype
-    # widened one sample at a time: twice its memory, not twice the batch's
+    # Widened one sample at a time, which takes twice the memory of a sample, not of the batch
     bits = rows.view(np.uint32)
     return np.array([row.astype(np.uint64) @ factors for row in bits], dtype=np.uint64)

@@ -1,9 +1,9 @@
-"""The cache of prepared folders: one per content, prepared once, by one process, under a lock.
+"""The cache of prepared folders: one folder per content, prepared once, under a lock. Start at
+`open_cached`.
 
-Source files and options flow in, an open `TokenStore` flows out. Any number of processes may ask at
-once: the first takes the lock (flock, which the kernel releases when its holder dies in whatever
-way) and prepares; the others wait and find the published folder. What a killed holder had finished
-is kept by the next.
+Any number of processes may open the same folder at once. The first takes the lock and prepares it;
+the others wait and open the published folder. The lock is flock, which the kernel releases however
+its holder ends. The next process keeps what a killed holder had finished.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel2d.data.prepare import PrepareOptions
 from parallel2d.data.tokenizer import load_tokenizer
 from parallel2d.errors import ConfigError
 
-# larger input is known by names, sizes and modification times instead of by content
+# Larger input is identified by names, sizes and modification times instead of by content
 _READ_WHOLE = 256 << 20
 
 
@@ -67,8 +67,8 @@ def options_key(options: PrepareOptions, source: str) -> str:
 def open_cached(
     root: Path, name: str, key: str, make: Callable[[Path, int], store.TokenStore]
 ) -> store.TokenStore:
-    """The prepared folder ``root/name-key``, made by ``make(folder, lock)`` under a lock if it is
-    not there or not whole.
+    """The prepared folder ``root/name-key``. ``make(folder, lock)`` prepares it under a lock if it
+    is missing or damaged.
 
     Raises `ConfigError` if the cache cannot be written.
     """
@@ -89,7 +89,7 @@ def open_cached(
 
 
 def _published(folder: Path) -> store.TokenStore | None:
-    """A damaged folder counts as none: it is made again."""
+    """The prepared folder, or None if it is missing or damaged; then it is prepared again."""
     with contextlib.suppress(ConfigError):
         return store.TokenStore(folder)
     return None

@@ -1,7 +1,7 @@
-"""Reading .gz and .zst files as streams, with an error for a stream that ends early.
+"""Reads .gz and .zst files as streams (`open_compressed`), with an error for a stream that ends
+early.
 
-A path flows in, a binary file object flows out. Memory is bounded by one block whatever the file's
-size.
+Memory is bounded by one block, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _BLOCK = 16 << 10
 
 
 def open_compressed(path: str) -> IO[bytes]:
-    """Opens a file whose name ends with one of `EXTENSIONS`. Reading raises one of `DAMAGE` if
-    damaged."""
+    """Opens a file whose name ends with one of `EXTENSIONS`. Reading a damaged file raises one of
+    `DAMAGE`."""
     if path.lower().endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     return cast(IO[bytes], io.BufferedReader(_ZstdFile(path), buffer_size=1 << 20))
 
 
 class _ZstdFile(io.RawIOBase):
-    """All frames of a .zst file. The library's own reader takes a file that was cut off for a whole
-    one."""
+    """All frames of a .zst file. The library's own reader does not report that a file was cut
+    off."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -38,7 +38,7 @@ class _ZstdFile(io.RawIOBase):
         self._library: Any = zstandard
         self._file = open(path, "rb")  # noqa: SIM115  closed in close
         self._decoder: Any = None
-        self._waiting = b""  # compressed bytes that no frame has taken yet
+        self._waiting = b""  # compressed bytes that follow the end of a frame
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:

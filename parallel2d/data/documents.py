@@ -11,7 +11,8 @@ WHOLE_FILE = 1 << 62
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file and the name, relative to what the user gave, that sorts and reports it."""
+    """A file, and its name relative to the path that the user gave. Files are sorted and reported
+    by that name."""
 
     name: str
     path: str
@@ -37,8 +38,8 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Document:
-    """One text. ``segments`` (text, may be a target) is given if the source says what the loss may
-    see."""
+    """One text. ``segments`` are (text, may be a target) pairs, where the source says which parts
+    are targets of the loss."""
 
     text: str
     hash: int  # 64 bits of the content's blake2b: decides the split
@@ -47,10 +48,10 @@ class Document:
 
 @dataclass(frozen=True)
 class BadRow:
-    """Something that is not a document, and where it stands."""
+    """A row that is not a document, with its file, line and the reason."""
 
     file: str
-    line: int  # from 1; of a table: the row
+    line: int  # counted from 1; in a table, the row
     reason: str
 
 

@@ -1,9 +1,8 @@
-"""Batches prepared ahead of the training step.
+"""Prepares batches ahead of the training step: `BatchFeed`.
 
-A stream and a plan flow in, one `StepBatch` per optimizer step flows out. A background thread reads
-(numpy releases the interpreter lock for the copies) and, for a GPU, pins; the calling thread starts
-the copies to the device. The queue holds a fixed number of steps, so memory is bounded and a slow
-trainer stops the reader.
+A background thread reads the samples and, for a GPU, pins them; numpy releases the interpreter lock
+during the copies. The calling thread starts the copies to the device. The queue holds a fixed
+number of steps, which bounds memory: the reader waits while the queue is full.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from parallel2d.data.stream import SampleStream
 from parallel2d.errors import ConfigError
 
 
-class EndOfData(Exception):  # noqa: N818  (an end, as StopIteration is: no error)
+class EndOfData(Exception):  # noqa: N818  (not an error, like StopIteration)
     """The last global batch was already given: ``data.epochs`` is finite, or the stream is a
     validation split.
     """
@@ -80,8 +79,8 @@ class BatchFeed:
     def next(self) -> StepBatch:
         """This rank's part of the next global batch, on the device.
 
-        Raises `EndOfData` after the last one, and whatever the background thread met; the same
-        error again if called again.
+        Raises `EndOfData` after the last one, and any exception of the background thread. Later
+        calls raise the same exception again.
         """
         if self._stopped.is_set():
             raise RuntimeError("the feed is closed")
@@ -97,7 +96,7 @@ class BatchFeed:
         return StepBatch(moved, item.valid_tokens, item.sample_hash, waited, item.position)
 
     def close(self) -> None:
-        """Stops the thread and drops what it prepared. May be called twice."""
+        """Stops the thread and discards the batches it prepared. May be called twice."""
         self._stopped.set()
         while self._thread.is_alive():  # it may wait for room in the queue
             self._discard()
@@ -113,7 +112,7 @@ class BatchFeed:
 
     def _work(self, position: int) -> None:
         try:
-            # of this thread; pinning would start a context on the first GPU otherwise
+            # The current device of this thread: otherwise pinning creates a context on GPU 0
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             while not self._stopped.is_set():
@@ -122,7 +121,7 @@ class BatchFeed:
                 step = self._read(position)
                 position = step.position
                 self._queue.put(step)
-        except BaseException as error:  # handed to the thread that waits; nothing is lost
+        except BaseException as error:  # `next` raises it
             self._queue.put(error)
 
     def _read(self, position: int) -> StepBatch:

@@ -1,13 +1,13 @@
-"""Images in one folder per class, as samples.
+"""Reads images from one folder per class: `find_images` lists them, `ImageSamples` decodes them.
 
-A folder flows in, rows of pixels and class ids flow out. At start only names and sizes of files are
-read; an image is decoded when its position is, every time anew.
+At start only names and sizes of files are read. An image is decoded each time its position is read.
 
-[Note: what an image becomes] Decoded by Pillow as it is stored (an orientation in its metadata is
-not applied, transparency is dropped, of an animation the first frame counts), turned to RGB or
-grey, and the square in its middle scaled to size x size: the shorter side is resized with
-antialiased bilinear interpolation, what sticks out on both ends of the longer one is cut off. Then
-float32 in [-1, 1], (x / 255 - 0.5) / 0.5. Nothing is random: there is no augmentation.
+[Note: what an image becomes] Pillow decodes the image as it is stored: an orientation in its
+metadata is not applied, transparency is dropped, and only the first frame of an animation is used.
+It is converted to RGB or grey. The shorter side is resized to ``size`` with antialiased bilinear
+interpolation, and the longer side is cut off equally at both ends, which leaves the square in the
+middle, size x size. The values are float32 in [-1, 1]: (x / 255 - 0.5) / 0.5. There is no random
+augmentation.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from parallel2d.data.documents import HASH_RANGE, content_hash
 from parallel2d.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
-# decoders that a file may choose, whatever it is called
+# The formats that are decoded, whatever the suffix of a file
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 _MODES = {1: "L", 3: "RGB"}
-_MOST_PIXELS = 25_000_000  # a small file may announce any number of them
+_MOST_PIXELS = 25_000_000  # the header of a small file may state any number
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """What a folder of classes holds. ``names``: paths of the images below it, sorted; ``labels``:
-    int64 [len(names)], class ids."""
+    """The images in a folder of classes. ``names`` are their paths below the folder, sorted;
+    ``labels`` are their class ids, int64 [len(names)]."""
 
     path: str
     classes: tuple[str, ...]  # by class id
     names: list[str]
     labels: NDArray[np.int64]
     bytes: int
-    others: int  # files that are no images by their names, or belong to no class
+    others: int  # files without an image's suffix, or outside of the classes
     content: str  # hex digest of all names and sizes
 
     def split(self, validation_fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices of the images that train, and of those that are held out: those whose path's hash
-        falls below the fraction, or the one with the lowest when none does. Both int64, ascending.
+        """Indices of the training images and of the held-out ones, both int64 and ascending.
 
-        An image stays on its side whatever is added or removed beside it. Raises `ConfigError` when
-        none is left to train on.
+        An image is held out if the hash of its path falls below the fraction. If there is none, the
+        one with the lowest hash is held out. Adding or removing other images does not move an image
+        to the other split. Raises `ConfigError` when no training image is left.
         """
         if not validation_fraction:
             return np.arange(len(self.names)), np.arange(0)
@@ -67,7 +67,7 @@ class ImageFolder:
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
     def describe(self, training: int, channels: int, size: int) -> str:
-        """One line for people; ``training``: images that train."""
+        """One line for the log. ``training`` is the number of training images."""
         shown = ", ".join(self.classes[:3]) + (", ..." if len(self.classes) > 3 else "")
         text = (
             f"images {self.path} {self.bytes / 1e6:,.1f} MB, {len(self.classes):,} classes "
@@ -81,10 +81,10 @@ def find_images(path: str) -> ImageFolder:
     """The classes of a folder, which are its subfolders in the order of their names, and the images
     in each at any depth.
 
-    Hidden files and folders are passed over. Files with other suffixes than `SUFFIXES`, files
-    beside the classes and links to folders inside a class are left out and counted. Raises
-    `ConfigError` for a path that is no folder or cannot be read, a folder without classes and a
-    class without images.
+    Hidden files and folders are ignored. Files with other suffixes than `SUFFIXES`, files outside
+    of the classes and links to folders inside a class are omitted and counted. Raises `ConfigError`
+    for a path that is not a folder or cannot be read, a folder without classes and a class without
+    images.
     """
     root = Path(path).expanduser()
     if not root.is_dir():
@@ -132,8 +132,8 @@ def find_images(path: str) -> ImageFolder:
 
 
 def _files(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, int | None]]:
-    """Names below ``folder`` and sizes in bytes; None: neither file nor folder, or a link to a
-    folder below the first level."""
+    """Names below ``folder`` and sizes in bytes. The size is None for what is neither a file nor a
+    folder, and for a link to a folder below the first level."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -153,7 +153,7 @@ class ImageSamples:
     """Sample i is image ``indices[i]`` of the folder: float32 [C, H, W] and its class id, int64 [];
     see [Note: what an image becomes].
 
-    Raises `ConfigError` without Pillow.
+    Raises `ConfigError` if Pillow is not installed.
     """
 
     def __init__(
@@ -180,13 +180,13 @@ class ImageSamples:
         targets: NDArray[np.int64],
         document_ids: NDArray[np.int64] | None,
     ) -> None:
-        """Fills float32 [C, H, W] and int64 []. Raises `ConfigError` that names a file which cannot
-        be decoded."""
+        """Fills float32 [C, H, W] and int64 []. Raises `ConfigError` with the file's name if it
+        cannot be decoded."""
         assert document_ids is None
         number = int(self._indices[index])
         try:
             pixels = self._decode(self._root / self._folder.names[number])
-        except Exception as error:  # Pillow's decoders raise whatever they stumble over
+        except Exception as error:  # Pillow's decoders raise exceptions of many types
             raise ConfigError(
                 f"data.path={self._folder.path}: {self._folder.names[number]} cannot be decoded as "
                 f"an image ({type(error).__name__}: {error}); replace it, or take it out and start "
@@ -207,13 +207,18 @@ class ImageSamples:
                 raise ValueError(
                     f"{opened.width} x {opened.height} are more than {_MOST_PIXELS:,} pixels"
                 )
-            # Of 16-bit grey the upper eight, as Pillow does with 16-bit colour; its conversion
-            # would make nearly all of it white
+            # 16-bit grey keeps its upper eight bits, as Pillow does with 16-bit colour. Pillow's
+            # own conversion would make nearly all of it white.
             deep = opened.mode.startswith("I")
             image = (
                 Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if deep else opened
             ).convert(self._mode)
         side = min(image.size)
         left, top = (image.width - side) / 2, (image.height - side) / 2
-        square = (left, top, left + side, top + side)  # scaled alone: a long strip costs no more
+        square = (
+            left,
+            top,
+            left + side,
+            top + side,
+        )  # only this is resized, so a long strip costs no more
         return np.asarray(image.resize((self._size, self._size), Image.Resampling.BILINEAR, square))

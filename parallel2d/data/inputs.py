@@ -1,7 +1,7 @@
-"""What a configuration says about raw input: which units are prepared, and how.
+"""Which units of raw input a `DataConfig` names (`prepare_units`), and the options they are
+prepared with (`prepare_options`).
 
-A `DataConfig` flows in; units, their identity and `PrepareOptions` flow out. Shared by `open_data`
-and the command line.
+`open_data` and the command line both use this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from parallel2d.data.documents import WHOLE_FILE, ReadOptions, Unit
 from parallel2d.data.prepare import PrepareOptions
 from parallel2d.data.reading import find_files, plan_units, standard_library
 
-# files of the standard library that may be left out: some Python version may have such
+# Files of the standard library that may be bad rows, in some version of Python
 _CORPUS_BAD_ROWS = 100
 
 
@@ -34,7 +34,7 @@ def prepare_units(config: DataConfig) -> tuple[list[Unit], str, str]:
 
 
 def prepare_options(config: DataConfig) -> PrepareOptions:
-    """What of a `DataConfig` decides the content of a prepared folder."""
+    """The options of a `DataConfig` that decide the content of a prepared folder."""
     document_bytes = WHOLE_FILE if config.name == "stdlib" else config.document_kib << 10
     return PrepareOptions(
         tokenizer=config.tokenizer,

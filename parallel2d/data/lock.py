@@ -1,7 +1,7 @@
-"""One process at a time in a folder, also when some of them are killed.
+"""A lock that lets one process at a time write a folder, also when some of them are killed:
+`folder_lock`.
 
-A folder flows in; while the context lasts, no other process of any machine that shares the file
-system is in it.
+It holds among the processes of all machines that share the file system.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 def folder_lock(folder: Path) -> Iterator[int]:
     """Waits for and holds the folder's lock; creates the folder. Yields the lock's file descriptor.
 
-    flock(2) belongs to the open file: the kernel drops it when the last process that inherited the
-    descriptor is gone, in whatever way. Handing it to workers makes a successor wait for the
-    workers of a killed parent, too.
+    A flock(2) belongs to the open file: the kernel releases it when the last process that inherited
+    the descriptor has ended, however it ended. If workers inherit it, the next holder also waits
+    for the workers of a killed parent.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a", encoding="utf-8") as file:

@@ -1,7 +1,6 @@
-"""Which component of a mixture stands at a position: a function of the position alone, so no state
-is saved.
+"""Which component of a mixture is read at a position: `Schedule`.
 
-Weights flow in, (component, position within it) flows out. One component alone is the mixture of
+It is a function of the position alone, so no state is saved. A single component is a mixture of
 weight 1.
 """
 
@@ -23,10 +22,10 @@ class Schedule:
     """A periodic sequence of components that follows the weights as closely as any sequence can.
 
     Weights are taken as exact decimals and brought to the smallest whole numbers in the same
-    proportion, whose sum is the period. Within each period component c stands exactly weight[c]
-    times, and after n positions its count is less than 1 away from n · share[c], so less than 2
-    away in any window ("chairman assignment", Tijdeman 1980: at each position, of the components
-    whose count may grow, the one whose deadline is nearest).
+    proportion, whose sum is the period. Each period contains component c exactly weight[c] times.
+    After n positions its count differs from n · share[c] by less than 1, so in any window by less
+    than 2 ("chairman assignment", Tijdeman 1980: at each position, of the components whose count
+    may grow, the one whose deadline is nearest).
 
     Raises `ConfigError` for weights that are not positive numbers, or whose period is above
     `MAXIMUM_PERIOD`.
@@ -36,7 +35,7 @@ class Schedule:
         self.weights = _whole_numbers(weights)
         self.components, self.period = len(weights), sum(self.weights)
         self._table = np.zeros(self.period, dtype=np.int64)
-        # how often the component stood before, in this period
+        # How often the component occurred before, in this period
         self._rank = np.zeros(self.period, dtype=np.int64)
         counts = [0] * self.components
         for position in range(self.period):
@@ -64,7 +63,7 @@ class Schedule:
         return chosen, period * self._quota[chosen] + self._rank[place]
 
     def positions_before_repeat(self, lengths: list[int]) -> int:
-        """How many positions are read before some component starts over."""
+        """How many positions are read before one of the components starts its next epoch."""
         ends = []
         for number, length in enumerate(lengths):
             period, rank = divmod(length, self.weights[number])

@@ -1,7 +1,6 @@
-"""From a configuration to open data: the door of this room.
+"""Opens the data that a configuration names: `open_data`.
 
-A `DataConfig` flows in, `OpenData` with its sample streams flows out. Raw text goes through the
-cache; a prepared folder and a folder of images are opened where they lie.
+Raw text is prepared into the cache. A prepared folder and a folder of images are opened in place.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from parallel2d.data.stream import Samples, SampleStream
 from parallel2d.data.token_shards import TokenSplit, TokenStore
 from parallel2d.errors import ConfigError
 
-_VALIDATION_SEED = 0  # validation samples stand in the same order in every run
-# that decode images where data.workers does not say: several ranks share a machine
+_VALIDATION_SEED = 0  # validation samples are in the same order in every run
+# Threads that decode images with data.workers=auto: several ranks share a machine
 _MOST_THREADS = 16
 
 
@@ -36,21 +35,19 @@ class OpenData:
     """What a run reads."""
 
     train: SampleStream
-    # finite, in an order that no seed changes; None: nothing is held out
+    # Finite, in an order that does not depend on the seed; None if nothing is held out
     validation: SampleStream | None
     vocab_size: int  # targets are below it: token ids, or class ids of images
-    fingerprint: (
-        # hex; equal on two machines exactly if every position reads the same sample on both
-        # (images: see `open_data`)
-        str
-    )
+    # Hex; equal on two machines exactly if every position reads the same sample on both (for images
+    # see `open_data`)
+    fingerprint: str
     description: str  # one line
     classes: tuple[str, ...] = ()  # of images, by class id
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One component of a mixture, or all there is."""
+    """One component of a mixture, or the only data set."""
 
     name: str
     store: TokenStore
@@ -60,16 +57,16 @@ class _Part:
 def open_data(
     config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0
 ) -> OpenData:
-    """Opens the data that ``config`` names, prepared into the cache if it must be.
+    """Opens the data that ``config`` names, and prepares it into the cache if necessary.
 
-    Safe to call in any number of processes at once. ``seq_len`` is in tokens, and no images have
-    it; the targets of the first ``context`` positions of every sequence are ignored. Raises
+    Safe to call in any number of processes at once. ``seq_len`` is in tokens; images do not use it.
+    The targets of the first ``context`` positions of every sequence are ignored. Raises
     `ConfigError` that names what is wrong: a missing path, empty or undecodable input, too few
     tokens for one sample, a cache that cannot be written.
 
     The fingerprint of images covers their paths below ``data.path``, the sizes of their files,
-    image size, channels, split and seed. It does not see a file changed without changing its size,
-    nor a Pillow that decodes otherwise: ``data/batch_hash`` does.
+    image size, channels, split and seed. It does not change when a file changes without changing
+    its size, or when another version of Pillow decodes differently; ``data/batch_hash`` does.
     """
     check_data(config)
     if config.name == "images":

@@ -1,15 +1,16 @@
-"""The order of samples: a keyed bijection, so that no shuffled index array is ever stored.
+"""The order of samples: `Order` computes it as a keyed bijection, so no shuffled index array is
+stored.
 
-A position (how many samples the run has read before) flows in, the index of a sample flows out.
-Position p lies in epoch p // size and the index is a pseudo-random permutation of p % size under a
-key made of seed, stream name and epoch. Memory is O(1), any position is reached directly, and
-nothing depends on ranks: that is what lets a run resume on any layout.
+A position counts the samples that the run has read before. Position p lies in epoch p // size, and
+its sample index is a pseudo-random permutation of p % size under a key made of seed, stream name
+and epoch. Memory is O(1), any position is computed directly, and nothing depends on ranks. So a run
+can resume on any layout.
 
-[Note: cycle walking] A Feistel network permutes 2**bits values. For a size that is no power of two
-the network is applied again while its output is not below the size. The walk stays on one cycle of
-the permutation and must come back to a value below the size, so the restriction is a bijection too
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). With 2**bits below twice the
-size, fewer than two applications are expected.
+[Note: cycle walking] A Feistel network permutes 2**bits values. If the size is not a power of two,
+the network is applied again while its output is not below the size. The repeated values stay on
+one cycle of the permutation and must reach a value below the size, so the restriction is a
+bijection too (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). With 2**bits below
+twice the size, fewer than two applications are expected.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Order:
         """The sample index, int64 in [0, size), of each position, int64 [n], not negative."""
         epochs, places = np.divmod(positions, self.size)
         indices = np.empty_like(places)
-        for epoch in np.unique(epochs):  # one, or two where a batch crosses from one into the next
+        for epoch in np.unique(
+            epochs
+        ):  # two where a batch spans the end of an epoch, otherwise one
             chosen = epochs == epoch
             indices[chosen] = self._walk(places[chosen], int(epoch), self._permute)
         return indices
@@ -67,7 +70,8 @@ class Order:
         return epoch * self.size + self._walk(indices, epoch, self._invert)
 
     def _walk(self, values: Integers, epoch: int, permute: _Permutation) -> Integers:
-        """[Note: cycle walking] for each value; the values that are still outside walk on alone."""
+        """Applies [Note: cycle walking] to each value. Only values still outside are permuted
+        again."""
         digest = hashlib.blake2b(
             f"{self._identity}/{epoch}".encode(), digest_size=8 * _ROUNDS
         ).digest()
@@ -82,7 +86,7 @@ class Order:
 
     def _permute(self, words: _Words, keys: _Words) -> _Words:
         low, high = words & self._low_mask, words >> self._low_bits
-        # each half is changed by a function of the other: undone in reverse order
+        # Each half is changed by a function of the other, so `_invert` undoes it in reverse order
         for turn in range(0, _ROUNDS, 2):
             high = high ^ (_round(low, keys[turn]) & self._high_mask)
             low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)

@@ -1,8 +1,7 @@
-"""Which samples of a global batch a rank reads, and in how many micro-batches.
+"""Which samples of a global batch a rank reads, and in how many micro-batches: `BatchPlan`.
 
-Batch sizes and the rank's coordinate flow in, lists of positions flow out. Only the data ranks
-count (the replicate and shard axes): tensor ranks of one data rank hold the same plan and so read
-the same sequences.
+Only the data ranks (the replicate and shard axes) count. The tensor ranks of one data rank have the
+same plan and read the same sequences.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class BatchPlan:
         data_rank, data_ranks: this rank's coordinate on, and the size of, the flattened replicate
             and shard axes.
         allow_padding: accept sizes that do not divide (an elastic restart on another number of
-            ranks): every rank runs the same number of micro-batches and the sequences that are
-            missing have position None, which means weight zero.
+            ranks). Every rank runs the same number of micro-batches, and missing sequences have
+            position None, which means weight zero.
 
     Raises `ConfigError` that lists the sizes that divide.
     """
@@ -41,7 +40,7 @@ class BatchPlan:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         share = -(-global_batch_size // data_ranks)
         if micro_batch_size == "auto":
-            # padding may cost an eighth, so that micro-batches stay large
+            # Padding may cost an eighth, so that micro-batches stay large
             slots = share * 9 // 8 if allow_padding else share
             micro = max(
                 size for size in range(1, _AUTO_LIMIT + 1) if -(-share // size) * size <= slots

@@ -1,9 +1,8 @@
-"""Units prepared by several processes.
+"""Prepares units in several processes: `run_in_workers`.
 
-Jobs flow in, records flow out as they are finished. A worker is
-``python -m parallel2d.data.worker``; jobs and records are lines of JSON over its pipes. Nothing is
-pickled, a caller's main module is not imported again, and a worker whose parent is killed reads the
-end of its input after its unit and leaves.
+A worker is ``python -m parallel2d.data.worker``. Jobs and records are lines of JSON over its pipes,
+so nothing is pickled and the caller's main module is not imported again. A worker whose parent was
+killed finishes its unit, reads the end of its input and exits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def run_in_workers(
     """Yields (number, record) for each job (see `worker`) in the order of completion, from
     ``count`` processes that inherit the descriptor ``lock``.
 
-    Raises `ConfigError` that a worker met, and RuntimeError naming the unit if one died.
+    Raises the `ConfigError` of a worker, and RuntimeError with the unit's name if a worker died.
     """
     path = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
@@ -71,13 +70,13 @@ def run_in_workers(
 def _give(
     worker: subprocess.Popen[str], queue: list[dict[str, Any]], busy: dict[int, dict[str, Any]]
 ) -> bool:
-    """Hands the next job to a worker that has none; False if there is none."""
+    """Sends the next job to an idle worker. False if no job is left."""
     if not queue:
         return False
     busy[worker.pid] = job = queue.pop()
     pipe: IO[str] | None = worker.stdin
     assert pipe is not None
-    with contextlib.suppress(BrokenPipeError):  # it died: noticed when its answer is read
+    with contextlib.suppress(BrokenPipeError):  # it died, which is noticed when its answer is read
         pipe.write(json.dumps(job) + "\n")
         pipe.flush()
     return True

@@ -1,10 +1,9 @@
-"""Documents to token shards: tokenized in units, resumable, the same bytes whatever the number of
-workers.
+"""Tokenizes documents into token shards (see `token_shards`): `prepare`.
 
-Units of sources flow in; a finished folder (see `store`) flows out, or a `ConfigError` that says
-what is wrong with the input. A unit is the atom of work: its shards are moved into place and then a
-record ``unit-00007.json`` is written, so a kill loses at most the units in progress. The manifest
-comes last and is what makes a folder readable.
+Preparation is resumable, and its output has the same bytes whatever the number of workers. Work is
+done in units: the shards of a unit are moved into place and then its record ``unit-00007.json`` is
+written, so a kill loses at most the units in progress. The manifest is written last, and a folder
+without it is not readable.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from parallel2d.data.reading import read_unit
 from parallel2d.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.errors import ConfigError
 
-_BATCH_CHARACTERS = 1 << 20  # texts given to the tokenizer at a time: bounds memory
+_BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at a time: bounds memory
 _BATCH_DOCUMENTS = 1024
 _REPORTED_ROWS = 10
 
@@ -39,7 +38,7 @@ Progress = Callable[[int, int, Record], None]
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What decides the content of a prepared folder, beside the input."""
+    """The options that, with the input, decide the content of a prepared folder."""
 
     tokenizer: str = "bytes"
     end_token: str | None = None
@@ -62,11 +61,11 @@ def prepare(
 
     Args:
         source: how messages name the input, e.g. ``data.path=corpus/``.
-        workers: processes; 1 works in this one.
+        workers: number of processes; with 1 this process does the work.
         lock: descriptor of the folder's lock, which workers inherit (see `lock.folder_lock`).
         progress: called with (units done, units, record) after each unit.
 
-    Raises `ConfigError` for input that is empty, or has more bad rows than allowed; nothing is
+    Raises `ConfigError` for input that is empty or has more bad rows than allowed. Nothing is
     published then.
     """
     tokenizer = load_tokenizer(options.tokenizer, options.end_token)
@@ -86,8 +85,8 @@ def prepare(
         name: sum(record[name]["documents"] for record in records) for name in store.SPLITS
     }
     if threshold and not documents["validation"] and documents["train"] >= 2:
-        # The fraction selected none of few documents: hold out the one with the lowest hash, which
-        # depends on the content only.
+        # There are few documents and the fraction selected none. Hold out the one with the lowest
+        # hash, which depends on the content only.
         number = min(range(len(records)), key=lambda index: records[index]["lowest_hash"])
         job = Preparation(
             number,
@@ -125,7 +124,7 @@ class Preparation:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Preparation:
-        """The job that ``asdict`` was taken of."""
+        """The job that ``asdict`` converted to ``values``."""
         unit, options = values["unit"], values["options"]
         files = [SourceFile(**file) for file in unit["files"]]
         return cls(
@@ -257,7 +256,7 @@ def _write(
         rows[name].append(np.concatenate([*parts, end]))
         mask = None
         if document.segments is not None:
-            # the end-of-document id is a target if what it ends is one
+            # The end-of-document id is a target if the segment before it is one
             flags = [*(loss for _, loss in segments), segments[-1][1]]
             mask = np.repeat(np.array(flags, np.uint8), [*(len(part) for part in parts), 1])
         masks[name].append(mask)
@@ -267,8 +266,8 @@ def _write(
 
 
 class BadRows:
-    """Counts bad rows over units; raises `ConfigError` with file and line of the first above the
-    limit."""
+    """Counts bad rows over units. Above the limit it raises `ConfigError` with files and lines of
+    the first ones."""
 
     def __init__(self, source: str, limit: int) -> None:
         self._source, self._limit = source, limit
@@ -337,8 +336,8 @@ def _publish(
 
 
 def _clean(folder: Path) -> None:
-    """Removes what a published folder does not need: records, and shards of an attempt on other
-    input."""
+    """Removes the files that a published folder does not need: records, and shards of an attempt
+    with other input."""
     needed = {name for name, _ in store.shard_files(store.read_manifest(folder))}
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):

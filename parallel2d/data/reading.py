@@ -1,7 +1,8 @@
-"""Where documents come from: files found, cut into units of work, and read one document at a time.
+"""Finds input files (`find_files`), divides them into units of work (`plan_units`), and reads a
+unit's documents one at a time (`read_unit`).
 
-Paths flow in; `Unit` (what one worker does at a time, the same whatever the number of workers),
-`Document` and `BadRow` flow out. Memory is bounded by one document: large files are read in pieces.
+The units do not depend on the number of workers. Memory is bounded by one document: large files are
+read in pieces.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 def standard_library() -> list[SourceFile]:
-    """The Python standard library's own source files, without tests and without what an
+    """The Python standard library's own source files, without tests and without files that an
     installation adds."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
@@ -65,7 +66,8 @@ def standard_library() -> list[SourceFile]:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """The files of a file, folder (hidden ones left out) or glob, sorted by relative name."""
+    """The files that a path names, sorted by relative name: a file, the files of a folder that are
+    not hidden, or the matches of a glob."""
     start = Path(path).expanduser()
     if start.is_file():
         return [SourceFile(start.name, str(start))]
@@ -92,8 +94,8 @@ def find_files(path: str) -> list[SourceFile]:
 
 
 def plan_units(files: list[SourceFile]) -> list[Unit]:
-    """Cuts the input into units of about `UNIT_BYTES`, in order. Depends on names and sizes
-    only."""
+    """Divides the input into units of about `UNIT_BYTES`, in order. The result depends on names and
+    sizes only."""
     units: list[Unit] = []
     group: list[SourceFile] = []
     group_kind, group_bytes = "", 0
@@ -119,7 +121,7 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
 
 
 def read_unit(unit: Unit, options: ReadOptions) -> Iterator[Document | BadRow]:
-    """The documents of a unit in order, and what is wrong between them."""
+    """Yields the documents and the bad rows of a unit, in order."""
     if unit.kind in ("parquet", "hf"):
         yield from read_table(unit, options)
         return
@@ -156,8 +158,8 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _with_place(row: BadRow, source: SourceFile, unit: Unit) -> BadRow:
-    """Lines are counted from the start of the unit; those before it are counted only now that one
-    is bad."""
+    """The bad row with its file and its line in that file. ``row.line`` counts from the start of
+    the unit; the lines before the unit are counted only here, where a row is bad."""
     before = 0
     if unit.start:
         with open(source.path, "rb") as file:
@@ -166,14 +168,14 @@ def _with_place(row: BadRow, source: SourceFile, unit: Unit) -> BadRow:
             while left > 0 and (block := file.read(min(left, 1 << 20))):
                 before += block.count(b"\n")
                 left -= len(block)
-            # the line that the unit starts in belongs to the unit before
+            # A line that began before this unit belongs to the unit before
             before += not block.endswith(b"\n")
     return BadRow(source.name, before + row.line, row.reason)
 
 
 def _enter(file: IO[bytes], start: int) -> int:
-    """Moves to the first line that starts at or after ``start`` and returns its offset: a line
-    belongs to the unit that holds its first byte.
+    """Moves to the first line that starts at or after ``start`` and returns its offset. A line
+    belongs to the unit that contains its first byte.
     """
     if start == 0:
         return 0
@@ -186,8 +188,8 @@ def _enter(file: IO[bytes], start: int) -> int:
 def _read_text(
     file: IO[bytes], unit: Unit, options: ReadOptions
 ) -> Iterator[tuple[Document | BadRow, int]]:
-    """(document, lines read before its end). Pieces end at line ends, or inside a line that is
-    longer than a piece.
+    """Yields (document, lines read up to its end). Pieces end at line ends, or inside a line that
+    is longer than a piece.
     """
     position, line, carried, inside_line = _enter(file, unit.start), 0, b"", False
     while position < unit.stop or inside_line:
@@ -230,10 +232,10 @@ def _read_up_to(file: IO[bytes], count: int) -> bytes:
 
 
 def _whole_characters(piece: bytes) -> int:
-    """Length without an unfinished UTF-8 character at the end."""
+    """Length of ``piece`` without an incomplete UTF-8 character at its end."""
     for back in range(1, min(4, len(piece)) + 1):
         byte = piece[-back]
-        if byte >= 0xC0:  # a leading byte that announces more bytes than follow
+        if byte >= 0xC0:  # the leading byte of a character of several bytes
             needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
             return len(piece) - back if needed > back else len(piece)
         if byte < 0x80:
@@ -244,7 +246,7 @@ def _whole_characters(piece: bytes) -> int:
 def _read_rows(
     file: IO[bytes], unit: Unit, options: ReadOptions
 ) -> Iterator[tuple[Document | BadRow, int]]:
-    """(document, lines read) of a file with one JSON object per line."""
+    """Yields (document, lines read) of a file with one JSON object per line."""
     position, line = _enter(file, unit.start), 0
     while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
         position, line = position + len(row), line + 1

@@ -1,8 +1,7 @@
-"""How documents become samples of a fixed length.
+"""Turns documents into samples of a fixed length: rows of inputs, targets and document ids.
 
-A split of tokens flows in, rows of inputs, targets and document ids flow out. `PackedSamples` cuts
-the sequence of all documents into rows without a gap; `PaddedSamples` gives each document its own
-row.
+`PackedSamples` cuts the sequence of all documents into rows without gaps. `PaddedSamples` puts each
+document into a row of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class PackedSamples:
     """Sample i reads tokens i·T .. (i+1)·T of the split: each token but the first is a target
     exactly once.
 
-    The last sample is filled up with the end id, without targets. With ``intra_document_masking``
-    the first token of a document is no target either: it would be predicted from another document.
+    The last sample is padded with the end id, without targets. With ``intra_document_masking`` the
+    first token of a document is not a target either: it would be predicted from another document.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class PackedSamples:
         if self._split.masked:
             targets[:count][~self._split.may_be_target(start + 1, count)] = IGNORED
         if self._respect_documents:
-            # in 1 .. count: where the next document starts
+            # In 1 .. count: where the next document starts
             ends = self._split.document_ends(start, count) - start
             targets[ends - 1] = IGNORED
             if document_ids is not None:
@@ -57,8 +56,8 @@ class PackedSamples:
 
 
 class PaddedSamples:
-    """Sample i is document i, cut to T + 1 tokens; the rest of the row is the end id, without
-    targets."""
+    """Sample i is document i, cut to T + 1 tokens. The rest of the row is padded with the end id,
+    without targets."""
 
     def __init__(self, split: TokenSplit, seq_len: int, end_id: int) -> None:
         self._split, self.seq_len, self._end_id = split, seq_len, end_id

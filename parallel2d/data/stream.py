@@ -1,8 +1,7 @@
-"""Samples by position: the one thing a trainer reads.
+"""Reads samples by position: `SampleStream`, the only source of batches in training.
 
-Token splits or images, and orders, flow in, `Batch` flows out. A stream is an endless (or finite)
-sequence of samples that is addressed by position; what stands at a position depends on the data,
-the size of a sample and the seed, and on nothing else.
+A stream is an infinite or finite sequence of samples, addressed by position. The sample at a
+position depends only on the data, the size of a sample and the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from parallel2d.data.order import Order
 from parallel2d.data.plan import Position
 
 Array = NDArray[np.int64]
-# positions whose order is computed at once: one permutation of many costs little more than of one
+# Positions whose order is computed at once: permuting many costs little more than permuting one
 _BLOCK = 1024
 
 
@@ -46,9 +45,9 @@ class Samples(Protocol):
 class End:
     """Where a finite stream ends.
 
-    ``positions`` samples are read. What happens to the last global batch if they do not fill it:
-    ``drop`` leaves it out, ``pad`` gives the missing samples weight zero, ``wrap`` fills it from
-    the next epoch.
+    ``positions`` samples are read. ``policy`` decides what happens to a last global batch that they
+    do not fill: ``drop`` omits it, ``pad`` gives the missing samples weight zero, ``wrap`` fills it
+    from the next epoch.
     """
 
     positions: int
@@ -60,14 +59,14 @@ class SampleStream:
 
     Args:
         components: what is read, samples of one shape; several make a mixture.
-        schedule: which component stands at a position.
+        schedule: which component is read at a position.
         seed, name: choose the order; streams of other names are independent of this one.
-        intra_document_masking: batches carry document ids.
-        context: positions at the start of every sequence whose targets are not asked for; they
-            count as ignored ones do.
-        epochs: 0 reads epoch after epoch without end; ``end``: see `End`.
-        threads: samples of a batch that are read at once. More than one pays where reading is
-            decoding, not a copy.
+        intra_document_masking: batches contain document ids.
+        context: positions at the start of every sequence whose targets are ignored.
+        epochs: number of epochs; 0 reads epoch after epoch without end.
+        end: see `End`.
+        threads: samples of a batch that are read at once. More than one helps where reading means
+            decoding, not copying.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class SampleStream:
         ]
         self.shape = components[0].shape
         self._hash = SampleHash(self.shape)
-        # starts no thread before it is used
+        # The executor starts no thread before it is used
         self._pool = ThreadPoolExecutor(threads, "parallel2d-read") if threads > 1 else None
         self._with_ids, self._context = intra_document_masking, context
         self._length = schedule.positions_before_repeat(
@@ -116,11 +115,11 @@ class SampleStream:
         return position >= self.end.positions
 
     def read(self, positions: Sequence[Position]) -> Batch:
-        """The samples at ``positions``; one that is None, or behind a padded or dropped end, has no
-        valid target.
+        """The samples at ``positions``. A position that is None, or beyond a padded or dropped end,
+        has no valid target.
 
         Returns tensors [len(positions), ...] in host memory, of the shapes and dtypes of `shape`.
-        Raises what a component raises for a sample that cannot be read.
+        An exception of a component for a sample that cannot be read is passed on.
         """
         limit = self.end.positions if self.end is not None and self.end.policy != "wrap" else None
         rows = [
@@ -173,7 +172,7 @@ class SampleStream:
             component.read(index, inputs[row], targets[row, ...], None if ids is None else ids[row])
 
         for _ in map(read, found) if self._pool is None else self._pool.map(read, found):
-            pass  # the first error is raised here, in the order of the rows
+            pass  # the first exception, in the order of the rows, is raised here
 
     def _compute_block(self, number: int, block: int) -> Array:
         """Indices, in component ``number``, of the samples at its positions block · _BLOCK and

@@ -1,7 +1,7 @@
-"""Documents that lie in tables: Parquet files and Hugging Face data sets.
+"""Reads documents from tables, which are Parquet files and Hugging Face data sets: `parquet_units`,
+`data_set_units` and `read_table`.
 
-Files or a data set's name flow in; units, and the documents of a unit, flow out. Both libraries are
-extras and are loaded here only.
+Both libraries are extras and are imported only here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _BATCH_ROWS = 256  # rows in memory at a time
 
 
 def parquet_units(file: SourceFile, unit_bytes: int) -> list[Unit]:
-    """Consecutive row groups of a Parquet file of about ``unit_bytes``. Reads the file's footer
-    only."""
+    """Units of consecutive row groups of a Parquet file, of about ``unit_bytes`` each. Reads only
+    the file's footer."""
     table = _open_parquet(file)
     units, begin, held = [], 0, 0
     for group in range(table.num_row_groups):
@@ -33,7 +33,7 @@ def parquet_units(file: SourceFile, unit_bytes: int) -> list[Unit]:
 def data_set_units(path: str, subset: str | None, split: str) -> tuple[list[Unit], str]:
     """Units of rows of a Hugging Face data set, and the library's fingerprint of its content."""
     data_set = _load_data_set(path, subset, split)
-    fingerprint = str(data_set._fingerprint)  # instead of a path: what tells another content apart
+    fingerprint = str(data_set._fingerprint)  # instead of a path: identifies the content
     source = SourceFile("\n".join([path, subset or "", split]), fingerprint)
     rows = len(data_set)
     units = [
@@ -123,7 +123,7 @@ def _load_data_set(path: str, subset: str | None, split: str) -> Any:
         if os.path.isdir(path) and os.path.exists(os.path.join(path, "dataset_dict.json")):
             return datasets.load_from_disk(path)[split]
         return datasets.load_dataset(path, subset, split=split)
-    # the library raises many kinds: no such data set, no such split, no network
+    # The library raises many types: no such data set, no such split, no network
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

@@ -1,16 +1,18 @@
-"""Token shards on disk: the format, its writer and its reader.
+"""Token shards on disk: their format, their writer `ShardWriter` and their reader `TokenStore`.
 
-Documents as arrays of token ids flow in, slices of the token sequence flow out. A prepared folder
-holds
+A prepared folder contains
 
-    manifest.json            written last: a folder without it is unfinished
-    train-00000.tokens token ids, little-endian, of the smallest unsigned type that holds the
-    vocabulary train-00000.ends uint64 little-endian per document: where it ends, in tokens from the
-    start of the shard train-00000.mask uint8 per token, 1 = may be a target; only if some source
-    said which tokens are validation-00000.* the same for the documents that were held out
+    manifest.json        written last: a folder without it is unfinished
+    train-00000.tokens   token ids, little-endian, of the smallest unsigned type that holds the
+                         vocabulary
+    train-00000.ends     uint64 little-endian per document: where it ends, in tokens from the start
+                         of the shard
+    train-00000.mask     uint8 per token, 1 = may be a target; only if some source said which tokens
+                         are
+    validation-00000.*   the same for the documents that were held out
 
-Shards are plain arrays: nothing in them can run, and they are memory-mapped, so processes of one
-machine share one copy. Each document is followed by the end-of-document id.
+Shards are plain arrays, so nothing in them can be executed. They are memory-mapped, so the
+processes of one machine share one copy. Each document is followed by the end-of-document id.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ FORMAT = "parallel2d tokens"
 VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
-# shards of a split that stay mapped: bounds file descriptors on corpora with thousands of shards
+# Files of a split that stay mapped: bounds file descriptors on corpora with thousands of shards
 _OPEN_FILES = 64
 _TOKEN_TYPES = ("|u1", "<u2", "<u4")
 _LARGEST_MANIFEST = 256 * 2**20
@@ -54,12 +56,12 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes atomically and durably: a reader sees the old file or the whole new one."""
+    """Writes atomically and durably: a reader sees the old file or the complete new one."""
     files.replace(str(path), json.dumps(value, indent=1), durable=True)
 
 
 def make_durable(folder: Path) -> None:
-    """Returns when the names of the files in a folder would survive a loss of power."""
+    """Flushes a folder, so that the names of its files survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,8 +113,8 @@ class ShardWriter:
         self._bytes[kind] += len(data)
 
     def finish(self) -> dict[str, Any]:
-        """Makes the shard durable and returns its entry of the manifest. A shard without documents
-        leaves no file.
+        """Flushes the shard to disk and returns its entry of the manifest. No file is kept for a
+        shard without documents.
         """
         files = {}
         for kind, file in self._files.items():
@@ -133,7 +135,7 @@ class ShardWriter:
         }
 
     def abandon(self) -> None:
-        """Removes what was written."""
+        """Removes the files that were written."""
         for kind, file in self._files.items():
             file.close()
             with contextlib.suppress(FileNotFoundError):
@@ -170,7 +172,7 @@ class TokenSplit:
         self.masked = any(shard.masked for shard in self._shards)
         self._maps: OrderedDict[tuple[int, str], NDArray[Any]] = OrderedDict()
         self._lock = threading.Lock()
-        self._sound: set[int] = set()  # shards whose ends were looked at
+        self._sound: set[int] = set()  # shards whose ends were checked
 
     def _check_ends(self, shard: int, ends: NDArray[Any]) -> None:
         if (

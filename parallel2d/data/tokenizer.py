@@ -1,8 +1,8 @@
-"""Text to token ids.
+"""Converts text to token ids: `load_tokenizer`.
 
-Strings flow in, arrays of ids flow out. ``bytes`` needs no file: the 256 byte values and one
-end-of-document id. Any other name is the path of a ``tokenizer.json``, read by the tokenizers
-library (extra ``data``); that format is data, not code.
+The tokenizer ``bytes`` needs no file: its ids are the 256 byte values and one end-of-document id.
+Any other name is the path of a ``tokenizer.json``, read by the tokenizers library (extra ``data``);
+that format is data, not code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END_TOKENS = (
 
 
 class Tokenizer(Protocol):
-    """What preparation needs of a tokenizer."""
+    """The part of a tokenizer that preparation uses."""
 
     name: str
     vocab_size: int  # ids are below it; the end-of-document id included
@@ -53,11 +53,10 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A ``tokenizer.json``. Special tokens are never added by its template; ``end_token`` ends a
-    document.
+    """A ``tokenizer.json``. Its template never adds special tokens; ``end_token`` ends a document.
 
-    If ``end_token`` is not given, the first known name that the vocabulary has is used; if it has
-    none, one id is added after the vocabulary.
+    If ``end_token`` is not given, the first of the usual names in the vocabulary is used. If it has
+    none of them, one id is added after the vocabulary.
     """
 
     def __init__(self, path: str, end_token: str | None) -> None:

@@ -1,7 +1,7 @@
-"""One process of several that prepare data: ``python -m parallel2d.data.worker``, started by
-`workers`.
+"""A worker process that prepares data: ``python -m parallel2d.data.worker``, started by
+`preparation_pool`.
 
-Lines of JSON flow in on standard input, one job each, and out on standard output, one answer each.
+It reads jobs from standard input and writes answers to standard output, each as one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallel2d.errors import ConfigError
 
 def main() -> None:
     """Answers jobs until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent takes it and stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops its workers
     tokenizer = None
     for line in sys.stdin:
         values = json.loads(line)

@@ -1,6 +1,6 @@
-"""``python -m parallel2d.launch store``: a rendezvous store outside of the nodes, so that no node
-is the one that must not die. ``python -m parallel2d.launch secret``: what the nodes of a job on
-several nodes must know."""
+"""``python -m parallel2d.launch store`` runs a rendezvous store outside of the nodes, so that any
+node may fail. ``python -m parallel2d.launch secret`` writes the secret that the nodes of a job
+share."""
 
 from __future__ import annotations
 

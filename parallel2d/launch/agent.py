@@ -1,16 +1,15 @@
-"""One node's launcher: starts its ranks, watches them, and starts them again with what is left of
-the job.
+"""One node's launcher: `run_team` starts the node's ranks, watches them, and starts them again with
+the nodes that remain.
 
-A command and a `Meeting` flow in; the workers' end flows out, as a return or as one exception with
-one story. The work is torch's elastic agent; what is decided here is whether, when and how a worker
-group starts again.
+torch's elastic agent does the work. This module decides whether, when and how a group of workers
+starts again, and turns a failure into one exception with the error of the rank that failed first.
 
 [Note: three reasons to start again] A worker failed: the others of this node are ended at once,
 since they wait for it in vain; see [Note: a storm of restarts]. The nodes changed, because one
 wants to join: workers are asked to end, so they save and nothing is repeated. A worker ended
-because a rank somewhere was told to (a node is being taken away): it has saved too, and the rest go
-on. And one reason to end them unsaved: the others have gone on without this node, which was silent
-for too long.
+because a rank somewhere got a signal to end (a node is being taken away): it has saved too, and the
+rest go on. There is one reason to end running workers unsaved: the other nodes have gone on without
+this one, because it did not answer for too long.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Team:
     size: int
     settings: LaunchConfig
     restarts: Restarts
-    folder: str  # lives as long as this launcher
+    folder: str  # exists as long as this launcher
     # where ranks beside the first write what they print; None: to the console
     logs: str | None = None
     say: Callable[[str], None] = field(
@@ -81,8 +80,8 @@ def last_step(folder: str) -> int:
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     """This launcher's folders, one for records and one in shared memory for copies of the state,
-    announced to its workers along with ``environment``. All are gone afterwards. Yields the first.
-    Raises `ConfigError` where somebody else holds a name of theirs."""
+    announced to its workers along with ``environment``. Both are removed afterwards. Yields the
+    first. Raises `ConfigError` where somebody else holds one of their names."""
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and VARIABLE not in os.environ:
         places[VARIABLE] = SHARED_MEMORY
@@ -106,8 +105,8 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
 def run_team(team: Team, meeting: Meeting) -> None:
     """Runs this node's ranks until the job ends. See [Note: three reasons to start again].
 
-    Raises `ConfigError` or `WorkersFailed` with the story of the rank that failed first,
-    `StoreLost`, and torch's SignalException when this process was told to end and has ended its
+    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
+    `StoreLost`, and torch's SignalException when this process got a signal to end and has ended its
     workers.
     """
     os.environ.update(
@@ -145,10 +144,11 @@ def run_team(team: Team, meeting: Meeting) -> None:
         over = False
         raise _explained(error, agent, meeting, team) from None
     finally:
-        # else their thread may be the last to know them, and cannot wait for its own end
+        # Otherwise the heartbeats' thread may hold the last reference to the handler, and a thread
+        # cannot wait for its own end.
         handler._stop_heartbeats()
         if over:
-            with contextlib.suppress(Exception):  # the store may have gone with another node
+            with contextlib.suppress(Exception):  # the store may have ended with another node
                 meeting.end()
                 handler.shutdown()
 
@@ -177,8 +177,8 @@ class _Agent(LocalElasticAgent):
         else:
             started = super()._start_workers(group)
             context = self._pcontext
-        # Called without a timeout once a worker has failed. What is stopped or stuck then does not
-        # hear SIGTERM.
+        # torch calls it without a timeout once a worker has failed. A worker that is stopped or
+        # stuck then does not react to SIGTERM.
         context.close = functools.partial(_close_soon, context.close)
         return started
 
@@ -224,8 +224,8 @@ class _Agent(LocalElasticAgent):
 
     @staticmethod
     def _is_evicted(group: Any) -> bool:
-        """Whether the rendezvous goes on without this node. torch's agent does not look; see also
-        [Note: two halves of a job]."""
+        """Whether the rendezvous goes on without this node. torch's agent does not check that; see
+        also [Note: two halves of a job]."""
         handler = group.spec.rdzv_handler
         state = handler._state_holder.state
         return bool(state.complete and handler._this_node not in state.participants)
@@ -278,7 +278,7 @@ class _Agent(LocalElasticAgent):
         self._initialize_workers(group)
 
     def joined(self) -> list[str]:
-        """Addresses of the nodes that are in the rendezvous, as far as this one knows."""
+        """Addresses of the nodes that are in the rendezvous, as this node last read its state."""
         holder: Any = getattr(self._worker_group.spec.rdzv_handler, "_state_holder")  # noqa: B009 (not part of the interface)
         return sorted({node.addr for node in (*holder.state.participants, *holder.state.wait_list)})
 
@@ -292,7 +292,7 @@ def _close_soon(
 
 
 def first_failure(failures: dict[int, Any]) -> tuple[int, Any, dict[str, Any] | None]:
-    """The rank that failed first, torch's record of it and its own story, if it left one."""
+    """The rank that failed first, torch's record of it and its own error report, if it left one."""
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     stories = [(rank, failure, read_story(failure.error_file)) for rank, failure in ordered]
     told = sorted(((r, f, s) for r, f, s in stories if s), key=lambda item: item[2]["time"])
@@ -303,7 +303,7 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, Any, dict[str, Any] | 
 
 
 def lost_a_peer(story: dict[str, Any]) -> bool:
-    """Whether a rank failed only because another was gone: its connection broke."""
+    """Whether a rank failed only because another one had ended: its connection broke."""
     words = (
         "Connection closed by peer",
         "Connection reset",
@@ -330,7 +330,8 @@ def one_line(failure: Any, story: dict[str, Any] | None) -> str:
 
 
 def _told(meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
-    """The story of the rank that failed first, told by one node: the others name it."""
+    """The exception for these failures. One node's has the error of the rank that failed first;
+    that of the others refers to it."""
     rank, failure, story = first_failure(failures)
     config_error = bool(story and story["config_error"])
     bystander = bool(story and lost_a_peer(story))
@@ -354,13 +355,13 @@ def _told(meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
 
 
 def _is_first_to_tell(meeting: Meeting, bystander: bool) -> bool:
-    """Whether this node's story is the one to tell. One whose ranks only lost a peer gives the
-    others a moment."""
+    """Whether this node is the one to report the error. A node whose ranks only lost a peer waits a
+    moment before it claims the report."""
     try:
         if bystander:
             time.sleep(1.5)
         return meeting.store.add(f"{_STORY}/{meeting.name}", 1) == 1
-    except Exception:  # the store went with its node
+    except Exception:  # the store ended with its node
         return True
 
 

@@ -1,13 +1,13 @@
-"""One job and one story for all ranks: what they agree on before they train, and who tells it when
-they fail.
+"""What all ranks agree on before they train, by `agree_on_job`, and one message for all of them
+when they fail, by `failures_told_once`.
 
 [Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
 publishes configuration and directory through the rendezvous store. Workers that replace others go
 on with what the first incarnation agreed on: each node's first rank leaves a record of it that
-lives as long as the launcher which starts its workers, and rank 0 asks all nodes for theirs. One
-record is enough, so a node that is new to the job learns of it too. That a record was found is also
-how every rank knows alike that the workers were restarted: the restart counters of elastic agents
-differ between nodes.
+exists as long as the launcher which starts its workers, and rank 0 asks all nodes for theirs. One
+record is enough, so a node that is new to the job gets it too. A record is also what shows every
+rank alike that the workers were restarted: the restart counters of elastic agents differ between
+nodes.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def forget_run(identity: RankIdentity) -> None:
 def telling_progress(
     identity: RankIdentity, position: Callable[[], _Position]
 ) -> Callable[[], _Position]:
-    """``position``, which knows the step a rank is at, with the effect that the launcher hears of
-    each new step; see `Restarts`."""
+    """Wraps ``position``, which returns an object with the step of a rank, so that each new step is
+    also written for the launcher; see `Restarts`."""
     if identity.local_rank != 0 or AGENT not in os.environ:
         return position
     path, told = os.path.join(launcher_folder(), "step"), -1
@@ -185,8 +185,8 @@ def telling_progress(
 def failures_told_once(identity: RankIdentity, store: Any) -> Iterator[None]:
     """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
 
-    Workers of our own launchers leave it for them; otherwise the rank that is first to claim the
-    word in ``store`` prints it.
+    Workers of our own launchers leave the message to them. Otherwise the rank that is first to
+    claim it in ``store`` prints it.
     """
     try:
         yield
@@ -218,15 +218,15 @@ def _first_to_claim(store: Any) -> bool:
     def claim() -> bool:
         try:
             return store is None or store.add("parallel2d/failure", 1) == 1
-        except Exception:  # the store went with rank 0, which has told its story
+        except Exception:  # the store ended with rank 0, which has printed its error
             return False
 
-    # rank 0 is stopped: better told by every rank than by none
+    # rank 0 is stopped: better printed by every rank than by none
     return answered_within(5.0, claim, True)
 
 
 def leave_story(text: str, when: float, *, config_error: bool) -> None:
-    """Leaves a worker's last words where torch's elastic agent looks for them."""
+    """Writes a worker's error to the file that torch's elastic agent reads."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         info = {
@@ -243,7 +243,7 @@ def leave_story(text: str, when: float, *, config_error: bool) -> None:
 
 
 def read_story(path: str) -> dict[str, Any] | None:
-    """``text``, ``time`` and ``config_error`` of what `leave_story` left, or None."""
+    """``text``, ``time`` and ``config_error`` of what `leave_story` wrote, or None."""
     try:
         with open(path) as file:
             extra = json.load(file)["message"]["extraInfo"]

@@ -1,18 +1,18 @@
-"""How a launcher's work can end, beside well: exceptions whose message is for a person."""
+"""Exceptions that end a launcher; their messages are for the user."""
 
 from __future__ import annotations
 
 
-class WorkersFailed(Exception):  # noqa: N818 (it says what happened)
+class WorkersFailed(Exception):  # noqa: N818 (named after what happened)
     """Workers ended with an error."""
 
 
-class StoreLost(Exception):  # noqa: N818 (it says what happened)
+class StoreLost(Exception):  # noqa: N818 (named after what happened)
     """The rendezvous store does not answer any more."""
 
 
 class Preempted(Exception):  # noqa: N818 (not an error)
-    """The run was told to end and saved itself."""
+    """The run was asked to end and has saved."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

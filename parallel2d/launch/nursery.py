@@ -1,14 +1,15 @@
-"""Ranks that need not import anything: forked from a process in which everything is loaded already.
+"""Ranks that need not import anything, because they are forked from a process in which everything
+is loaded: `Nursery`.
 
-A launcher that has checked its job calls `Nursery` and gets, for each rank, a `Rank` to wait for;
+A launcher that has checked its job makes a `Nursery` and gets, for each rank, a `Rank` to wait for.
 torch's agent holds them through a `ForkedContext`.
 
 [Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
 which is most of what a restart costs after a failure. The launcher has imported all of it to check
-the job. So it leaves a copy of itself behind, the nursery, before it has threads or sockets; the
-nursery is forked again for every rank, at the start and at every restart, and shares its memory. A
-driver of an accelerator does not survive a fork, so there ranks are started as processes of their
-own; see `possible`.
+the job. So it forks a copy of itself, the nursery, before it has threads or sockets. The nursery is
+forked again for every rank, at the start and at every restart, and shares its memory. A driver of
+an accelerator does not survive a fork, so there ranks are started as processes of their own; see
+`possible`.
 
 [Note: who ends whom] The nursery ends when its launcher does, because their socket closes, and the
 kernel ends every rank with the nursery. Signals reach a rank from the launcher alone: the nursery
@@ -52,7 +53,7 @@ _BLOCKED = {
     signal.SIGUSR1,
     signal.SIGUSR2,
 }
-_LOST = 255  # the exit code of a rank whose nursery has gone, as multiprocessing has it
+_LOST = 255  # the exit code of a rank whose nursery has ended, as multiprocessing has it
 
 
 def possible() -> bool:
@@ -118,7 +119,7 @@ class Nursery:
         """Starts a rank with these words and exactly this environment. ``stdout``, ``stderr``:
         files; None: as this process.
 
-        Raises `WorkersFailed` when the nursery has gone.
+        Raises `WorkersFailed` when the nursery has ended.
         """
         pid: int | None = None
         try:
@@ -137,7 +138,7 @@ class Nursery:
         return self._codes.get(pid)
 
     def listen(self, timeout: float) -> None:
-        """Hears of ends for up to ``timeout`` seconds, until the first."""
+        """Receives the ends of ranks for up to ``timeout`` seconds, until the first."""
         try:
             while self.alive and self._ours.poll(timeout):
                 self._receive()
@@ -152,7 +153,7 @@ class Nursery:
             os.waitpid(self._pid, 0)
 
     def _receive(self) -> int | None:
-        """Reads one message. The id of a process that was born, or None for one that has ended."""
+        """Reads one message. The id of a process that was started, None for one that has ended."""
         pid, code = self._ours.recv()
         if code is None:
             return int(pid)
@@ -187,8 +188,8 @@ class ForkedContext(SubprocessContext):
 
 
 def _serve(own: multiprocessing.connection.Connection, main: Main) -> int:
-    """The nursery: forks a rank for each message and tells the launcher of every end, until the
-    launcher is gone."""
+    """The nursery: forks a rank for each message and reports every end to the launcher, until the
+    launcher ends."""
     end_with_parent()
     set_process_name("parallel2d ranks")
     for module in _NEEDED_BY_RANKS:
@@ -217,7 +218,8 @@ def _serve(own: multiprocessing.connection.Connection, main: Main) -> int:
                 _dress(environment, stdout, stderr)
                 return main(words)
             os.close(settle)
-            # nothing, once the rank leads its session: whoever hears of it may signal it
+            # Returns once the rank leads its session. Its id is sent only then, because whoever has
+            # it may signal the rank.
             os.read(settled, 1)
             os.close(settled)
             own.send((pid, None))
@@ -263,8 +265,8 @@ def _dress(environment: Mapping[str, str], stdout: str | None, stderr: str | Non
 
 
 def _leave(body: Callable[[], int]) -> None:
-    """Runs ``body`` in a forked process and ends it as an interpreter would, except for what the
-    launcher wanted done at its own end."""
+    """Runs ``body`` in a forked process and ends it as an interpreter would, except for the exit
+    handlers of the launcher."""
     code = 1
     try:
         code = body()

@@ -1,5 +1,5 @@
-"""The processes of a node: how many ranks it runs, their names, and that none outlives its
-parent."""
+"""The processes of a node: `workers_per_node` counts its ranks, `end_with_parent` ends a process
+with its parent, `set_process_name` names it."""
 
 from __future__ import annotations
 

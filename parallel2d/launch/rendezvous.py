@@ -1,16 +1,14 @@
-"""Where the nodes of a job meet: the store, and the round of the rendezvous that is open.
+"""The store at which the nodes of a job meet, and torch's rendezvous on it: `meet`, or `meet_alone`
+for a single node.
 
-``launch.rdzv_endpoint`` flows in; a store and a rendezvous handler for torch's elastic agent flow
-out.
-
-[Note: where the store lives] The store may run on one of the nodes, which then must not die:
+[Note: where the store lives] The store may run on one of the nodes, which then must not fail:
 whichever node owns the endpoint's address opens it when nothing listens there yet. Or it runs
-outside of them (``python -m parallel2d.launch store``) and no node matters. A store outside
-outlives a job, and torch's rendezvous is closed for ever once a job has ended; so each job's name
-carries a number, which the next job of that name finds closed and counts up.
+outside of them (``python -m parallel2d.launch store``), and any node may fail. A store outside
+outlives a job, and torch's rendezvous is closed for ever once a job has ended. So each job's name
+carries a number; the next job of that name finds this number closed and takes the next one.
 
-The ranks use the same store, under names of their round: of what nodes and ranks tell each other,
-only collectives go elsewhere.
+The ranks use the same store, under names of their round. Everything that nodes and ranks exchange
+goes through it, except collectives.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ OUTSIDE = "parallel2d/outside"  # a key of stores that no job has opened
 _READ_TIMEOUT_S = 60.0  # of one operation on the store
 _FIRST_CALL_S = 20.0  # at the start of a job, for the largest number of nodes
 _LAST_CALL_S = 3.0  # after the smallest number of nodes is there, for those that are still coming
-_BEAT_S, _BEATS_MISSED = 1, 3  # a node whose launcher is silent for 3 s has left
+_BEAT_S, _BEATS_MISSED = 1, 3  # a node whose launcher sends nothing for 3 s counts as gone
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A store of this job, and this machine's way to it."""
+    """The store of a job, and how this machine reaches it."""
 
     store: StoreClient
     secret: str
@@ -51,7 +49,7 @@ class Meeting:
 
     @property
     def environment(self) -> dict[str, str]:
-        """By which workers find the store."""
+        """Variables by which workers find the store."""
         return {STORE: self.store.address, VARIABLE: self.secret}
 
     def handler(self, config: LaunchConfig) -> Any:
@@ -100,7 +98,7 @@ class Meeting:
         return str(group.store.get("parallel2d/ranks").decode())
 
     def end(self) -> None:
-        """The job has ended: the next of its name takes another number."""
+        """Marks the job as ended: the next one of its name takes another number."""
         self.store.set(_closed_key(self.name), "closed")
         self.store.delete_all(f"parallel2d/ranks/{self.name}/")
 

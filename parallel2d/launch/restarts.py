@@ -1,9 +1,6 @@
-"""Whether workers that failed may try again, and when.
+"""Whether workers that failed may try again, and after which pause: `Restarts`.
 
-Failures and the step that was reached flow in; a pause in seconds flows out, or the verdict that it
-is enough.
-
-[Note: a storm of restarts] A count for the life of a job would end a month's run for its twentieth
+[Note: a storm of restarts] A count for the whole of a job would end a month's run for its twentieth
 lost node; no count would repeat a broken step for ever. So what counts are failures in a row
 without a step further than any before. The first of them is followed by a restart at once, the next
 ones after 1, 2, 4 ... seconds, a minute at most.
@@ -17,8 +14,8 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Restarts:
-    """``limit``: failures in a row without progress that are forgiven. ``step``: asked after each
-    failure, the last step begun."""
+    """``limit``: failures in a row without progress after which workers still start again.
+    ``step``: called after each failure, returns the last step begun."""
 
     def __init__(self, limit: int, step: Callable[[], int]) -> None:
         self.limit, self._step = limit, step

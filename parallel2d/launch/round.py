@@ -1,4 +1,4 @@
-"""The state of torch's rendezvous as JSON: torch pickles it, and a pickle runs code.
+"""Keeps the state of torch's rendezvous as JSON, because a pickle can run code: `JsonBackend`.
 
 torch's handler hands its backend a pickle and takes one back. `JsonBackend` puts JSON into the
 store instead: it reads the pickle that this process has made, and makes one from JSON that it has

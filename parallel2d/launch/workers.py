@@ -1,8 +1,8 @@
-"""How ranks come to be: on this machine alone, or as one node of several.
+"""Starts ranks and waits for their end: `start_workers` on this machine alone, `start_node` as one
+node of several.
 
-A composed job (one node) or the words it will be composed from (several) flow in; the call returns
-when the job has ended. Whether it saved on the way out, failed, or never could have worked is told
-by the exception.
+Both return when the job has ended well. The exceptions of `parallel2d.launch.endings` and
+`ConfigError` show whether it was stopped and has saved, failed, or could not have worked.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 
 def start_workers(job: Job, nproc: int, main: Main) -> None:
-    """Runs ``job`` on ``nproc`` fresh workers of this machine, which talk over loopback alone, and
-    waits for them. Each runs ``main``.
+    """Runs ``job`` on ``nproc`` fresh workers of this machine, which communicate over loopback
+    alone, and waits for them. Each runs ``main``.
 
-    Raises `ConfigError` or `WorkersFailed` with the first failing rank's story, `Preempted` when
-    told to end and saved, and KeyboardInterrupt after Ctrl-C; all workers are gone then.
+    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
+    `Preempted` when asked to end and saved, and KeyboardInterrupt after Ctrl-C; all workers have
+    ended then.
     """
     from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
 
@@ -57,9 +58,9 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
     end.
 
     ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
-    0. When the rendezvous store goes away, the ranks end and it is waited for,
-    ``launch.rendezvous_timeout`` seconds, then the job goes on from its newest checkpoint. Raises
-    as `start_workers` does.
+    0. When the rendezvous store is lost, the ranks end. The launcher waits
+    ``launch.rendezvous_timeout`` seconds for the store, then the job goes on from its newest
+    checkpoint. Raises as `start_workers` does.
     """
     from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
 
@@ -129,10 +130,11 @@ def restart_limit(settings: LaunchConfig) -> int:
 def _told_to_end(
     run: Callable[[], None], settings: LaunchConfig, newest: Callable[[], str | None]
 ) -> None:
-    """Runs it, and says what came of it when this process was told to end in the meantime."""
+    """Calls ``run``. When this process gets a signal to end in the meantime, raises the exception
+    for what came of it."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    # each has a level of its own, so the parent's would not do
+    # each has a level of its own, so that of the parent has no effect
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -161,7 +163,7 @@ def _checkpoints(folder: str | None, run_dir: str | None) -> str | None:
 
 def _defaults(nproc: int, interface: str) -> dict[str, str]:
     """Variables that workers get unless they are set: threads, the interface that gloo and NCCL
-    use, and no C++ stack of every connection that breaks, since a sentence tells of it."""
+    use, and no C++ stack of every connection that breaks, since a message reports it."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     wanted = {
         "OMP_NUM_THREADS": threads,

@@ -1,8 +1,8 @@
-"""Is this cluster fit to train on? One process per node looks, measures and tells; node 0 judges.
+"""Checks whether a cluster is fit to train on, with one process per node. Start at `check`.
 
-What every node finds out about itself (`facts`) and about its way to the others (`probes`, over the
-pairs that `schedule` names) meets in a key-value store (`meeting`); `judge` turns it into findings,
-each of which names a node and a cause; `report` prints them and writes the cluster file that a
-planner reads. `check` runs the whole on one node. No process group is formed, so that the report
-can also be given where gloo or NCCL cannot work.
+Each node collects facts about itself (`facts`) and measures its links to the others (`probes`),
+over the pairs that `schedule` names. The results are exchanged through a key-value store
+(`meeting`). Node 0 turns them into findings, each of which names a node and a cause (`judge`),
+prints them and writes the cluster file that the planner reads (`outcome`). No process group is
+formed, so that the check also works where gloo or NCCL cannot.
 """

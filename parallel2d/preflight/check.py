@@ -1,8 +1,8 @@
-"""The check, from one node's side: meet, look at oneself, reach the others, measure, hand in; node
-0 judges and tells everyone.
+"""The whole check on one node, the same sequence on every node: `check`.
 
-Arguments flow in (`Request`); the same `CheckOutcome` flows out on every node. All nodes take the
-same steps in the same order, so a node that stops is noticed, by name, at the next meeting point.
+The nodes meet, collect their facts, try to reach the others, measure the links and hand in the
+results. Node 0 judges them and sends the findings to all. All nodes take the same steps in the same
+order, so a node that stops is noticed, by name, at the next meeting point.
 """
 
 from __future__ import annotations
@@ -46,23 +46,26 @@ from parallel2d.store.address import (
 from parallel2d.store.secret import find_secret
 
 _REACH_S, _REACHING_AT_ONCE = 5.0, 128
-_FILE_APPEARS_WITHIN_S = 3.0  # NFS clients remember for a while that a file was not there
+_FILE_APPEARS_WITHIN_S = 3.0  # NFS clients cache for a while that a file was not there
 _ROUND_S = 20.0  # what one measurement may take at most
 
 
-class NotFit(Exception):  # noqa: N818 (it says what happened)
+class NotFit(Exception):  # noqa: N818 (named after what happened)
     """The check could not be carried out on this node, and neither could a training run; the
-    message says why."""
+    message has the reason."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """``endpoint``: HOST:PORT where the nodes meet; None for one node. ``node``: this node's
-    number, None to be given one. ``ranks_per_node``: None takes one per GPU. ``name`` tells apart
-    the checks that share an outside store. ``expected``: host names by number, as far as known
+    """The arguments of `check`.
+
+    ``endpoint``: HOST:PORT where the nodes meet; None for one node. ``node``: this node's number,
+    None to be given one. ``ranks_per_node``: None takes one per GPU. ``name``: tells apart the
+    checks that share an outside store. ``expected``: host names by number, as far as known
     beforehand. ``seconds``: how long a link is measured in each direction. ``torchrun``: the
     endpoint is torchrun's own store. ``secret_file``: of the job; without it and without
-    PARALLEL2D_SECRET everybody may take part."""
+    PARALLEL2D_SECRET everybody may take part.
+    """
 
     nodes: int = 1
     endpoint: str | None = None
@@ -79,7 +82,7 @@ class Request:
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """What all nodes know in the end. ``reports`` and ``links`` only on node 0."""
+    """The result, on every node. ``reports`` and ``links`` only on node 0."""
 
     node: int
     findings: list[Finding]
@@ -212,7 +215,7 @@ def _token_file(run_dir: str, meeting: PreflightMeeting) -> Iterator[str]:
     path = Path(run_dir) / f".preflight-{uuid.uuid4().hex}"
     try:
         if meeting.node == 0:
-            with contextlib.suppress(OSError):  # not writable: that has been found out already
+            with contextlib.suppress(OSError):  # not writable: `probe_run_dir` has reported that
                 path.touch()
         yield path.name
     finally:
@@ -251,7 +254,7 @@ def _appears(folder: str, name: str) -> bool:
     deadline = time.monotonic() + _FILE_APPEARS_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
-            # a listing asks the server; a look at one name may be answered from memory
+            # a listing is read from the server; a look at one name may come from a cache
             if name in os.listdir(folder):
                 return True
         if time.monotonic() > deadline:
@@ -288,7 +291,7 @@ def _measure_links(
     meeting: PreflightMeeting, peers: dict[int, Peer], reports: list[NodeReport], seconds: float
 ) -> list[Link]:
     """Every scheduled pair in both directions; what looks slow once more, so that a neighbour's
-    burst accuses nobody. Links on node 0, an empty list elsewhere."""
+    burst is not taken for a slow link. Links on node 0, an empty list elsewhere."""
     blocked = {
         pair
         for node, report in enumerate(reports)

@@ -1,5 +1,4 @@
-"""What a node knows about itself without asking anybody. The machine flows in, a `Facts` of plain
-values flows out."""
+"""Facts about one node that it collects without the other nodes: `Facts.collect`."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Facts:
     # those of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME that are set
     interface_variables: dict[str, str]
     mtu: int | None
-    link_speed_bits_per_s: int | None  # what the driver says; virtual interfaces say nothing
+    link_speed_bits_per_s: int | None  # as the driver reports it; virtual interfaces report none
     # what the node's own host name resolves to on it; empty: it does not
     own_name_addresses: list[str]
     versions: dict[str, str]
@@ -166,8 +165,8 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def resolves_to_loopback(facts: Facts) -> bool:
-    """Whether gloo, when nobody names an interface, would meet its peers on an address that only
-    this machine can reach."""
+    """Whether gloo, when no interface is named, would meet its peers on an address that only this
+    machine can reach."""
     return not facts.own_name_addresses or is_loopback(facts.own_name_addresses[0])
 
 

@@ -1,6 +1,7 @@
-"""What the facts and measurements mean. Reports of all nodes and measured links flow in; findings
-flow out, each with the node and the cause in its text. ``red``: training would fail or train
-wrongly; ``yellow``: it would be slow, or may fail later; ``green``.
+"""Turns the reports of all nodes and the measured links into findings: `judge`.
+
+The text of a finding names the node and the cause. ``red``: training would fail or train wrongly;
+``yellow``: it would be slow, or may fail later; ``green``: neither.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def _names_and_interfaces(reports: Sequence[NodeReport], names: Sequence[str]) -
                 "/etc/hosts"
             )
             found.append(Finding("red", "interface", text, (node,)))
-    # A larger frame than the other end takes is dropped without a word: connections open, then
+    # A larger frame than the other end takes is dropped without an error: connections open, then
     # hang.
     found += _equal(
         "interface",
@@ -273,7 +274,7 @@ def _reachability(reports: Sequence[NodeReport], names: Sequence[str]) -> list[F
 def _clocks(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     if len(reports) == 1:
         return []
-    # Offsets are against node 0; against the median, a wrong clock on node 0 accuses node 0 alone.
+    # Offsets are against node 0; against the median, a wrong clock on node 0 is found there alone.
     ahead = [
         0.0,
         *(
@@ -457,8 +458,8 @@ def _inside(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding
 
 
 def _between(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
-    """Slow links, laid to a node where all its links of a direction are slow and it has at least
-    two."""
+    """Slow links, attributed to a node where all its links of a direction are slow and it has at
+    least two."""
     found = []
     for link in links:
         if link.error:

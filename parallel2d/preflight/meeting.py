@@ -1,8 +1,7 @@
-"""How the nodes meet: numbers, answers to everyone's questions, and who is missing. A store flows
-in; dictionaries flow out.
+"""Numbers the nodes of a check and exchanges values between them over a store: `PreflightMeeting`.
 
-Only plain keys of the store are used, no process group. Whoever waits too long names the nodes that
-it waited for.
+Only plain keys of the store are used, no process group. A node that waits too long raises
+`NodeMissing` with the names of the nodes that it waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-class NodeMissing(Exception):  # noqa: N818 (it says what happened)
+class NodeMissing(Exception):  # noqa: N818 (named after what happened)
     """Nodes did not come, or ended before the others were done. The message names them."""
 
 
@@ -66,8 +65,8 @@ class PreflightMeeting:
         return taken
 
     def wait_for_all(self) -> list[str]:
-        """Host names by number. Raises `NodeMissing` after the timeout, on every node that came,
-        naming those that did not."""
+        """Host names by number. Raises `NodeMissing` after the timeout, on every node that is
+        present, naming those that are not."""
         self.together(did_not="did not come to the endpoint")
         return [
             host.decode()
@@ -91,11 +90,12 @@ class PreflightMeeting:
             pause = min(0.25, pause * 1.5)
 
     def _give_up(self, missing: Sequence[int], did_not: str, timeout_s: float) -> NoReturn:
-        """Raises, here and on every node that waits: whoever waited longest names the missing, and
-        all end with his words before the node that holds the store takes it away."""
+        """Raises `NodeMissing`, here and on every node that waits. The node that has waited longest
+        names the missing ones. All raise its message before the store is closed on the node that
+        holds it."""
         message = f"{self._names(missing)} {did_not} within {timeout_s:g} s{self._present(missing)}"
         self._store.set(self._failed, message)
-        # node 0 gathers while the others wait for what it will tell
+        # node 0 gathers while the others wait for what it will send
         for count in (self._count, self._count + 1):
             for key in (f"{self._name}/{count}", f"{self._name}/{count}/open"):
                 self._store.set(key, "null")
@@ -130,9 +130,9 @@ class PreflightMeeting:
         return self._store.check([f"{self._name}/host/{node}"])
 
     def gather(self, what: str, mine: Any, wait_s: float = 0.0) -> list[Any] | None:
-        """All nodes' answers by number, on node 0; None elsewhere. ``mine``: what JSON holds.
-        ``wait_s``: how long the slowest node may lawfully take, beside the timeout. Every node
-        calls it in the same order."""
+        """All nodes' answers by number, on node 0; None elsewhere. ``mine``: a value that JSON can
+        hold. ``wait_s``: how long the slowest node may take, beside the timeout. Every node calls
+        it in the same order."""
         self._count += 1
         prefix = f"{self._name}/{self._count}"
         self._store.set(f"{prefix}/{self.node}", json.dumps(mine))
@@ -169,7 +169,7 @@ class PreflightMeeting:
 
     def leave(self, hosts_store: bool) -> None:
         """The last call, whatever came before: the process that holds the store returns when the
-        others that came no longer need it (after 5 s at the latest)."""
+        other nodes that are present no longer need it (after 5 s at the latest)."""
         gone = f"{self._name}/gone"
         if not hosts_store:
             self._store.add(gone, 1)

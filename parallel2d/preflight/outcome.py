@@ -1,5 +1,5 @@
-"""How an outcome is shown and kept: a table and verdict lines, JSON, and the cluster file. Nothing
-is measured or judged here."""
+"""Shows the outcome of a check and keeps it: `show` prints a table and the verdict, `to_json` gives
+plain values, `write_cluster_file` writes the cluster file."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _verdict(outcome: CheckOutcome) -> str:
 
 
 def verdict_of_other_node(outcome: CheckOutcome, host: str) -> str:
-    """What a node other than 0 says: the verdict, and the findings that are about it."""
+    """What a node other than 0 prints: the verdict, and the findings that are about it."""
     own = [
         f"{_MARKS[f.level]:>4} {f.check:<13} {f.text}"
         for f in outcome.findings
@@ -140,9 +140,9 @@ def to_json(outcome: CheckOutcome) -> dict[str, Any]:
 
 
 def cluster_description(outcome: CheckOutcome, name: str, ranks_per_node: int) -> dict[str, Any]:
-    """What a planner needs to know of this cluster; medians over nodes and links. Bandwidths in
-    bytes per second and direction, latencies in seconds one way, memory in bytes per rank.
-    ``inter_node`` is None for one node, or where no link could be measured."""
+    """What the planner needs of this cluster; medians over nodes and links. Bandwidths in bytes per
+    second and direction, latencies in seconds one way, memory in bytes per rank. ``inter_node`` is
+    None for one node, or where no link could be measured."""
     reports = outcome.reports
     gpus = [gpu for report in reports for gpu in report.facts.gpus]
     copies = [

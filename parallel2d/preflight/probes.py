@@ -1,20 +1,21 @@
-"""What a node finds out about the way to another: can it connect, how long does a message take, how
-many bytes per second pass.
+"""Measures a node's way to another: whether it can connect (`reach`), how long a message takes
+(`round_trips`), how many bytes per second arrive (`bandwidth`).
 
 `ProbeServer` listens on one address and an ephemeral port, as gloo and NCCL do; the functions below
 it are its clients. Plain TCP, no torch: a second process on the node starts in tenths of a second.
-Figures are those of TCP streams from Python; what a fabric with RDMA does beside TCP is not seen.
+Figures are those of TCP streams from Python; what a fabric with RDMA does beside TCP is not
+measured.
 
-A connection opens with a token of 16 bytes, which only the nodes of this check know, and one
+A connection opens with a token of 16 bytes, which only the nodes of this check have, and one
 letter: ``P`` answers with the node's number (4 bytes); ``E`` answers each byte with the server's
 clock (8 bytes, fp64); ``M`` opens a measurement (4 bytes streams, 8 bytes seconds), answers with
 its number (4 bytes) and in the end with bytes and seconds (2 x 8 bytes, fp64); ``D`` with a
 measurement's number is one of its streams. All numbers are big-endian.
 
-[Note: measured where it arrives] A sender's clock sees bytes vanish into buffers of the kernel, on
-a slow link for many seconds. The receiver counts what arrives in a window that opens a third into
-the time (TCP's slow start and the burst of a shaper are over) and then closes the streams hard; the
-sender writes until it is cut off.
+[Note: measured where it arrives] To a sender, bytes count as sent once they are in buffers of the
+kernel, on a slow link for many seconds. So the receiver counts what arrives in a window that opens
+a third into the time, when TCP's slow start and the burst of a shaper are over. Then it closes the
+streams hard; the sender writes until it is cut off.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class _Measurement:
 class ProbeServer:
     """Answers the probes of other nodes, each connection in a thread of its own, until `close`.
 
-    ``address``: the only one it listens on. ``token``: connections that do not know it are dropped.
-    ``node``: this node's number. ``clock``: what ``E`` tells, seconds since the epoch.
+    ``address``: the only one it listens on. ``token``: connections without it are dropped.
+    ``node``: this node's number. ``clock``: what ``E`` is answered with, seconds since the epoch.
     """
 
     def __init__(

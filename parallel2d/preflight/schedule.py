@@ -1,5 +1,5 @@
-"""Which pairs of nodes measure their link, and when: rounds of disjoint pairs, so that no node
-serves two measurements at once."""
+"""Which pairs of nodes measure their link at the same time: `rounds_of` returns rounds of disjoint
+pairs, so that no node serves two measurements at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the environment of a launcher says about the nodes, so that under srun and torchrun nothing
-has to be typed."""
+"""Arguments of the check from the variables of srun and torchrun, so that nothing has to be typed
+under them: `defaults_of_launcher`."""
 
 from __future__ import annotations
 

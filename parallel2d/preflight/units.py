@@ -1,4 +1,4 @@
-"""Numbers for people: bytes in GiB, rates in GB/s, times in the unit that fits."""
+"""Formats numbers for people: bytes in GiB, rates in GB/s, times in the unit that fits."""
 
 from __future__ import annotations
 

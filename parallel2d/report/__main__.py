@@ -15,7 +15,8 @@ from parallel2d.report.runs import Run, read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 2, with one message, for a folder that is no run or cannot be written to."""
+    """Writes the report and returns the exit code. It is 2, with one message, for a folder that is
+    not a run directory or cannot be written to."""
     parser = argparse.ArgumentParser(prog="python -m parallel2d.report", description=__doc__)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="run directory; the first given is the first shown"
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = _tell_apart([read_run(path) for path in options.runs])
         os.makedirs(folder, exist_ok=True)
-        # Both are made before the first is written: a failure leaves no half of a report.
+        # Both are made before the first is written, so a failure leaves no incomplete report.
         texts = {"report.md": markdown(runs), "report.html": page(runs)}
         for name, text in texts.items():
             path = os.path.join(folder, name)
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tell_apart(runs: list[Run]) -> list[Run]:
-    """Runs of one name are called by their whole path."""
+    """Replaces names that several runs have by the runs' paths."""
     names = [run.name for run in runs]
     return [
         Run(run.path, run.path, run.rows, run.layout) if names.count(run.name) > 1 else run

@@ -40,7 +40,8 @@ Table = tuple[str, list[str], list[list[str]]]  # heading, column names, rows
 
 
 def tables(runs: Sequence[Run]) -> list[Table]:
-    """Comparison, bytes per axis against the prediction, where time went."""
+    """Tables of a report: the comparison of the runs, measured and predicted bytes per axis, and
+    how the time was spent."""
     compared = [figures(run) for run in runs]
     columns = list(compared[0])
     found: list[Table] = [("Runs", columns, [list(row.values()) for row in compared])]
@@ -60,7 +61,7 @@ def _moved_row(run: Run, moved: Moved) -> list[str]:
     difference = "-"
     if predicted is not None:
         expected = f"{predicted:,.0f}"
-    # Not for a prediction of zero either: there is no share of it.
+    # A prediction of zero has no relative difference either.
     if predicted:
         difference = f"{measured / predicted - 1:+.2%}"
     return [run.name, axis, f"{measured:,.0f}", expected, difference]
@@ -83,7 +84,7 @@ def _total(run: Run, key: str) -> float:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """The tables, and per run its mesh."""
+    """The report's tables as Markdown."""
     lines = ["# parallel2d report", ""]
     for heading, names, rows in tables(runs):
         lines += [f"## {heading}", ""]
@@ -94,14 +95,14 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The same with plots, as one HTML file that loads nothing."""
+    """The report's tables and plots as one HTML file, which loads no other file."""
     parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>parallel2d report</title>"]
     parts += [f"<style>{STYLE}</style>", "<h1>parallel2d report</h1>"]
     parts += [_html_table(table) for table in tables(runs)]
     plots = _comparing_plots(runs)
     for run in runs:
         plots += _plots_of(run, f": {run.name}" if len(runs) > 1 else "")
-    # A plot of what no run measured is empty.
+    # A plot is an empty string where no run has its values.
     shown = "".join(f"<div>{plot}</div>" for plot in plots if plot)
     parts.append(f"<h2>Over the steps</h2><div class=plots>{shown}</div>")
     return "\n".join([*parts, "</html>"])
@@ -122,7 +123,7 @@ def _html_cells(tag: str, cells: Sequence[str]) -> list[str]:
 
 
 def _comparing_plots(runs: Sequence[Run]) -> list[str]:
-    """With a line for each run."""
+    """Plots that compare the runs, with a line for each."""
 
     def lines(key: str) -> dict[str, Points]:
         return {run.name: run.series(key) for run in runs}
@@ -137,10 +138,10 @@ def _comparing_plots(runs: Sequence[Run]) -> list[str]:
 
 
 def _plots_of(run: Run, label: str) -> list[str]:
-    """With a line for each mesh axis, or each phase of a step."""
+    """Plots of one run, with a line for each mesh axis or each phase of a step."""
     seconds = {}
     for axis in keys.AXES:
-        # An axis of one rank moves nothing, and takes no time.
+        # An axis of one rank sends nothing and takes no time.
         if run.last(keys.communication_key(axis, "bytes")):
             seconds[axis] = run.series(keys.communication_key(axis, "seconds"))
     phases = {phase: run.series(phase_key(phase)) for phase in keys.PHASES}
@@ -152,7 +153,7 @@ def _plots_of(run: Run, label: str) -> list[str]:
 
 
 def _bytes_lines(run: Run) -> dict[str, Points]:
-    """What was measured, and beside it what was predicted, as a level line."""
+    """The measured bytes of each axis, and the predicted ones as a horizontal line."""
     lines = {}
     for axis, measured, predicted in measured_and_predicted(run):
         if not measured and not predicted:
@@ -166,11 +167,11 @@ def _bytes_lines(run: Run) -> dict[str, Points]:
 
 
 def _memory(run: Run) -> Points:
-    """Of the device, where there is one."""
+    """Peak memory of the device if it was measured, otherwise peak resident memory."""
     return run.series(keys.PEAK_GIB) or run.series(keys.PEAK_RSS_GIB)
 
 
 def _row(cells: Sequence[str]) -> str:
-    """A line of a Markdown table, in which no cell ends it or becomes markup."""
+    """A row of a Markdown table. Characters of a cell that Markdown would interpret are escaped."""
     escaped = [re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", cell) for cell in cells]
     return "| " + " | ".join(escaped) + " |"

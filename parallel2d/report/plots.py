@@ -1,4 +1,4 @@
-"""Draws line plots as inline SVG, so that a page needs neither library nor network:
+"""Draws line plots as inline SVG, so that a page needs neither a library nor a network:
 `line_plot`."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MOST_POINTS = 600  # per line; more are thinned, ends kept
 def line_plot(
     title: str, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str = ""
 ) -> str:
-    """One SVG with a line per entry of ``lines`` (name -> (step, value)); an empty string when
-    nothing is to be drawn.
+    """One SVG with a line per entry of ``lines`` (name -> (step, value) pairs), or an empty string
+    if there is nothing to draw.
 
-    A name that ends in `` (predicted)`` is dashed.
+    The line of a name that ends in `` (predicted)`` is dashed.
     """
     drawn = {name: _thin(points) for name, points in lines.items() if points}
     if not drawn:
@@ -55,7 +55,7 @@ class _Frame:
 
     def place(self, x: float, y: float) -> str:
         """Coordinates in the SVG, with a comma between them."""
-        share = 0.5  # of the width: a single step stands in the middle
+        share = 0.5  # of the width: a single step is in the middle
         if self.right > self.left:
             share = (x - self.left) / (self.right - self.left)
         across = LEFT + (WIDTH - LEFT - RIGHT) * share
@@ -64,7 +64,7 @@ class _Frame:
 
 
 def _grid(frame: _Frame, ticks: Sequence[float]) -> list[str]:
-    """A horizontal line for every tick, and the first and the last step below."""
+    """A horizontal line for every tick, and labels of the first and the last step below."""
     parts = []
     for tick in ticks:
         y = frame.place(frame.left, tick).split(",")[1]
@@ -83,7 +83,7 @@ def _grid(frame: _Frame, ticks: Sequence[float]) -> list[str]:
 
 
 def _line(frame: _Frame, index: int, name: str, points: Sequence[tuple[float, float]]) -> list[str]:
-    """The line number ``index``, and its name below the plot."""
+    """The line at ``index``, and its name below the plot."""
     colour = COLOURS[index % len(COLOURS)]
     dashed = ' stroke-dasharray="5 4"' if name.endswith("(predicted)") else ""
     parts = []
@@ -95,7 +95,7 @@ def _line(frame: _Frame, index: int, name: str, points: Sequence[tuple[float, fl
     parts.append(
         f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashed}/>'
     )
-    # Names stand in two columns.
+    # Names are in two columns.
     key = LEFT + (index % 2) * 250
     below = HEIGHT + 16 * (index // 2) + 6
     parts.append(

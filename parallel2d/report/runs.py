@@ -1,4 +1,4 @@
-"""Reads run directories (`read_run`), and makes the figures that a comparison shows."""
+"""Reads run directories (`read_run`), and computes the figures of a comparison (`figures`)."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ Moved = tuple[str, float, float | None]  # axis, bytes measured, bytes predicted
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory as it was found. ``rows``: the numbers in those of ``metrics.jsonl``, in
-    their order."""
+    """The contents of one run directory. ``rows`` are the numbers of each row of
+    ``metrics.jsonl``, in order."""
 
     name: str
     path: str
@@ -82,8 +82,8 @@ class Run:
 
 
 def read_run(path: str) -> Run:
-    """Raises `ConfigError` with one sentence for a folder that is no run, or holds no finished
-    step."""
+    """Reads the run in folder ``path``. Raises `ConfigError` if the folder is not a run directory
+    or has no finished step."""
     file = os.path.join(path, "metrics.jsonl")
     shown = files.printable(path, 300)
     if not os.path.isdir(path):
@@ -101,7 +101,7 @@ def read_run(path: str) -> Run:
 
 
 def _read_layout(path: str, shown: str) -> dict[str, Any]:
-    """Empty where it is missing, as in older runs."""
+    """The contents of ``layout.json``. Empty if there is none, as in older runs."""
     try:
         layout = files.read_json(os.path.join(path, "layout.json"), _LARGEST_LAYOUT)
     except FileNotFoundError:
@@ -114,8 +114,8 @@ def _read_layout(path: str, shown: str) -> dict[str, Any]:
 
 
 def _read_rows(path: str) -> list[dict[str, float]]:
-    """The numbers of each row, of at most `_MOST_ROWS` rows: of longer runs every second, fourth,
-    ... and the last."""
+    """The numbers of each row, of at most `_MOST_ROWS` rows. Of longer runs every second, fourth,
+    ... and the last row are kept."""
     rows: list[dict[str, float]] = []
     every = 1
     last = None
@@ -126,7 +126,7 @@ def _read_rows(path: str) -> list[dict[str, float]]:
             last = row
             if count % every == 0:
                 rows.append(row)
-            # Half of them go, and the others stand for twice as many.
+            # Remove every second row, and from now on keep half as many.
             if len(rows) > _MOST_ROWS:
                 rows = rows[::2]
                 every *= 2
@@ -143,7 +143,8 @@ def _all_rows(file: BinaryIO) -> Iterator[dict[str, float]]:
 
 
 def _numbers(line: bytes) -> dict[str, float] | None:
-    """None for a line that is no row: a kill left only a part of it, or it is too long."""
+    """The numbers of one row. None for a line that is not a row: it is incomplete after a kill, or
+    too long."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -164,20 +165,20 @@ def _numbers(line: bytes) -> dict[str, float] | None:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number of a size that something measured can have."""
+    """Whether ``value`` is a finite number of a size that a measurement can have."""
     return type(value) in (int, float) and abs(value) < _LARGEST_NUMBER
 
 
 def _part(layout: dict[str, Any], key: str) -> dict[str, Any]:
     found = layout.get(key)
-    # The file may have been changed.
+    # The file may have been edited.
     if not isinstance(found, dict):
         return {}
     return found
 
 
 def figures(run: Run) -> dict[str, str]:
-    """The comparison's columns, as text; ``-`` for what was not measured."""
+    """The columns of the comparison, as text; ``-`` where nothing was measured."""
     mesh = _part(run.layout, "mesh")
     shown = {
         "run": run.name,
@@ -215,7 +216,7 @@ def measured_and_predicted(run: Run) -> list[Moved]:
 
 
 def number_text(value: float | None, form: str, scale: float = 1.0) -> str:
-    """``value * scale`` as ``form`` has it; ``-`` for what was not measured."""
+    """``value * scale`` formatted by ``form``, or ``-`` for None."""
     if value is None:
         return "-"
     return form.format(value * scale)

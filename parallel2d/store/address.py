@@ -1,7 +1,7 @@
-"""Where a store listens, and how it is reached: on one address and on no other.
+"""Where a store listens, on one address and on no other, and how it is reached: `bind` and
+`connect`.
 
-A host name and a port flow in; a socket flows out. Everything that goes wrong with the address is
-told in the words of the one who gave it.
+What is wrong with an address raises `ConfigError` in terms of the host and port that were given.
 """
 
 from __future__ import annotations
@@ -119,16 +119,16 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     raise ConfigError(f"cannot listen on {host}:{port} ({failure.strerror})") from None
 
 
-class PortTaken(ConfigError):  # noqa: N818 (it says what happened)
+class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
     """Somebody listens on this address and port already; for a store that may be started outside, a
     reason to connect to it."""
 
 
 def connect(address: str, patience_s: float) -> socket.socket:
-    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is asked again
-    for ``patience_s`` seconds.
+    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: connecting is tried
+    again for ``patience_s`` seconds.
 
-    Raises `ConfigError` that says what happened last: refused, timed out, unreachable, or name not
+    Raises `ConfigError` with the last outcome: refused, timed out, unreachable, or name not
     resolved.
     """
     deadline = time.monotonic() + patience_s
@@ -173,7 +173,7 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
 
 
 def set_for_requests(connection: socket.socket) -> None:
-    """Small messages leave at once, and an end that is gone without a word is noticed."""
+    """Has small messages sent at once, and an end that disappears without closing detected."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -193,8 +193,8 @@ def unix_path(path: str) -> Iterator[str]:
 
 
 def connection_failure(error: OSError) -> str:
-    """What a failed connection means, in words that two nodes would use alike:
-    ``connection refused``, ``connection timed out``."""
+    """What a failed connection means, in the same words on every node: ``connection refused``,
+    ``connection timed out``."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused (the machine answers, nothing listens on the port)"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
@@ -205,13 +205,13 @@ def connection_failure(error: OSError) -> str:
 
 
 def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-    """What ``ask``, which asks a store, returns; ``otherwise`` when the store has not answered
-    after so many seconds.
+    """The result of ``ask``, which sends requests to a store; ``otherwise`` when the store has not
+    answered after so many seconds.
 
-    A process that accepts connections and is silent, such as a store that is stopped, holds torch's
-    client for ever, its constructor included. The thread that asks is left behind then, and so is
-    the connection: whoever gets ``otherwise`` must not use the store again. What ``ask`` raises in
-    time is raised.
+    A process that accepts connections and does not answer, such as a store that is stopped, blocks
+    torch's client for ever, its constructor included. The thread of ``ask`` is left behind then,
+    and so is the connection: whoever gets ``otherwise`` must not use the store again. What ``ask``
+    raises in time is raised.
     """
     answer: futures.Future[_Answer] = futures.Future()
 

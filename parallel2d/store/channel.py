@@ -1,8 +1,8 @@
-"""What goes over a connection of the store: the proofs at its start, sealed frames, lists of
-fields.
+"""What is sent over a connection of the store: the proofs at its start, then sealed frames of lists
+of fields. Start at `Channel`.
 
-The server speaks first: greeting, a random number. The client answers with one of its own and its
-proof; the server with its proof. All are of fixed size. A frame is its length, a code over
+The server begins with a greeting and a random number. The client answers with one of its own and
+its proof; the server with its proof. All are of fixed size. A frame is its length, a code over
 direction, number, length and content, and the content.
 """
 
@@ -22,8 +22,8 @@ HEADER = 4 + CODE  # of a frame
 LARGEST_FRAME = 1 << 28
 
 
-class Untrusted(Exception):  # noqa: N818 (it says what happened)
-    """The other end does not know the secret, or a frame is not what it sent."""
+class Untrusted(Exception):  # noqa: N818 (named after what happened)
+    """The other end does not have the secret, or a frame is not what it sent."""
 
 
 def random_number() -> bytes:

@@ -1,5 +1,5 @@
-"""The client of the store, as torch wants a store. See [Note: who takes part] in
-`parallel2d.store`."""
+"""The client of the store, with torch's interface for stores: `StoreClient`. See [Note: who takes
+part] in `parallel2d.store`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel2d.store.channel import (
 _ANSWER_S = 30.0  # a store answers at once, unless a whole cluster comes in the same second
 _LONGEST_S = 1e9
 _TRIES, _AGAIN_S = 3, 0.3  # to connect to a store that closes the connection
-# torch holds on to the C++ half alone, which cannot live without this one
+# torch refers to the C++ half alone, which cannot work without this one
 _kept: set[StoreClient] = set()
 
 
@@ -36,14 +36,14 @@ class StoreClient(Store):
 
     Args:
         address: ``HOST:PORT`` or ``unix:PATH``.
-        timeout_s: how long ``get`` and ``wait`` wait, unless told otherwise.
+        timeout_s: how long ``get`` and ``wait`` wait by default.
         connect_timeout_s: how long a store is waited for that does not listen yet; default
             ``timeout_s``.
 
-    Raises `ConfigError` for a store that cannot be reached, does not answer, or does not know
+    Raises `ConfigError` for a store that cannot be reached, does not answer, or does not have
     ``secret``. Operations raise `DistStoreError` when keys did not come in time, `DistNetworkError`
-    when the store is gone or silent, ValueError for what it cannot do. Connections stay open until
-    `close`.
+    when the store has ended or does not answer, ValueError for what is not supported. Connections
+    stay open until `close`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StoreClient(Store):
             self._idle.clear()
         _kept.discard(self)
 
-    # What torch asks a store for. It passes values as bytes; its own names for some differ between
+    # The methods that torch calls. It passes values as bytes; its own names for some differ between
     # Python and C++.
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -163,7 +163,7 @@ class StoreClient(Store):
         return answer if status == b"ok" else None  # type: ignore[return-value]
 
 
-class _Closed(ConfigError):  # noqa: N818 (it says what happened)
+class _Closed(ConfigError):  # noqa: N818 (named after what happened)
     """A store closed the connection before it had proved itself: this node's secret is another, or
     the store is ending."""
 

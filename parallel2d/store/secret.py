@@ -1,4 +1,5 @@
-"""What the members of a job know and nobody else does."""
+"""The secret of a job, which shows that a process belongs to it: `find_secret` reads it,
+`write_secret` makes one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from parallel2d.errors import ConfigError
 
 VARIABLE = "PARALLEL2D_SECRET"
-# no secret: whoever reaches the store takes part
+# no secret: every process that reaches the store takes part
 NOBODYS = "launch.insecure=true: everybody knows this one"
 _SHORTEST, _LONGEST = 32, 4096  # characters
 _HOW = (

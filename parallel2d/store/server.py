@@ -1,7 +1,7 @@
-"""The server of the store: a thread that keeps keys in memory and answers those who know the
-secret.
+"""The server of the store, a thread that keeps keys in memory and answers those who have the
+secret: `StoreServer`.
 
-See [Note: who takes part] in `parallel2d.store`. A request is a list of fields, its name first; so
+See [Note: who takes part] in `parallel2d.store`. A request is a list of fields, its name first. So
 is an answer, which begins with ``ok``, ``late`` (the keys waited for did not come in time) or
 ``error``.
 """
@@ -48,9 +48,9 @@ class StoreServer:
     """Serves from a thread until `close`, or until this process ends.
 
     Args:
-        listener: a socket that listens; ``address``: how clients are told of it.
-        report: called with an address from which somebody came who does not know the secret, once
-            for each.
+        listener: a socket that listens; ``address``: what clients connect to.
+        report: called with an address from which a connection did not prove that it has the secret,
+            once for each.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StoreServer:
     def _serve(self) -> None:
         try:
             self._serve_until_woken()
-        finally:  # whoever waits hears of it
+        finally:  # clients that wait get an error
             self._end()
 
     def _serve_until_woken(self) -> None:
@@ -153,7 +153,7 @@ class StoreServer:
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
             else:
-                # members hold them all: whoever knocks must not make this loop spin
+                # Members hold them all: a new connection must not make this loop spin.
                 time.sleep(0.05)
             return
         peer = _Peer(connection, str(address[0]) if address else "")
@@ -181,7 +181,7 @@ class StoreServer:
                 self._drop(peer)
 
     def _guarded(self, peer: _Peer, act: Callable[[], None]) -> None:
-        """What goes wrong with one connection ends that connection, and nothing else."""
+        """Calls ``act``. An error with one connection ends that connection and nothing else."""
         try:
             if not peer.gone:  # dropped earlier in this round
                 act()
@@ -366,7 +366,7 @@ class StoreServer:
 
 
 def say_who_came(address: str) -> None:
-    """Tells on the terminal of a connection that was dropped. A ``report`` of `StoreServer`."""
+    """Prints that a connection from ``address`` was dropped. A ``report`` of `StoreServer`."""
     print(
         f"parallel2d: dropped a connection from {address}, which does not know this job's secret",
         file=sys.stderr,

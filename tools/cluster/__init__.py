@@ -1,6 +1,8 @@
-"""Several nodes on one Linux machine: network namespaces with shaped links, real launchers, counted bytes, injected faults.
+"""Several nodes on one Linux machine: network namespaces with shaped links, real launchers, counted
+bytes, injected faults.
 
-`Cluster` is the whole of it from Python; ``python -m tools.cluster`` from the command line. Guide: docs/cluster.md.
+Start at `Cluster` from Python and at ``python -m tools.cluster`` from the command line. Guide:
+docs/cluster.md.
 """
 
 from tools.cluster.cluster import Cluster, why_not

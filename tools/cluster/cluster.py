@@ -1,4 +1,5 @@
-"""`Cluster`: nodes, their links, a job on them, faults; all of it gone when the ``with`` block ends, however it ends."""
+"""`Cluster`: nodes, their links, a job on them, and faults. All of it is removed when the ``with``
+block ends, however it ends."""
 
 from __future__ import annotations
 
@@ -347,8 +348,9 @@ class Cluster:
         self._event(what, node=node, rank=local_rank)
 
     def kill_node(self, node: int, *, power_loss: bool = False) -> None:
-        """Everything on the node dies at once and its memory is lost. The kernel lives on and closes its connections, which the
-        peers notice; with ``power_loss`` the link is cut before, so that they only hear silence."""
+        """Everything on the node dies at once and its memory is lost. The kernel goes on and closes
+        its connections, which the peers notice; with ``power_loss`` the link is cut before, so that
+        nothing reaches them."""
         machine = self._node(node)
         if not machine.alive:
             raise ClusterError(f"{machine.name} is down already")

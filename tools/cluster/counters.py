@@ -1,4 +1,5 @@
-"""Kernel byte counters of the nodes' interfaces: a snapshot, the difference of two, and a time series in a file."""
+"""Kernel byte counters of the nodes' interfaces: `difference` of two snapshots, and `Series`, a
+time series in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Signals that ask a command to end become an exception, so that ``with`` blocks clear away first."""
+"""Turns signals that ask a command to end into an exception, so that ``with`` blocks clean up
+first: `until_signalled`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Ended(BaseException):
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # nothing interrupts the clearing away
+        signal.signal(each, signal.SIG_IGN)  # nothing interrupts the clean-up
     raise Ended(number)
 
 

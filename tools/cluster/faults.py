@@ -1,6 +1,8 @@
-"""Faults as words of the command line: ``at=30s kill-worker node=1 rank=0`` becomes a call of `Cluster` at its time.
+"""Faults as words of the command line: `parse_fault` reads ``at=30s kill-worker node=1 rank=0``,
+`Schedule` calls `Cluster` at its time.
 
-``at=`` is seconds since the job was started (``30s``) or a step of the job (``step:20``), which needs the run directory.
+``at=`` is seconds since the job was started (``30s``) or a step of the job (``step:20``), which
+needs the run directory.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """``at=30s partition node=1 for=10s`` -> `Fault`. Raises `ClusterError` that says what is wrong and what is possible."""
+    """``at=30s partition node=1 for=10s`` -> `Fault`. Raises `ClusterError` with what is wrong and
+    what is possible."""
     when: str | None = None
     kind: str | None = None
     given: dict[str, str] = {}
@@ -213,7 +216,7 @@ class Schedule:
                 for entry in [entry for entry in self._ends if time.monotonic() >= entry[0]]:
                     self._ends.remove(entry)
                     entry[1]()
-        except Exception as error:  # told by whoever waits for the job
+        except Exception as error:  # raised where the job is waited for
             self.error = error
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
-"""One job on the nodes of a cluster: a launcher per node, their output, the rows the job writes.
+"""One job on the nodes of a cluster, with a launcher per node, their output, and the rows that the
+job writes: `Job`.
 
-The words of the job flow in; the command line of each node's launcher flows out. A job whose words name its run directory
-(``hydra.run.dir=...``) can be waited for step by step.
+`launcher_words` makes the command line of each node's launcher from the words of the job. A job
+whose words name its run directory (``hydra.run.dir=...``) can be waited for step by step.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Job:
         self.processes: dict[int, Process] = {}
 
     def start(self, node: int) -> None:
-        """Starts the launcher of one node; again after that node came back."""
+        """Starts the launcher of one node; again after that node was restored."""
         running = self.processes.get(node)
         if running is not None and running.poll() is None:
             raise ClusterError(f"{self.cluster.nodes[node].name}: the launcher still runs")

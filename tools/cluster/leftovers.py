@@ -1,7 +1,9 @@
-"""What a cluster leaves on the machine while it lives, and how to find it when its owner died without a farewell.
+"""What a cluster leaves on the machine while it exists, and how to find and remove it when its
+owner died without doing so: `clean`.
 
-Each cluster has one folder ``/tmp/p2d-cluster-TAG`` with ``state.json`` (owner's pid and start time, subnet) and namespaces named
-``p2d-TAG-HOST``. Processes of a node end by themselves with their owner; folders and namespaces wait for `clean`.
+Each cluster has one folder ``/tmp/p2d-cluster-TAG`` with ``state.json`` (owner's pid and start
+time, subnet) and namespaces named ``p2d-TAG-HOST``. Processes of a node end by themselves with
+their owner; folders and namespaces stay until `clean` removes them.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def states() -> dict[str, dict[str, Any]]:
 
 
 def claim(hosts: list[str]) -> tuple[str, Path, Any]:
-    """A new tag, its folder with the state written, and a subnet that no living cluster uses."""
+    """A new tag, its folder with the state written, and a subnet that no other cluster uses."""
     with _alone():
         tag = f"{os.getpid()}x{random.SystemRandom().randrange(16**4):04x}"
         taken = [state["subnet"] for state in states().values() if state["subnet"]]

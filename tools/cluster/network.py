@@ -1,8 +1,9 @@
-"""The wires: one namespace as switch, one per host, a veth pair between; rate, loss, delay and cuts of each link.
+"""The network of a cluster: one namespace as switch, one per host, a veth pair between; rate, loss,
+delay and cuts of each link. Start at `Network`.
 
-Host names and a subnet flow in, commands of iproute2 flow out. Nothing is ever created in the root namespace. What the kernel
-lacks (a queueing discipline, a classifier) is replaced where that is possible and noted in `Network.limitations`; what cannot be
-replaced raises `ClusterError`.
+It is built by commands of iproute2. Nothing is ever created in the root namespace. What the kernel
+lacks (a queueing discipline, a classifier) is replaced where that is possible and noted in
+`Network.limitations`; what cannot be replaced raises `ClusterError`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def parse_rate(rate: str | int | None) -> int | None:
 
 
 def command(*words: str, stdin: str | None = None) -> str:
-    """Runs a command and returns its standard output. Raises `ClusterError` with what it said."""
+    """Runs a command and returns its standard output. Raises `ClusterError` with its output."""
     done = subprocess.run(words, input=stdin, capture_output=True, text=True)
     if done.returncode:
         raise ClusterError(
@@ -81,7 +82,7 @@ class Link:
     delay_ms: float = 0.0  # one way
     loss: float = 0.0  # share of packets
     netem_loss: float = 0.0  # the same, where netem does it
-    # counters of earlier lives of this host's namespace
+    # counters of this host's earlier namespaces
     carried: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -126,7 +127,7 @@ class Network:
         inside = self.namespace(link.host)
         self._add_namespace(inside)
         number = int(ipaddress.IPv4Address(link.address))
-        # a host that comes back keeps its card
+        # a host that is restored keeps its hardware address
         mac = "02:50:" + ":".join(f"{byte:02x}" for byte in number.to_bytes(4, "big"))
         command("ip", "-n", self._switch, "link", "add", link.port, "type", "veth",
                 "peer", "name", "eth0", "address", mac, "netns", inside)  # fmt: skip
@@ -143,7 +144,8 @@ class Network:
         self._apply_queues(link)
 
     def renew(self, host: str) -> None:
-        """A new namespace for a host that lost its power: no socket of its earlier life is left. Its counters go on."""
+        """A new namespace for a host that lost its power: no socket of the earlier one is left. Its
+        counters go on."""
         link = self.links[host]
         link.carried = self.counters(host)
         command("ip", "-n", self._switch, "link", "del", link.port)
@@ -271,7 +273,7 @@ class Network:
                 )
 
     def cut(self, host: str) -> None:
-        """From now on nothing passes this link, in either direction; both sides only hear silence."""
+        """From now on nothing passes this link, in either direction; neither side is notified."""
         link = self.links[host]
         try:
             self._filter(link, _CUT, _DROP_ALL)

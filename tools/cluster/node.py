@@ -1,8 +1,10 @@
-"""One node: a network namespace of the cluster plus process, mount and host-name namespaces, as a machine of its own.
+"""One node, which behaves like a machine of its own: a network namespace of the cluster with
+process, mount and host-name namespaces. Start at `Node`.
 
-A node is booted (a small init holds its namespaces), runs processes, and dies at once with everything in it when its init is
-killed. Init also ends when the tool that booted it is gone, however that ended. The file system is shared, as on a cluster;
-``/dev/shm``, ``/etc/hosts``, the host name and ``TMPDIR`` are the node's own.
+A node is booted (a small init holds its namespaces), runs processes, and dies at once with
+everything in it when its init is killed. Init also ends when the tool that booted it has ended,
+however that ended. The file system is shared, as on a cluster; ``/dev/shm``, ``/etc/hosts``, the
+host name and ``TMPDIR`` are the node's own.
 """
 
 from __future__ import annotations
@@ -114,13 +116,15 @@ class Process:
             self.wake()
 
     def wake(self) -> None:
-        """Lets ``nsenter`` go on, which stops itself when its command is stopped, and could then not hear of its end."""
+        """Continues ``nsenter``, which stops itself when its command is stopped, and could then not
+        notice its end."""
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGCONT)
 
 
 class Node:
-    """A machine of the cluster. ``namespace``: its network namespace; ``folder``: where its ``hosts`` file and ``tmp`` live."""
+    """A machine of the cluster. ``namespace``: its network namespace; ``folder``: where its
+    ``hosts`` file and ``tmp`` are."""
 
     def __init__(self, name: str, address: str, namespace: str, folder: Path, hosts: Path) -> None:
         self.name = name

@@ -1,9 +1,10 @@
-"""One rank's copy in shared memory: filled, sealed, found again, checked.
+"""One rank's copy in shared memory: `Buffer` fills and seals it, `find_copies` finds it again,
+`check_file` verifies it.
 
-Tensors flow in and land in a file that is mapped once and used again for every copy, so that a copy
-costs one pass over the state and no other memory. A small ``record.json`` says what the copy holds.
-It is removed before the first byte changes and renamed into place after the last one was summed up,
-so a copy with a record is whole, whatever was killed and when.
+A copy is written to a file that is mapped once and used again for every copy, so it costs one pass
+over the state and no other memory. A small ``record.json`` lists what the copy holds. It is removed
+before the first byte changes, and renamed into place after the last one was summed up. So a copy
+with a record is whole, whatever was killed and when.
 """
 
 from __future__ import annotations

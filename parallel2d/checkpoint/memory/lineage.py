@@ -1,10 +1,10 @@
-"""Which copies in memory belong to the run as it stands: its incarnations, and the step from which
-each one went on.
+"""Which copies in memory belong to the run as it stands: `Lineage`, which lists the starts of a run
+and the step from which each one went on.
 
-A run directory flows in and a `Lineage` flows out. Every start of a run gets a random name and
-writes it, with the step it starts from, into ``memory.json``. A copy counts only when its writer is
-named there and no later start went back behind its step. So the copies of another run, and those of
-steps that the run has left for an older checkpoint, are never loaded, whichever node brings them.
+Every start of a run gets a random name, its incarnation, and writes it, with the step it starts
+from, into ``memory.json`` in the run directory. A copy counts only when its writer is named there
+and no later start went back behind its step. So the copies of another run, and those of steps that
+the run has left for an older checkpoint, are never loaded, whichever node holds them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""`MemoryNet`: when copies are made, how ranks agree on them, which one is found again. See [Note:
-memory net].
+"""`MemoryNet`: decides when copies are made, how ranks agree on them and which one is found again.
+See [Note: memory net].
 
-Settings and mesh flow in at the start of a run, tensors after each step; sealed copies in the
-nodes' shared memory flow out, and after a restart a `Checkpoint` to load. All ranks call alike. A
-fault that all ranks heard of turns the net off, with one warning, and frees the memory; a rank that
-no longer answers leaves everything as it is, since that is what the copies are for.
+All ranks make the same calls. A fault that is reported to all ranks turns the copies off, with one
+warning, and frees the memory. When a rank no longer answers, everything is left as it is, since
+that is the case the copies are for.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
 
 @dataclass
 class _Outcome:
-    """Of one copy. ``error``: what all ranks agreed went wrong. ``heard``: whether they answered at
-    all."""
+    """The outcome of one copy. ``error``: what all ranks agreed went wrong. ``heard``: whether all
+    ranks answered."""
 
     step: int
     error: str | None = None
@@ -83,20 +82,22 @@ class MemoryNet:
     methods at the same points.
 
     Args:
-        every: steps between copies, see `wanted`. run_dir: the run's folder, the same on all ranks.
-            answers: a group that only the
-        training loop's thread uses, and not while a method of this object runs in another.
+        every: steps between copies, see `wanted`.
+        run_dir: the run's folder, the same on all ranks.
+        answers: a group that only the training loop's thread uses, and not while a method of this
+            object runs in another.
 
     Attributes:
-        on: whether copies are made. newest: the step of the newest copy known to be complete on all
-            nodes. skipped: copies that fell
-        out because the one before was not finished. blocked_s: seconds the last `save` kept the
-        loop waiting. node_bytes: of one buffer of this node, once the first copy was made.
+        on: whether copies are made.
+        newest: the step of the newest copy known to be complete on all nodes.
+        skipped: copies that were not made because the one before was not finished.
+        blocked_s: seconds the last `save` kept the loop waiting.
+        node_bytes: of one buffer of this node, once the first copy was made.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, answers: Group) -> None:
         self.every, self.run_dir, self.mesh, self.answers = every, run_dir, mesh, answers
-        # The thread that finishes a copy talks while the loop and a save to disk do.
+        # The thread that finishes a copy communicates while the loop and a save to disk do.
         self._group = Group(dist.new_group(backend="gloo") if answers.group is not None else None)
         self.on = True
         self.newest: int | None = None
@@ -129,10 +130,10 @@ class MemoryNet:
         if errors := [error for _, error in found if error]:
             self._turn_off(errors[0])
 
-    # What a start of the run finds
+    # At the start of the run
 
     def steps(self) -> list[int]:
-        """Steps that can be asked of `open`, ascending: those of this run that some node still
+        """Steps that `open` can be called with, ascending: those of this run that some node still
         holds a part of."""
         if not self.on:
             return []
@@ -223,7 +224,7 @@ class MemoryNet:
             if not any(path.startswith(entry.path + os.sep) for path in kept):
                 remove(entry.path)
 
-    # What the loop does
+    # In the loop
 
     def is_due(self, step: int) -> bool:
         """Whether `save` is called after ``step``."""
@@ -271,7 +272,7 @@ class MemoryNet:
         buffer, error = self._buffers[self._next], None
         try:
             buffer.fill(parts)
-        except Exception as fault:  # whatever it is, the others are told and training goes on
+        except Exception as fault:  # the others get the error, whatever it is, and training goes on
             error = f"{socket.gethostname()}: {describe_error(fault)}"
         described = [
             [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
@@ -296,7 +297,7 @@ class MemoryNet:
                 if outcome.error is None and self.nodes.is_first:
                     while self._old:
                         remove(self._old.pop())
-            except Exception:  # a rank is gone: the loop will hear of it, and the copies must stay
+            except Exception:  # a rank has ended: the loop will get an error, the copies must stay
                 outcome.heard = False
             self._outcome = outcome
 
@@ -347,7 +348,7 @@ class MemoryNet:
         return exchange_tensors(rng, following, before, self._group)
 
     def _join(self) -> None:
-        """Waits for the copy that is being finished; all ranks hear of its outcome here."""
+        """Waits for the copy that is being finished and applies its outcome, on all ranks alike."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,8 +1,5 @@
-"""The folder in shared memory that outlives a node's workers: named, made private, told apart,
-cleaned up.
-
-The environment flows in; a `Place` flows out, or `OSError` when there is none that is safe to use.
-"""
+"""The folder in shared memory that outlives a node's workers: `open_place` names it and makes it
+private, `remove_place` removes it."""
 
 from __future__ import annotations
 
@@ -61,8 +58,8 @@ def remove(path: str) -> None:
 
 
 def remove_place(place: Place) -> None:
-    """Removes a folder of our own naming, and the one around it when that was the last; of another
-    only our mark in it."""
+    """Removes a folder that was named here, and the one around it when that was the last. A folder
+    that was named in the environment stays; only the token file in it is removed."""
     if place.own:
         folders.remove(place.root)
     else:

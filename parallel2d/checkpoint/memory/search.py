@@ -1,11 +1,10 @@
-"""After a restart: which copies the nodes hold, the one that is whole, and its files where a node
-lacks them.
+"""Finds the copies that the nodes hold after a restart, and makes a whole one readable on every
+rank: `Search`.
 
-What lies in shared memory flows in; a verified `Checkpoint` that every rank can read flows out, or
-a reason. The first rank of each node speaks for its folder. Rank 0 puts a copy together from what
-all nodes have; the nodes' ranks sum up the files that were chosen, side by side; a file that is
-damaged is done without when another node holds the same rectangles. A node is sent the files that
-hold something its ranks need, in pieces, from rank to rank.
+The first rank of each node reads its folder. Rank 0 puts a copy together from what all nodes have.
+The ranks of each node compute the checksums of the files that were chosen, in parallel. A damaged
+file is omitted when another node holds the same rectangles. A node is sent the files that its ranks
+need and it lacks, in pieces, from rank to rank.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Nodes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Whether this rank acts for its node, as the first of its ranks."""
         return self.rank == self.of.index(self.own)
 
 
@@ -209,8 +208,8 @@ class Search:
             refused |= set(damaged)
 
     def _check(self, chosen: _Chosen, held: Sequence[Found], what: str) -> dict[str, str]:
-        """File -> fault, over all nodes; each node's ranks share its files. Only the first rank
-        knows where they are: it says so."""
+        """File -> fault, over all nodes; each node's ranks share its files. Only the first rank of
+        a node has their locations, so it sends them to the others."""
         where = {name: found.folder for found in held for name in found.record["files"]}
         told = self.group.all_gather(where if self.nodes.is_first and held else {})
         where = told[self.nodes.of.index(self.nodes.own)]
@@ -310,7 +309,7 @@ class Search:
 def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
     """The manifest of the copy that the nodes' files make up together. Raises
     `DamagedCheckpointError`, naming a tensor that is not whole and the ranks whose copies are
-    gone."""
+    missing."""
     pieces: dict[str, dict[Region, dict[Region, str]]] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
     files: dict[str, tuple[StoredFile, int]] = {}
