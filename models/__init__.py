@@ -1,2 +1,2 @@
-"""Plain ``nn.Module`` models, each with its tensor-parallel plan beside it. Nothing here imports
-parallel2d."""
+"""Plain ``nn.Module`` models, each with its tensor-parallel plan beside it. Of parallel2d they use
+only the checked reading of JSON files."""
