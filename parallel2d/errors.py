@@ -1,9 +1,10 @@
-"""The error of a configuration that cannot run, and the nearest valid word for a message."""
+"""The error of a configuration that cannot run, and parts of its message: the nearest valid words,
+the first of many problems."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
@@ -18,12 +19,25 @@ def nearest(word: object, choices: Iterable[object], alike: float = 0.6) -> str 
 
     ``alike``: how alike they must be, from 0 to 1 (`difflib.get_close_matches`).
     """
-    words = [str(choice) for choice in choices]
-    close = difflib.get_close_matches(str(word), words, n=1, cutoff=alike)
+    close = nearest_words(word, choices, count=1, alike=alike)
     return close[0] if close else None
+
+
+def nearest_words(
+    word: object, choices: Iterable[object], *, count: int = 3, alike: float = 0.6
+) -> list[str]:
+    """Up to ``count`` of ``choices``, those spelled most like ``word`` first; see `nearest`."""
+    words = [str(choice) for choice in choices]
+    return difflib.get_close_matches(str(word), words, n=count, cutoff=alike)
 
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:
     """``; did you mean WORD?`` with the nearest of ``choices``; empty when none is near."""
     near = nearest(word, choices, alike)
     return f"; did you mean {near}?" if near else ""
+
+
+def first_five(problems: Sequence[str], separator: str = "; ") -> str:
+    """The first five of ``problems`` in one line, with `` ...`` where there are more."""
+    more = " ..." if len(problems) > 5 else ""
+    return separator.join(problems[:5]) + more

@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import MeshConfig, StrategyConfig, named_strategy
+from parallel2d.config import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.errors import ConfigError
 from parallel2d.topology import Topology
 
 log = logging.getLogger(__name__)
-
-AXES = ("replicate", "shard", "tensor")
 
 
 @dataclass(frozen=True)

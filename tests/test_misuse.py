@@ -188,6 +188,9 @@ class Holder(nn.Module):
         self.layer = nn.Linear(4, 4)
         if place == "list":
             self.kept = [self.layer.weight]
+        elif place == "list in itself":
+            self.kept = []
+            self.kept += [self.kept, [self.layer.weight]]
         elif place == "dict of tuples":
             self.kept = {"x": (nn.Parameter(torch.ones(3)),)}
         elif place == "attribute":
@@ -212,6 +215,10 @@ UNSUITED = {
     "lazy": (lambda: nn.LazyLinear(4), "0.weight has no size yet"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "0 has max_norm=1.0"),
     "list": (lambda: Holder("list"), "0.kept holds 0.layer.weight in a plain list"),
+    "list in itself": (
+        lambda: Holder("list in itself"),
+        "0.kept holds 0.layer.weight in a plain list",
+    ),
     "dict": (
         lambda: Holder("dict of tuples"),
         "0.kept holds a parameter that the model does not know in a plain dict",

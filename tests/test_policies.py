@@ -237,6 +237,7 @@ def test_a_pattern_that_hydra_cannot_read_names_the_ways_that_remain(capsys):
     ({"layers.*.attention.w[qk]": "colwise"}, 4, "mesh.tensor=4 does not divide the 2 heads of layers.0.attention.wk"),
     ({"layers.*.feed_forward.w2": "rowwise"}, 5, "mesh.tensor=5 does not divide the 48 in_features"),
     ({"norm": "colwise"}, 2, "norm: colwise splits a Linear or an Embedding, not RMSNorm"),
+    ({"output": "embedding_rowwise"}, 2, "output: a Linear is split colwise or rowwise, not embedding_rowwise"),
     ({"norm": "sideways"}, 2, "norm: sideways is not one of colwise, rowwise, sequence, replicate"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_applied_is_an_error(plan, tensor, message):

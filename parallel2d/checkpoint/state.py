@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import DTYPES, DamagedCheckpointError, printable
-from parallel2d.weights.geometry import local_region
+from parallel2d.weights.geometry import local_part, local_region
 from parallel2d.weights.named_tensors import (
     SCALARS,
     describe_optimizer,
@@ -277,7 +276,7 @@ def _new_state(
 def _fill(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
     region = local_region(tensor)
     if region.numel:
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = local_part(tensor).detach()
         checkpoint.copy_into(name, region, local.view(region.lengths))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel2d.weights.geometry import Region, local_region
+from parallel2d.weights.geometry import Region, local_part, local_region
 
 # A rectangle of at least this size is written in equal parts by all of its holders.
 SPLIT_BYTES = 16 * 2**20
@@ -57,7 +57,7 @@ def plan_writes(
                 continue
         # Empty where there are more ranks than rows.
         if written.numel:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             values = local.detach().reshape(held.lengths)
             yield name, written, values[written.slices_in(held)]
 

@@ -28,6 +28,7 @@ from parallel2d.config.model_and_data import (
     LlamaModel,
 )
 from parallel2d.config.parallel import (
+    AXES,
     BUCKETINGS,
     CHECKPOINTINGS,
     COMPILES,
@@ -50,6 +51,7 @@ from parallel2d.config.parallel import (
 )
 
 __all__ = [
+    "AXES",
     "BUCKETINGS",
     "CHECKPOINTINGS",
     "COMPILES",

@@ -14,6 +14,7 @@ from parallel2d.config import other_frameworks
 from parallel2d.config.options import option
 from parallel2d.errors import ConfigError, did_you_mean
 
+AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
 STRATEGY_NAMES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 # What a tensor-parallel plan may say of a module; see parallelize/tensor_parallel.py. The last four

@@ -11,7 +11,7 @@ from parallel2d.metrics.profile import named
 
 # Names in a trace, in the order of the loop; rows have others for the same phases, see
 # `parallel2d.metrics.keys`
-PHASES = ("forward_backward", "data", "agree", "update")
+_TRACE_NAMES = ("forward_backward", "data", "agree", "update")
 
 
 class PhaseClock:
@@ -44,8 +44,8 @@ class PhaseClock:
             self._region.__exit__(None, None, None)
         self._region = None
         # The last mark ends the last phase, and none begins.
-        if index < len(PHASES):
-            self._region = named(PHASES[index])
+        if index < len(_TRACE_NAMES):
+            self._region = named(_TRACE_NAMES[index])
             self._region.__enter__()
 
     def read(self) -> dict[str, float]:

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from parallel2d.config import AXES
 from parallel2d.cost.collectives import sent_bytes
-from parallel2d.metrics.keys import AXES, QUANTITIES
+from parallel2d.metrics.keys import QUANTITIES
 from parallel2d.metrics.profile import named
 from parallel2d.metrics.streams import StreamWaits, cuda_stream_waits, seconds_between
 from parallel2d.runtime import on_teardown

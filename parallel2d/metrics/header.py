@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from parallel2d import files
+from parallel2d.config import AXES
 from parallel2d.data.batch import SampleShape
-from parallel2d.mesh import AXES, MeshShape, draw_mesh
+from parallel2d.mesh import MeshShape, draw_mesh
 from parallel2d.topology import Topology
 
 

@@ -1,10 +1,12 @@
 """Names of what a run measures: the keys of the rows in ``metrics.jsonl``, which are the tags in
 TensorBoard too.
 
-This module imports nothing, so that reports are made without loading torch.
+This module does not load torch, so that reports are made without it.
 """
 
 from __future__ import annotations
+
+from parallel2d.config import AXES
 
 # How far training is, and how well it goes
 STEP = "step"
@@ -30,7 +32,6 @@ def time_key(name: str) -> str:
 
 
 # What a rank sends over each axis of the mesh in a step: the mean over ranks and steps
-AXES = ("replicate", "shard", "tensor")  # those of `parallel2d.mesh`, which imports torch
 QUANTITIES = ("bytes", "calls", "seconds", "exposed_seconds")
 BYTES_BETWEEN_HOSTS = "comm/between_hosts/bytes"
 

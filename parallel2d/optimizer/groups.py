@@ -11,7 +11,6 @@ groups, their order and their numbers.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel2d.config import OptimizerConfig
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, nearest_words
 from parallel2d.model_structure import canonical_name, find_blocks, owns_itself
 
 MUON, ADAMW = "muon", "adamw"
@@ -180,13 +179,13 @@ def _matching_entries(
 def _near(pattern: str, names: Sequence[str]) -> str:
     """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
     word = pattern.replace("*", "").strip(".")
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.4)
+    close = nearest_words(word, names, alike=0.4)
     # The names as wholes first; then their parts, such as `norm`, without numbers of layers.
     name_with: dict[str, str] = {}
     for name in names:
         name_with |= {part: name for part in name.split(".") if not part.isdigit()}
     for inner in word.split("."):
-        parts = difflib.get_close_matches(inner, name_with, n=3, cutoff=0.6)
+        parts = nearest_words(inner, name_with)
         close += [name_with[part] for part in parts]
     if not close:
         return f"; the names begin with {', '.join(names[:3])}"

@@ -7,7 +7,6 @@ module call, stay outside of what is recomputed.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 from collections import defaultdict
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from parallel2d.config import ActivationCheckpointingConfig
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, nearest_words
 from parallel2d.model_structure import find_blocks
 
 # Operators of these namespaces are named without it.
@@ -170,7 +169,7 @@ def _overloads() -> dict[str, list[str]]:
 def _near_operators(pattern: str, operators: Iterable[str]) -> str:
     """The end of a message: names that are spelled like ``pattern``, or where names come from."""
     # Up to three, because several operators may differ from what was meant in a letter or two.
-    near = difflib.get_close_matches(pattern.replace("*", ""), operators, n=3, cutoff=0.6)
+    near = nearest_words(pattern.replace("*", ""), operators)
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return "; names are those of torch.ops.aten, such as mm"

@@ -10,7 +10,6 @@ need no master copy, and are stored in the dtype that computes.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Collection, Sequence
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, nearest_words
 from parallel2d.model_structure import canonical_name
 
 
@@ -82,7 +81,7 @@ def _nothing_chosen(
         return f"ignored: a {type(entry).__name__} {of_model}"
     # Up to three, because layers of one kind have names that differ in a number alone.
     word = entry.replace("*", "").strip(".")
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.4)
+    near = nearest_words(word, names, alike=0.4)
     if not near:
         return f"ignored: pattern {entry} {of_model}"
     return f"ignored: pattern {entry} {of_model}; near: {', '.join(near)}"

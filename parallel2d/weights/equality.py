@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, first_five
 from parallel2d.exchange import all_gather, broadcast, sendable
 
 
@@ -60,10 +60,9 @@ def check_same_structure(model: nn.Module) -> None:
     lines = found[different[0]]
     if not lines:
         lines = ["the same parameters in another order"]
-    listed = "; ".join(lines[:5])
-    more = " ..." if lines[5:] else ""
     raise ConfigError(
-        f"ranks {different} have another model than rank 0. On rank {different[0]}: {listed}{more}"
+        f"ranks {different} have another model than rank 0. On rank {different[0]}: "
+        f"{first_five(lines)}"
     )
 
 

@@ -11,10 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, first_five
 from parallel2d.exchange import broadcast
 from parallel2d.weights.geometry import copy_slice
-from parallel2d.weights.named_tensors import model_tensors, reshard, tied_names
+from parallel2d.weights.named_tensors import (
+    by_canonical_name,
+    model_tensors,
+    parameters_by_name,
+    reshard,
+    tied_names,
+)
 from parallel2d.weights.optimizer_loading import (
     MatchedState,
     TensorEntry,
@@ -23,7 +29,6 @@ from parallel2d.weights.optimizer_loading import (
 )
 from parallel2d.weights.optimizer_settings import put_settings
 from parallel2d.weights.scatter import scatter
-from parallel2d.weights.states import by_canonical_name
 from parallel2d.weights.whole_tensors import fill_tensor
 
 
@@ -59,7 +64,7 @@ def _load_parts(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Copies this rank's parts of a sharded state dict, canonical name -> tensor."""
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
-    parameters = by_canonical_name(model.named_parameters())
+    parameters = parameters_by_name(model)
     wrong = []
     for name, parameter in parameters.items():
         if name not in given or given[name].shape != parameter.shape:
@@ -124,7 +129,7 @@ def load_full_state(
     if optimizer is None:
         return
     put_settings(optimizer, new_settings)
-    parameters = by_canonical_name(model.named_parameters())
+    parameters = parameters_by_name(model)
     for name, key, value in entries:
         # Plain values and scalars have come with the list of entries.
         if not isinstance(value, TensorEntry):
@@ -161,7 +166,7 @@ def load_sharded_state(
     if optimizer is None:
         return
     put_settings(optimizer, matched.settings)
-    parameters = by_canonical_name(model.named_parameters())
+    parameters = parameters_by_name(model)
     for name, entries in matched.entries.items():
         parameter = parameters[name]
         for key, value in entries.items():
@@ -214,12 +219,9 @@ def _model_problems(model: nn.Module, state: Mapping[str, Any]) -> Iterator[str]
 
 def _refuse(kind: str, problems: Sequence[str], separator: str = "; ") -> None:
     """Raises `ConfigError` with the first five of ``problems``, if there are any."""
-    if not problems:
-        return
-    shown = separator.join(problems[:5])
-    if len(problems) > 5:
-        shown += " ..."
-    raise ConfigError(f"the {kind} state does not fit: {shown}")
+    if problems:
+        shown = first_five(problems, separator)
+        raise ConfigError(f"the {kind} state does not fit: {shown}")
 
 
 @torch.no_grad()

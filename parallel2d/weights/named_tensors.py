@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.model_structure import canonical_name, join_names
 from parallel2d.weights.optimizer_settings import plain_settings
+
+_Value = TypeVar("_Value")
 
 SCALARS = (bool, int, float, str)
 
@@ -23,12 +26,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def by_canonical_name(named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
+    """What ``named_parameters()`` and its like list, without what wrappers add to the names."""
+    return {canonical_name(name): value for name, value in named}
+
+
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Canonical name -> parameter; a shared one once, under its first name."""
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        found[canonical_name(name)] = parameter
-    return found
+    return by_canonical_name(model.named_parameters())
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

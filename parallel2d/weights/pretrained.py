@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, first_five
 from parallel2d.files.folder import LocalFolder
 from parallel2d.files.tensor_file import (
     ByteSource,
@@ -32,7 +31,7 @@ from parallel2d.files.tensor_file import (
 )
 from parallel2d.model_structure import canonical_name
 from parallel2d.models import huggingface
-from parallel2d.weights.geometry import Region, local_region
+from parallel2d.weights.geometry import Region, local_part, local_region
 from parallel2d.weights.scatter import PIECE_BYTES
 
 log = logging.getLogger(__name__)
@@ -142,10 +141,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     required = [name for name in missing if _is_required(name, base, fresh)]
     problems += [f"{name} is missing" for name in required]
     if problems:
-        more = " ..." if len(problems) > 5 else ""
-        raise ConfigError(
-            f"{path} does not fit {type(model).__name__}: {'; '.join(problems[:5])}{more}"
-        )
+        raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
     # Left are a new head and adapters, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
@@ -338,7 +334,7 @@ def _behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
 def _fill(tensor: Tensor, parts: list[_StoredPart]) -> None:
     """Writes what this rank keeps of ``tensor``; of each part no more is read than the rows that
     hold some of it."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     kept = local_region(tensor)
     # A tensor without dims is stored as one row.
     if not kept.lengths:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, first_five
 from parallel2d.exchange import broadcast, raise_together
 from parallel2d.model_structure import canonical_name, held_parameters
 from parallel2d.weights.equality import parameters_in
@@ -153,9 +153,7 @@ def _misfit_problem(
             wrong.append(f"{name} has shape {shape}, not {expected}")
     if not wrong:
         return None
-    listed = "; ".join(wrong[:5])
-    more = " ..." if wrong[5:] else ""
-    return f"rank {source}'s weights do not fit: {listed}{more}"
+    return f"rank {source}'s weights do not fit: {first_five(wrong)}"
 
 
 def scatter_tensor(tensor: Tensor, full: Tensor | None, source: int) -> None:

@@ -8,22 +8,25 @@ process use `Checkpointer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel2d.errors import ConfigError
-from parallel2d.model_structure import canonical_name
-from parallel2d.weights.named_tensors import describe_optimizer, model_tensors, reshard, tied_names
+from parallel2d.weights.named_tensors import (
+    describe_optimizer,
+    model_tensors,
+    parameters_by_name,
+    reshard,
+    tied_names,
+)
 from parallel2d.weights.whole_tensors import gather_tensor
 
 Key = Literal["name", "id"]
-
-_Value = TypeVar("_Value")
 
 
 @torch.no_grad()
@@ -117,11 +120,6 @@ def parameters_of_groups(state: Mapping[str, Any]) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in state["param_groups"]))
 
 
-def by_canonical_name(named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
-    """What ``named_parameters()`` and its like list, without what wrappers add to the names."""
-    return {canonical_name(name): value for name, value in named}
-
-
 def _state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -142,7 +140,7 @@ def _optimizer_state(
     optimizer: torch.optim.Optimizer,
     take: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    parameters = by_canonical_name(model.named_parameters())
+    parameters = parameters_by_name(model)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for group in describe_optimizer(model, optimizer)["groups"]:
