@@ -64,12 +64,12 @@ class BucketReducer:
             self._next += 1
 
     def finish(self) -> None:
-        """Reduces all buckets that are left and waits for all."""
+        """Reduces all buckets that are left and waits for all. `forget_buckets` follows, when their
+        gradients are complete."""
         for bucket in self._remaining():
             self._start(bucket, bucket.flatten)
             self._next += 1
         self._await_all()
-        self._forget_buckets()
 
     def finish_with_zeros(self) -> None:
         """Reduces all buckets that are left, with zeros instead of this rank's gradients, and waits
@@ -82,7 +82,7 @@ class BucketReducer:
     def cancel(self) -> None:
         """Waits for the buckets that were started, and starts no others."""
         self._await_all()
-        self._forget_buckets()
+        self.forget_buckets()
 
     def join_stream(self) -> None:
         """Lets the current stream wait for the stream of the reductions."""
@@ -161,7 +161,7 @@ class BucketReducer:
         last = len(filled) - 1
         return [Bucket(index, groups, last=index == last) for index, groups in enumerate(filled)]
 
-    def _forget_buckets(self) -> None:
+    def forget_buckets(self) -> None:
         """The next global batch makes new ones, because parameters may be frozen in between."""
         self._buckets = []
         self._next = 0

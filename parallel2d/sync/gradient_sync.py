@@ -167,6 +167,9 @@ class GradientSync:
         self._join_streams()
         for state in self._states:
             self._complete(state)
+        # Only now: until here the gradients may be views of the buckets' memory.
+        if self._reducer is not None:
+            self._reducer.forget_buckets()
         self._pending = False
         if not self._deferred:
             self._agree()
