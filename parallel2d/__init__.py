@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from parallel2d.parallelize import build_on_meta, parallelize
     from parallel2d.parallelize.context import model_sharded_context
     from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
-    from parallel2d.sync import accumulate, no_sync, register_sync_hook, replicate_group
+    from parallel2d.sync import (
+        accumulate,
+        attach_optimizer,
+        compare_replicas,
+        finish_updates,
+        no_sync,
+        outer_parameters,
+        register_sync_hook,
+        replicate_group,
+        updated_parameters,
+    )
     from parallel2d.topology import Topology
     from parallel2d.weights import load_pretrained, load_state, summon_full_params
     from parallel2d.weights.loading import load_full_state, load_sharded_state
@@ -37,14 +47,17 @@ _MODULES = {
     "Topology": "topology",
     "accumulate": "sync",
     "apply_full": "weights.summon",
+    "attach_optimizer": "sync",
     "barrier": "runtime",
     "build_mesh": "mesh",
     "build_on_meta": "parallelize",
     "build_optimizer": "optimizer",
     "clip_gradient_norm": "gradients",
     "clip_gradient_value": "gradients",
+    "compare_replicas": "sync",
     "cross_entropy_sum": "loss",
     "data_coordinate": "mesh",
+    "finish_updates": "sync",
     "full_state": "weights.states",
     "limit_waiting": "runtime",
     "load_full_state": "weights.loading",
@@ -54,6 +67,7 @@ _MODULES = {
     "mesh_shape": "mesh",
     "model_sharded_context": "parallelize.context",
     "no_sync": "sync",
+    "outer_parameters": "sync",
     "register_sync_hook": "sync",
     "replicate_group": "sync",
     "parallelize": "parallelize",
@@ -66,6 +80,7 @@ _MODULES = {
     "summon_full_params": "weights",
     "teardown": "runtime",
     "token_weight": "loss",
+    "updated_parameters": "sync",
 }
 
 __all__ = [
@@ -76,14 +91,17 @@ __all__ = [
     "Topology",
     "accumulate",
     "apply_full",
+    "attach_optimizer",
     "barrier",
     "build_mesh",
     "build_on_meta",
     "build_optimizer",
     "clip_gradient_norm",
     "clip_gradient_value",
+    "compare_replicas",
     "cross_entropy_sum",
     "data_coordinate",
+    "finish_updates",
     "full_state",
     "limit_waiting",
     "load_full_state",
@@ -93,6 +111,7 @@ __all__ = [
     "mesh_shape",
     "model_sharded_context",
     "no_sync",
+    "outer_parameters",
     "parallelize",
     "reduce",
     "register_sync_hook",
@@ -105,6 +124,7 @@ __all__ = [
     "summon_full_params",
     "teardown",
     "token_weight",
+    "updated_parameters",
 ]
 
 

@@ -3,7 +3,8 @@
 A gradient may be split over shard, over shard and tensor, or not at all; torch's own
 ``clip_grad_norm_`` refuses a mixture. Here gradients are grouped by what they are split over, each
 group's local part is reduced over exactly those axes, and the parts are combined: the number is the
-one a single process gets.
+one a single process gets. Where replicas split the updates, a parameter stands for the part of it
+that has the gradient.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from parallel2d.model_structure import updated_as
 
 # The axes over which a gradient is split, each as its size and its process group.
 _Split = tuple[tuple[int, dist.ProcessGroup], ...]
@@ -67,7 +70,7 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
     """Local parts of the gradients by the axes over which they are split."""
     groups: dict[_Split, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = updated_as(parameter).grad
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
@@ -129,7 +132,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> Non
     """Multiplies every gradient by ``factor`` in place."""
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = updated_as(parameter).grad
         if gradient is None:
             continue
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -169,12 +172,12 @@ def clip_gradient_value(parameters: Iterable[Tensor], max_value: float) -> None:
     if not max_value >= 0:
         raise ValueError(f"max_value={max_value} must be at least 0")
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = updated_as(parameter).grad
         if isinstance(gradient, DTensor):
             whole = _without_partial(gradient)
             # The clamp below must reach the tensor that the optimizer will use.
             if whole is not gradient:
-                parameter.grad = whole
+                updated_as(parameter).grad = whole
             gradient = whole.to_local()
         if gradient is not None:
             gradient.clamp_(-max_value, max_value)

@@ -351,6 +351,12 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return value
 
 
+def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of this rank's replica: ``shard``, and ``tensor`` where the mesh has it."""
+    names = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "replicate")
+    return mesh[names]
+
+
 def data_coordinate(mesh: DeviceMesh) -> int:
     """This rank's number among the data ranks: its place over replicate x shard, equal for all its
     tensor ranks."""

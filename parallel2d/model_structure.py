@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from parallel2d.config.reference import load_reference
 from parallel2d.errors import ConfigError
@@ -30,6 +31,23 @@ def canonical_name(name: str) -> str:
     # The name of a wrapped module itself ends with what its wrapper calls it.
     name = name.removesuffix("._orig_mod")
     return name.removesuffix("._checkpoint_wrapped_module")
+
+
+Updated = TypeVar("Updated", bound=Tensor)
+
+# An attribute of a parameter: the tensor that the optimizer updates in its place.
+_UPDATED_AS = "_parallel2d_updated_as"
+
+
+def updated_as(parameter: Updated) -> Updated:
+    """What the optimizer updates for ``parameter``: the part of it that this rank owns where
+    replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
+    return getattr(parameter, _UPDATED_AS, parameter)
+
+
+def update_as(parameter: nn.Parameter, owned: nn.Parameter) -> None:
+    """Makes ``owned`` what the optimizer updates for ``parameter``."""
+    setattr(parameter, _UPDATED_AS, owned)
 
 
 def join_names(parent: str, name: str) -> str:

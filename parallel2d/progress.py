@@ -77,7 +77,9 @@ class StepOutcome:
     """One step, as all ranks agree on it."""
 
     loss: float  # mean over the valid tokens of the global batch
-    grad_norm: float
+    grad_norm: float  # the mean over the replicas where each has a gradient of its own
+    own_norm: float  # of this rank's replica
+    outer_norm: float | None  # of the change that the step before has shared; None: it shared none
     tokens: int
     batch_hash: int
     finite: bool

@@ -6,9 +6,9 @@ agree with all ranks, update.
 [Note: one agreement per step] All that ranks must learn from each other in a step goes into a
 single all-reduce of a small fp64 vector: loss, token counts (of this batch and of the next, whose
 weight is then known before it begins), the squared gradient norm, the batch's hash, whether
-anything was not finite, whether some rank was told to save and end, and every rank's report about
-the step before, each in a row of its own. Every decision is taken from that vector, so every rank
-takes the same one.
+anything was not finite, whether some rank was told to save and end, hashes of what replicas must
+have in common, and every rank's report about the step before, each in a row of its own. Every
+decision is taken from that vector, so every rank takes the same one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ from parallel2d.model_families import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.progress import Progress, RankReport, StepOutcome, problems_of_state
-from parallel2d.sync import GradientSync, accumulate
+from parallel2d.sync import (
+    GradientSync,
+    accumulate,
+    finish_updates,
+    outer_parameters,
+    updated_parameters,
+)
+from parallel2d.sync.comparison import ReplicaComparison
 from parallel2d.sync.engine import engines_in
-
-_SUMS = 8  # numbers of the agreement that stand before the ranks' reports
+from parallel2d.sync.updates import outer_sync, replicated_tensors, set_step
 
 
 def _nothing() -> None:
@@ -94,7 +100,7 @@ class Trainer:
         self.clock = PhaseClock(device)
         self.progress = Progress()
         self.preempted = False
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in updated_parameters(model) if p.requires_grad]
         # Sharding casts inputs where it computes in another dtype than it stores; where both are
         # the same it casts nothing, and the trainer does.
         self._input_dtype = input_dtype(config.precision)
@@ -102,6 +108,16 @@ class Trainer:
         engines = (engine for engine in engines_in(model) if isinstance(engine, GradientSync))
         self._engine = next((engine for engine in engines if engine.defer_agreement()), None)
         shape = mesh_shape(mesh)
+        # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
+        self._outer = outer_sync(model)
+        self._norms = 1
+        self._norm_index = 0
+        if self._outer is not None and shape.replicate > 1:
+            self._norms = shape.replicate
+            self._norm_index = mesh.get_local_rank("replicate")
+        self._comparison: ReplicaComparison | None = None
+        if shape.replicate > 1:
+            self._comparison = ReplicaComparison(mesh, replicated_tensors(model))
         self._data_ranks = shape.data_ranks
         # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
         self._counts = float(shape.tensor == 1 or mesh.get_local_rank("tensor") == 0)
@@ -152,6 +168,7 @@ class Trainer:
 
         begin, busy = time.perf_counter(), time.process_time()
         self.recorder.start_step(step)
+        set_step(self.model, step)
         self.clock.start()
         summed = self._forward_backward(batch, tokens)
         self.clock.mark("forward_backward_s")
@@ -160,6 +177,8 @@ class Trainer:
         outcome = self._agree(summed, batch)
         self.clock.mark("sync_s")
         self._update(outcome)
+        if self._upcoming is None and not outcome.preempted:
+            finish_updates(self.model)
         self.clock.mark("optimizer_s")
         seconds = {**self.clock.read(), "step_s": time.perf_counter() - begin}
         self._measured = self.recorder.measure(seconds, time.process_time() - busy)
@@ -230,7 +249,8 @@ class Trainer:
         if self.validation is None or not every or step % every:
             return None
         begin = time.perf_counter()
-        loss = self.validate(self.validation)
+        with outer_parameters(self.model):
+            loss = self.validate(self.validation)
         seconds["validation_s"] = time.perf_counter() - begin
         return loss
 
@@ -262,50 +282,75 @@ class Trainer:
 
     def _agree(self, summed: Tensor, batch: StepBatch) -> StepOutcome:
         """See [Note: one agreement per step]. ``summed``: this rank's loss."""
-        sums = self._own_sums(summed, batch)
-        broken = (~sums.isfinite().all()).reshape(1).double()
+        on_device = torch.cat([self._own_sums(summed, batch), self._own_norms()])
+        broken = (~on_device.isfinite().all()).reshape(1).double()
         flags = [self.stop_requested(), self.checkpointer.time_is_up()]
         told = torch.tensor(flags, dtype=torch.float64)
         reports = self._own_report()
-        used = self._engine.vector() if self._engine else torch.zeros(0, dtype=torch.float64)
+        nothing = torch.zeros(0, dtype=torch.float64)
+        used = self._engine.vector() if self._engine else nothing
+        comparison = self._comparison if self._comparison_is_due() else None
+        hashes = comparison.vector() if comparison else nothing
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
-        from_cpu = torch.cat([told, reports.flatten(), used]).to(self.device)
-        vector = torch.cat([sums.nan_to_num(0.0, 0.0, 0.0), broken, from_cpu])
+        from_cpu = torch.cat([told, reports.flatten(), used, hashes]).to(self.device)
+        vector = torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
         dist.all_reduce(vector)
 
-        loss_sum, tokens, batch_hash, upcoming_tokens, squared_norm, not_finite, preempted, due = (
-            vector[:_SUMS].tolist()
-        )
-        end = _SUMS + reports.numel()
+        sizes = [1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
+        not_finite, sums, squares, told, rows, used, hashes = vector.split(sizes)
+        loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
         self._upcoming_tokens = int(upcoming_tokens)
         if self._engine:
-            self._engine.agree_on(vector[end:].cpu())
-        rows = vector[_SUMS:end].view(reports.shape).tolist()
-        loss = loss_sum / max(tokens, 1.0)
-        grad_norm = math.sqrt(squared_norm) / self.scaler.scale
+            self._engine.agree_on(used.cpu())
+        if comparison:
+            comparison.check(hashes.cpu())
+        finite = not_finite.item() == 0
+        norms = (squares.sqrt() / self.scaler.scale).tolist()
+        preempted, due = told.tolist()
         return StepOutcome(
-            loss=math.nan if not_finite else loss,
-            grad_norm=math.nan if not_finite else grad_norm,
+            loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
+            grad_norm=sum(norms) / len(norms) if finite else math.nan,
+            own_norm=norms[self._norm_index],
+            outer_norm=math.sqrt(squared_change) if squared_change else None,
             tokens=int(tokens),
             batch_hash=int(batch_hash),
-            finite=not not_finite,
+            finite=finite,
             preempted=preempted > 0,
             save_is_due=due > 0,
-            ranks=[RankReport.from_floats(row, self._measured.communication) for row in rows],
+            ranks=self._reports_in(rows.view(reports.shape).tolist()),
         )
 
     def _own_sums(self, summed: Tensor, batch: StepBatch) -> Tensor:
         """What is summed over the ranks: loss, tokens, hash, tokens of the next batch, squared norm
-        of the gradient."""
+        of the last outer step's change."""
         counts = torch.tensor(
             [batch.valid_tokens, batch.sample_hash, _valid_tokens(self._upcoming)],
             dtype=torch.float64,
             device=self.device,
         )
-        share = squared_norm_share(self.parameters, dist.get_world_size())
         of_data = torch.cat([summed.reshape(1), counts]) * self._counts
-        return torch.cat([of_data, share.to(self.device).reshape(1)])
+        change = torch.zeros(1, dtype=torch.float64, device=self.device)
+        if self._outer is not None and self._outer.squared_change is not None:
+            change += self._outer.squared_change
+        return torch.cat([of_data, change])
+
+    def _own_norms(self) -> Tensor:
+        """This rank's share of the squared norms of the gradient: one, or where replicas train on
+        their own one for each."""
+        share = squared_norm_share(self.parameters, dist.get_world_size())
+        norms = torch.zeros(self._norms, dtype=torch.float64, device=self.device)
+        # The share counts the replicas as copies of each other.
+        norms[self._norm_index] = share * self._norms
+        return norms
+
+    def _comparison_is_due(self) -> bool:
+        every = self.config.sync.compare_every
+        return self._comparison is not None and every > 0 and (self.progress.step + 1) % every == 0
+
+    def _reports_in(self, rows: list[list[float]]) -> list[RankReport]:
+        keys = self._measured.communication
+        return [RankReport.from_floats(row, keys) for row in rows]
 
     def _own_report(self) -> Tensor:
         """This rank's report in its own row, zeros in the others': the sum over the ranks holds
@@ -317,7 +362,7 @@ class Trainer:
 
     def _update(self, outcome: StepOutcome) -> None:
         if outcome.finite:
-            clip = min(1.0, self.config.optimizer.clip_norm / (outcome.grad_norm + 1e-6))
+            clip = min(1.0, self.config.optimizer.clip_norm / (outcome.own_norm + 1e-6))
             if clip != 1.0 or self.scaler.enabled:
                 scale_gradients(self.parameters, clip / self.scaler.scale)
             self.optimizer.step()

@@ -223,7 +223,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     recorder.begin(0)
     measured = [measure_rank(torch.device("cpu"), busy_s=seconds)] * ranks
     outcome = StepOutcome(
-        loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, finite=True, preempted=False, save_is_due=False, ranks=measured
+        loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip
     for step in (1, 2):
         recorder.record(

@@ -185,7 +185,9 @@ class Additions(TorchDispatchMode):
             self.dtypes |= {tensor.dtype for tensor in tensors}
         elif "c10d" in name and "alltoall" in name:
             self.sent |= {tensor.dtype for tensor in tensors}
-        elif name.startswith("aten.sum.dim") and (kwargs or {}).get("dtype"):
+        elif (name.startswith("aten.sum.dim") and (kwargs or {}).get("dtype")) or (
+            name.startswith("aten.add_.Tensor") and len(tensors) == 2
+        ):
             self.summed.add(out.dtype)
         return out
 

@@ -129,7 +129,7 @@ def _print_table(rows: list[tuple[str, str, tuple[int, ...], int]], everything: 
     for name, dtype, shape, chunks in shown:
         size = _size(math.prod(shape) * DTYPES[dtype].itemsize)
         print(f"{printable(name):<{width}}  {dtype:<8} {size:>10}  {chunks:>6}  {list(shape)}")
-    for kind in ("model", "optimizer", "rng"):
+    for kind in ("model", "optimizer", "sync", "replica", "rng"):
         chosen = [row for row in rows if row[0].startswith(kind + "/")]
         if chosen:
             total = sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape, _ in chosen)

@@ -24,6 +24,7 @@ from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.manifest import Manifest
 from parallel2d.checkpoint.memory import MemoryNet
 from parallel2d.checkpoint.memory.net import wanted
+from parallel2d.checkpoint.replica_state import replica_tensors
 from parallel2d.checkpoint.resume import Resume
 from parallel2d.checkpoint.rng import rng_tensors
 from parallel2d.checkpoint.save import Group, Staging, write_checkpoint
@@ -208,7 +209,10 @@ class Checkpointer:
         if self.memory is not None and self.memory.is_due(step) and not (last or preempted):
             reshard(self.model)
             tensors = saved_tensors(self.model, self.optimizer)
-            self.memory.save(self._manifest(step, state), tensors, rng_tensors(self.group.rank))
+            of_replica = replica_tensors(self.model, self.optimizer)
+            self.memory.save(
+                self._manifest(step, state), tensors, of_replica, rng_tensors(self.group.rank)
+            )
             self.blocked_s = time.perf_counter() - begin
             self.blocked_total_s += self.blocked_s
         if self.config.enabled and self._is_due(step, last or preempted, due):
@@ -253,7 +257,10 @@ class Checkpointer:
         self._last_save = time.monotonic()
         manifest = self._manifest(step, state)
         tensors = saved_tensors(self.model, self.optimizer)
-        snapshot = self._staging.take(manifest, tensors, rng_tensors(self.group.rank), self.mesh)
+        of_replica = replica_tensors(self.model, self.optimizer)
+        snapshot = self._staging.take(
+            manifest, tensors, of_replica, rng_tensors(self.group.rank), self.mesh
+        )
 
         def write() -> None:
             try:

@@ -19,6 +19,7 @@ from torch import nn
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest
 from parallel2d.checkpoint.memory import MemoryNet
+from parallel2d.checkpoint.replica_state import load_replica_state
 from parallel2d.checkpoint.rng import restore_rng
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.state import (
@@ -34,6 +35,7 @@ from parallel2d.config import CheckpointConfig
 from parallel2d.errors import ConfigError
 from parallel2d.files.folder import is_remote, open_folder
 from parallel2d.files.tensor_file import DamagedCheckpointError
+from parallel2d.weights.kept import keepers_in
 from parallel2d.weights.optimizer_settings import Settings, put_settings
 
 log = logging.getLogger(__name__)
@@ -280,6 +282,10 @@ class Resume:
                 restore_rng(self.group.rank, checkpoint)
 
         self._agree(fill)
+        for keeper in keepers_in(self.model):
+            keeper.kept_was_loaded()
+        if load == "all":
+            self._agree(lambda: load_replica_state(self.model, checkpoint))
         if passed_over:
             self._say(
                 f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d import exchange
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor, chunk_key
 from parallel2d.checkpoint.storage import CheckpointError, Store, describe_error
-from parallel2d.checkpoint.write_plan import plan_writes
+from parallel2d.checkpoint.write_plan import plan_all
 from parallel2d.files.tensor_file import DTYPE_NAMES, encode
 from parallel2d.weights.geometry import Region
 
@@ -78,15 +78,15 @@ class Staging:
         self,
         manifest: Manifest,
         tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
         own: Mapping[str, Tensor],
         mesh: DeviceMesh | None,
     ) -> Snapshot:
-        """Copies this rank's share of ``tensors`` (see `plan_writes`) and all of ``own``, which no
-        other rank has."""
+        """Copies this rank's share of ``tensors`` and of those ``of_replica``, which other replicas
+        do not have (see `plan_all`), and all of ``own``, which no other rank has."""
         snapshot = Snapshot(manifest)
-        planned = [
-            (n, tuple(tensors[n].shape), r, t) for n, r, t in plan_writes(tensors.items(), mesh)
-        ]
+        shapes = {name: tuple(t.shape) for name, t in [*tensors.items(), *of_replica.items()]}
+        planned = [(n, shapes[n], r, t) for n, r, t in plan_all(tensors, of_replica, mesh)]
         planned += [
             (n, tuple(t.shape), Region.whole(t.shape), t) for n, t in own.items() if t.numel()
         ]

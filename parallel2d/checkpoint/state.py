@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.replica_state import STEPS, optimizer_prefix, shared_tensors
 from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import DTYPES, DamagedCheckpointError, printable
 from parallel2d.weights.geometry import local_part, local_region
@@ -33,9 +34,12 @@ SHOWN = 20  # differences that a message lists in full
 
 
 def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Everything that is saved, by its name in the checkpoint, in the same order on every rank."""
+    """Everything that all replicas share, by its name in the checkpoint, in the same order on every
+    rank. Collective over the replicas with ``sync=diloco``."""
     found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
-    if optimizer is not None:
+    found |= shared_tensors(model)
+    # Replicas that train on their own have optimizers of their own: `replica_tensors`.
+    if optimizer is not None and STEPS not in found:
         found |= {
             f"optimizer/{name}": tensor
             for name, tensor in optimizer_tensors(model, optimizer).items()
@@ -214,12 +218,13 @@ def load_optimizer(
     stored = checkpoint.manifest.optimizer
     if stored.get("class") != type(optimizer).__name__:
         return differences
+    prefix = optimizer_prefix(model, checkpoint.tensors)
     keys: dict[str, list[str]] = {}
     for full in checkpoint.tensors:
-        kind, _, rest = full.partition("/")
-        if kind == "optimizer":
-            key, _, name = rest.partition("/")
-            keys.setdefault(name, []).append(key)
+        if not full.startswith(f"{prefix}/"):
+            continue
+        key, _, name = full.removeprefix(f"{prefix}/").partition("/")
+        keys.setdefault(name, []).append(key)
     scalars = stored.get("scalars") if isinstance(stored.get("scalars"), dict) else {}
     assert isinstance(scalars, dict)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -232,7 +237,7 @@ def load_optimizer(
             continue
         state = optimizer.state[parameter]
         for key in keys.get(name, []):
-            full = f"optimizer/{key}/{name}"
+            full = f"{prefix}/{key}/{name}"
             if not isinstance(state.get(key), Tensor):
                 state[key] = _new_state(full, key, parameter, group_of[id(parameter)], checkpoint)
             if (shape := checkpoint.tensors[full].shape) != tuple(state[key].shape):

@@ -5,16 +5,29 @@ No communication: every rank computes the same from placements and mesh coordina
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel2d.mesh import without_replicas
 from parallel2d.weights.geometry import Region, local_part, local_region
 
 # A rectangle of at least this size is written in equal parts by all of its holders.
 SPLIT_BYTES = 16 * 2**20
+
+
+def plan_all(
+    shared: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Region, Tensor]]:
+    """`plan_writes` of ``shared``, and of ``own``, which only the ranks of this replica have."""
+    yield from plan_writes(shared.items(), mesh, nodes)
+    if own and mesh is not None:
+        yield from plan_writes(own.items(), without_replicas(mesh), nodes)
 
 
 def plan_writes(

@@ -22,12 +22,14 @@ from parallel2d.config.model_and_data import (
 )
 from parallel2d.config.parallel import (
     DTYPES,
+    PLACEMENTS,
     TENSOR_WORDS,
     ActivationCheckpointingConfig,
     BucketingConfig,
     CompileConfig,
     ParallelConfig,
     PrecisionConfig,
+    SyncConfig,
 )
 from parallel2d.errors import ConfigError, did_you_mean
 
@@ -316,6 +318,8 @@ def _parallel_problems(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     yield from _bucketing_problems(config.bucketing)
     yield from _checkpointing_problems(config.activation_checkpointing)
     yield from _budget_problems(config.activation_checkpointing, config.compile)
+    yield from _sync_problems(config.sync)
+    yield from _split_update_problems(config)
 
 
 def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
@@ -407,6 +411,72 @@ def _budget_problems(
         "activation_checkpointing=budget needs compile=block with "
         f"compile.backend={' or '.join(_PARTITIONING)}, got {got}: the compiler chooses what is "
         "recomputed; choose full or selective without it"
+    )
+
+
+# What crosses the replicate axis
+
+_DILOCO = ("every", "fragments", "delay", "mix", "outer_lr", "outer_momentum")
+
+
+def _split_update_problems(config: TrainConfig | ParallelConfig) -> Iterator[str]:
+    # An unknown strategy has a line of its own.
+    if config.strategy.name not in PLACEMENTS or not config.strategy.splits_updates:
+        return
+    sync = config.sync
+    strategy = config.strategy.name
+    yield from _require(
+        sync.name == "every_step",
+        f"strategy={strategy} does not go with sync={sync.name}: each replica updates a part of "
+        "the parameters for all, and with diloco replicas train on their own; use strategy=hybrid",
+    )
+    yield from _require(
+        sync.wire != "int8",
+        f"strategy={strategy} does not go with sync.wire=int8: updated parameters cross the "
+        "replicate axis too, and 8 bits cannot hold them; use sync.wire=bf16",
+    )
+    yield from _require(
+        sync.engine == "parallel2d",
+        f"strategy={strategy} needs sync.engine=parallel2d, got {sync.engine}: torch's second axis "
+        "does not split the optimizer",
+    )
+    yield from _require(
+        sync.during_accumulation != "full",
+        f"strategy={strategy} needs sync.during_accumulation=reduce_scatter_only or none, got "
+        "full: a replica keeps no gradients of the parameters that others update",
+    )
+
+
+def _sync_problems(sync: SyncConfig) -> Iterator[str]:
+    yield from _without_effect("sync", sync, {"every_step": (), "diloco": _DILOCO})
+    yield from _require(
+        sync.name != "every_step" or sync.wire not in ("int4", "sparse"),
+        f"sync.wire={sync.wire} needs sync=diloco: what it loses of a single step's gradient is "
+        "too much; every step takes fp32, bf16 or int8",
+    )
+    if sync.engine == "torch":
+        yield from _require(
+            sync.name == "every_step" and sync.wire == "auto",
+            f"sync.engine=torch does sync=every_step with sync.wire=auto alone, got "
+            f"sync={sync.name} sync.wire={sync.wire}: torch's second axis sends what "
+            "precision.reduce says",
+        )
+    if sync.name != "diloco":
+        return
+    yield from _require(
+        sync.fragments <= sync.every,
+        f"sync.fragments={sync.fragments} must be at most sync.every={sync.every}: one fragment "
+        "is exchanged in a step",
+    )
+    yield from _require(
+        sync.delay < sync.every,
+        f"sync.delay={sync.delay} must be below sync.every={sync.every}: a fragment arrives before "
+        "it is sent again",
+    )
+    yield from _require(
+        sync.during_accumulation != "full",
+        "sync.during_accumulation=full has no effect with sync=diloco: gradients do not cross the "
+        "replicate axis",
     )
 
 

@@ -50,6 +50,7 @@ from parallel2d.config.parallel import (
     COMPILES,
     PRECISIONS,
     STRATEGIES,
+    SYNC_NAMES,
     SyncConfig,
 )
 from parallel2d.config.serialization import to_config
@@ -61,7 +62,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "precision": dict(PRECISIONS),
     "activation_checkpointing": dict(CHECKPOINTINGS),
     "compile": dict(COMPILES),
-    "sync": {"every_step": SyncConfig()},
+    "sync": {name: SyncConfig(name) for name in SYNC_NAMES},
     "optimizer": dict(OPTIMIZERS),
     "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
     "checkpoint": {"default": CheckpointConfig()},

@@ -56,9 +56,11 @@ def _bound_problems(key: str, value: Any, constraint: Mapping[str, Any]) -> Iter
     allowed = " and ".join(named)
     kinds: Any = (int, float)
     if auto:
-        # A key that also takes `auto` counts something, so its numbers are whole.
-        kinds = int
-        allowed = f"a whole number of {allowed}, or auto"
+        # A key that also takes `auto` counts something, unless it says otherwise.
+        if not constraint.get("fractions"):
+            kinds = int
+            allowed = f"a whole number of {allowed}"
+        allowed += ", or auto"
     # To Python a boolean is an integer.
     is_number = isinstance(value, kinds) and not isinstance(value, bool)
     if not is_number or not _is_within(value, constraint):

@@ -10,7 +10,8 @@ def option(default: Any, **constraint: Any) -> Any:
     """A dataclass field with a constraint.
 
     Constraints: ``choices`` (tuple), ``minimum``, ``above``, ``maximum`` (numbers), ``auto=True``
-    (the word ``auto`` is allowed beside a number), ``infinite=True`` (so is infinity).
+    (the word ``auto`` is allowed beside a whole number), ``fractions=True`` (or beside any number),
+    ``infinite=True`` (so is infinity).
     """
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=constraint)

@@ -15,7 +15,6 @@ from parallel2d.config.options import option
 from parallel2d.errors import ConfigError, did_you_mean
 
 AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
-STRATEGY_NAMES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 # What a tensor-parallel plan may say of a module; see parallelize/tensor_parallel.py. The last four
 # are Hugging Face's words.
@@ -46,34 +45,82 @@ class MeshConfig:
     allow_cross_node: bool = False
 
 
+WHOLE, SPLIT = "whole", "split"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What each rank of one mesh axis holds: all of it (``whole``) or a part (``split``)."""
+
+    parameters: str  # between forward and backward
+    gradients: str  # when they are reduced
+    optimizer_state: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters, gradients and optimizer state are: by axis. None: the axis has one rank."""
+
+    replicate: Held | None
+    shard: Held | None
+
+
+_EVERYTHING_WHOLE = Held(WHOLE, WHOLE, WHOLE)
+_EVERYTHING_SPLIT = Held(SPLIT, SPLIT, SPLIT)
+_PARAMETERS_WHOLE = Held(WHOLE, SPLIT, SPLIT)
+PLACEMENTS = {
+    "ddp": Placement(_EVERYTHING_WHOLE, None),
+    "zero2": Placement(None, _PARAMETERS_WHOLE),
+    "zero3": Placement(None, _EVERYTHING_SPLIT),
+    "hybrid_zero2": Placement(_EVERYTHING_WHOLE, _PARAMETERS_WHOLE),
+    "hybrid": Placement(_EVERYTHING_WHOLE, _EVERYTHING_SPLIT),
+    "hybrid_full": Placement(_PARAMETERS_WHOLE, _EVERYTHING_SPLIT),
+}
+STRATEGY_NAMES = tuple(PLACEMENTS)
+
+
 @dataclass
 class StrategyConfig:
-    """What each mesh axis does to the parameters.
+    """What each mesh axis does to parameters, gradients and optimizer state; see `PLACEMENTS`.
 
     ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and frees them
     after each module's forward; ``zero2`` keeps them gathered until backward is done (fewer
     all-gathers, more memory). The hybrids do the same inside the shard axis and all-reduce the
-    sharded gradient over the replicate axis.
+    sharded gradient over the replicate axis. ``hybrid_full`` also splits the gradients and the
+    optimizer state over the replicas, for the same bytes: gradients are reduced to the replica that
+    updates them, and the updated parameters are gathered.
     """
 
     name: str = option("hybrid", choices=STRATEGY_NAMES)
 
     @property
+    def placement(self) -> Placement:
+        """What is whole and what is split."""
+        return PLACEMENTS[self.name]
+
+    @property
     def replicates(self) -> bool:
         """Whether there may be several whole copies: ``mesh.replicate`` may be above 1."""
-        return self.name not in ("zero2", "zero3")
+        return self.placement.replicate is not None
 
     @property
     def shards(self) -> bool:
         """Whether parameters, gradients and optimizer state are split: ``mesh.shard`` may be above
         1."""
-        return self.name != "ddp"
+        return self.placement.shard is not None
 
     @property
     def reshard_after_forward(self) -> bool:
         """Whether gathered parameters are freed between forward and backward, the root group's
         included."""
-        return self.name in ("zero3", "hybrid")
+        shard = self.placement.shard
+        return shard is not None and shard.parameters == SPLIT
+
+    @property
+    def splits_updates(self) -> bool:
+        """Whether each replica updates its own part of the parameters."""
+        replicate = self.placement.replicate
+        return replicate is not None and replicate.optimizer_state == SPLIT
 
     @property
     def with_both_axes(self) -> str:
@@ -202,9 +249,41 @@ class CompileConfig:
     backend: str = "inductor"
 
 
+SYNC_NAMES = ("every_step", "diloco")
+SYNC_WIRES = ("auto", "fp32", "bf16", "int8", "int4", "sparse")
+
+
 @dataclass
 class SyncConfig:
-    """What crosses the replicate axis, and when."""
+    """What crosses the replicate axis, and when; docs/sync.md says which one for which network.
+
+    ``every_step``: the gradients of every global batch. ``diloco`` (Douillard et al. 2023): each
+    replica trains on its own, and every ``every`` steps the change of its parameters is averaged
+    and applied to the parameters that all replicas share.
+    """
+
+    name: str = option("every_step", choices=SYNC_NAMES)
+    # In what form replicas send, whatever the shard axis does: auto = precision.reduce with
+    # every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded at
+    # random in blocks of 256. With diloco also int4 = an eighth; sparse = the 64 largest values of
+    # each 64 x 64 chunk in 2 bits, the rest kept for the next time
+    wire: str = option("auto", choices=SYNC_WIRES)
+    # diloco: steps between two exchanges of the same parameters
+    every: int = option(30, minimum=1)
+    # diloco: parts of the model that are exchanged in turn instead of all at once
+    fragments: int = option(1, minimum=1)
+    # diloco: steps that training goes on while a fragment is exchanged
+    delay: int = option(0, minimum=0)
+    # diloco: share of a replica's own parameters that is kept when the shared ones arrive; auto =
+    # 0, or 0.5 with a delay
+    mix: float | str = option("auto", minimum=0, maximum=1, auto=True, fractions=True)
+    # diloco: of the Nesterov step on the shared parameters; auto = 0.7 and 0.8, but 1 and 0 with
+    # wire=sparse. A smaller `every` wants a smaller momentum
+    outer_lr: float | str = option("auto", above=0, auto=True, fractions=True)
+    outer_momentum: float | str = option("auto", minimum=0, maximum=1, auto=True, fractions=True)
+    # Steps between comparisons of the replicas, which must be equal; the parameter that differs
+    # ends the run. 0: never
+    compare_every: int = option(50, minimum=0)
 
     # Under gradient accumulation, per micro-batch: full = reduce-scatter and all-reduce (most
     # bytes); reduce_scatter_only = the replicate axis moves once per global batch; none = nothing

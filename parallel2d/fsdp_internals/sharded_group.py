@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,17 +19,20 @@ from torch.distributed.tensor import DTensor
 from parallel2d.errors import ConfigError
 from parallel2d.fsdp_internals.sharded_model import groups, in_backward
 from parallel2d.model_structure import canonical_name
+from parallel2d.weights.geometry import first_position
+from parallel2d.weights.named_tensors import parameters_by_name
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     """The groups of ``model``, named by their modules, the last of `groups` first: the order in
     which backward ends them."""
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    parameter_names = {id(value): name for name, value in parameters_by_name(model).items()}
     found = []
     # Backward goes through modules in about the reverse of the order of registration.
     for group in reversed(groups(model)):
         called = " and ".join(names[id(module)] for module in group.modules)
-        found.append(ShardedGroup(group, called))
+        found.append(ShardedGroup(group, called, parameter_names))
     return found
 
 
@@ -37,11 +40,15 @@ class ShardedGroup:
     """One group of parameters that are gathered and reduced together, as the rest of the package
     sees it."""
 
-    def __init__(self, group: FSDPParamGroup, name: str) -> None:
+    def __init__(self, group: FSDPParamGroup, called: str, names: Mapping[int, str]) -> None:
+        """``called``: the names of its modules; ``names``: of all parameters, by id."""
         self._group = group
-        self.called = name or "the root module"
+        self.called = called or "the root module"
         self.wire = torch.float32
-        self.parameters = [ShardedParameter(parameter) for parameter in group.fsdp_params]
+        self.parameters: list[ShardedParameter] = []
+        for parameter in group.fsdp_params:
+            name = names[id(parameter.sharded_param)]
+            self.parameters.append(ShardedParameter(parameter, name))
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -107,15 +114,17 @@ class ShardedGroup:
         # torch makes whole parameters in the first forward.
         return any(hasattr(parameter, "_unsharded_param") for parameter in self._group.fsdp_params)
 
-    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype) -> None:
+    def set_dtypes(
+        self, wide: torch.dtype, wire: torch.dtype, between_replicas: torch.dtype
+    ) -> None:
         """Adds gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and sends them in ``wire``.
+        and sends them in ``wire`` over the shard axis and in ``between_replicas`` beyond it.
 
         The engine adds partial sums in the dtype in which parameters are stored, or that of the
         wire (pytorch issue 194628), and looks both up once, before the first forward. Raises
         `ConfigError` for trained parameters of several dtypes.
         """
-        self.wire = wire
+        self.wire = between_replicas
         stored = self._stored_dtype()
         if stored is None:
             return
@@ -196,7 +205,8 @@ class ShardedParameter:
     """One parameter of a group: the sharded one that the optimizer has, and the whole one that
     autograd sees."""
 
-    def __init__(self, parameter: FSDPParam) -> None:
+    def __init__(self, parameter: FSDPParam, name: str) -> None:
+        self.name = name
         self._parameter = parameter
         self._hooks: dict[int, Any] = {}
         self.gradient_dtype = parameter.sharded_param.dtype
@@ -205,6 +215,11 @@ class ShardedParameter:
     def sharded(self) -> nn.Parameter:
         """Looked up each time: allocation and loading replace it."""
         return self._parameter.sharded_param
+
+    @property
+    def start(self) -> int:
+        """The position of this rank's first value in the whole parameter, flattened."""
+        return first_position(self.sharded)
 
     @property
     def _whole(self) -> nn.Parameter | None:

@@ -18,6 +18,7 @@ from parallel2d.optimizer.adafactor import Adafactor
 from parallel2d.optimizer.groups import describe_group, plan_groups
 from parallel2d.optimizer.muon import Muon
 from parallel2d.optimizer.schedules import LossScaler, learning_rate, set_learning_rate
+from parallel2d.sync.engine import engines_in
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Raises `ConfigError` without trainable parameters, for a pattern of ``config.groups`` that
     matches nothing, and where Muon cannot tell hidden matrices from others.
     """
-    groups: list[dict[str, Any]] = plan_groups(model, config)
+    optimizer = _new_optimizer(plan_groups(model, config), config)
+    # A plain model on one process has no engine.
+    for engine in engines_in(model):
+        engine.attach(optimizer)
+    return optimizer
+
+
+def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     for group in groups:
         log.info("%s", describe_group(group))
     beta1, beta2 = config.betas

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallel2d.config import OptimizerConfig
 from parallel2d.errors import ConfigError, nearest_words
-from parallel2d.model_structure import canonical_name, find_blocks, owns_itself
+from parallel2d.model_structure import canonical_name, find_blocks, owns_itself, updated_as
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -33,7 +33,9 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     ``model``: parallelized, plain or on meta. See [Note: parameter groups]. Raises `ConfigError`
     listing every pattern that matches no trainable parameter, with near names.
     """
-    named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        named[canonical_name(name)] = updated_as(parameter)
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trained:
         raise ConfigError("every parameter is frozen: there is nothing to train")

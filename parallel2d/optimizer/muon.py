@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from parallel2d.cost.collectives import sent_bytes
@@ -165,13 +165,12 @@ class _Split(NamedTuple):
 
 
 def _splits(parameter: Tensor) -> list[_Split]:
-    """The axes that split ``parameter``, in the order in which its parts are put together:
-    outermost first, because the innermost axis has split the whole and the others what it left
-    (`parallel2d.weights.geometry.local_region`)."""
-    # The length that an axis splits is known from inside out, so the list is made backwards.
+    """The axes that split ``parameter``, in the order in which its parts are put together: the
+    axis that split last comes first (`parallel2d.weights.geometry.local_region`)."""
+    # Each axis splits what those before it have left, so the list is made backwards.
     lengths = list(parameter.shape)
     found: list[_Split] = []
-    for axis, name, dim, ranks in reversed(split_axes(parameter)):
+    for axis, name, dim, ranks in _in_order_of_splitting(parameter):
         assert isinstance(parameter, DTensor)
         size = -(-lengths[dim] // ranks)  # rounded up
         found.append(_Split(axis, name, dim, ranks, lengths[dim], size))
@@ -179,6 +178,17 @@ def _splits(parameter: Tensor) -> list[_Split]:
         begin = min(rank * size, lengths[dim])
         lengths[dim] = min(size, lengths[dim] - begin)
     return found[::-1]
+
+
+def _in_order_of_splitting(parameter: Tensor) -> list[tuple[int, str, int, int]]:
+    """`split_axes` with the axis that split the whole first. Axes split from the outermost to the
+    innermost, but a strided one splits what those inside it have left."""
+    axes = split_axes(parameter)
+    if not isinstance(parameter, DTensor):
+        return axes
+    plain = [each for each in axes if type(parameter.placements[each[0]]) is Shard]
+    strided = [each for each in axes if type(parameter.placements[each[0]]) is not Shard]
+    return plain + strided[::-1]
 
 
 def _gather(part: Tensor, parameter: Tensor) -> Tensor:

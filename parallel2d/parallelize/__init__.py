@@ -35,6 +35,7 @@ from parallel2d.parallelize.scalars import keep_whole, scalar_places
 from parallel2d.parallelize.sharding import shard, synchronize
 from parallel2d.parallelize.tensor_parallel import apply_tensor_parallel
 from parallel2d.sync import clear_with_gradients
+from parallel2d.sync.engine import engine_of
 from parallel2d.topology import Topology
 from parallel2d.weights.initial_values import Initializer, build_on_meta
 from parallel2d.weights.source import WeightSource
@@ -67,7 +68,8 @@ def parallelize(
             optionally ``tensor``.
         config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch,
             offloading; presets by name.
-        seed: of the initial weights; required when parameters are on meta.
+        seed: of the initial weights, required when parameters are on meta; and of what
+            ``sync.wire`` rounds at random.
         init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each
             module's own initializer.
         tensor_plan: module pattern -> parallel style or word
@@ -113,12 +115,13 @@ def parallelize(
     without_dims = scalar_places(model, plain)
     shard(model, mesh, groups, config, precision, plain | set(without_dims))
     scalars = keep_whole(model, mesh, without_dims.values())
-    synchronize(model, mesh, config, precision, topology, scalars)
+    synchronize(model, mesh, config, precision, topology, scalars, seed or 0)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, mesh, config.prefetch)
 
     # Weights on this rank, and errors for calls that would go wrong.
     source.fill(model, mesh.device_type, offload=config.cpu_offload)
+    engine_of(model).prepare()
     guard(model, mesh)
     clear_with_gradients(model)
     return model

@@ -36,6 +36,7 @@ from parallel2d.parallelize.outputs import own_outputs
 from parallel2d.parallelize.precision import Precision
 from parallel2d.parallelize.scalars import Scalar
 from parallel2d.sync import GradientSync, TorchSync
+from parallel2d.sync.wire import WIRES
 from parallel2d.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ def synchronize(
     precision: Precision,
     topology: Topology,
     scalars: Sequence[Scalar] = (),
+    seed: int = 0,
 ) -> None:
     """Has the gradients of ``model``, which `shard` has made, reduced over all data ranks.
 
@@ -112,7 +114,10 @@ def synchronize(
         fsdp_internals.reduce_over_shard_alone(model, mesh)
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
-        group.set_dtypes(precision.sums, torch.float32 if in_fp32 else precision.reduce)
+        wire = torch.float32 if in_fp32 else precision.reduce
+        # Words that stand for no dtype are those of sync=diloco, which sends no gradients.
+        between_replicas = WIRES.get(config.sync.wire, wire)
+        group.set_dtypes(precision.sums, wire, between_replicas)
     order = _collective_order(mesh, topology)
     kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = GradientSync(
@@ -122,7 +127,9 @@ def synchronize(
         final_dtype=kept if kept != precision.sums else None,
         scalars=scalars,
         order=order,
-        bucket_mib=config.sync.bucket_mib,
+        config=config.sync,
+        splits_updates=config.strategy.splits_updates,
+        seed=seed,
     )
     fsdp_internals.after_backward(model, engine.end_backward)
     if order is not None:

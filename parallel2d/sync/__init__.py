@@ -10,14 +10,26 @@ from parallel2d.sync.accumulation import (
 from parallel2d.sync.gradient_sync import GradientSync
 from parallel2d.sync.hooks import register_sync_hook, replicate_group
 from parallel2d.sync.torch_engine import TorchSync
+from parallel2d.sync.updates import (
+    attach_optimizer,
+    compare_replicas,
+    finish_updates,
+    outer_parameters,
+    updated_parameters,
+)
 
 __all__ = [
     "GradientSync",
     "TorchSync",
     "accumulate",
+    "attach_optimizer",
     "clear_with_gradients",
+    "compare_replicas",
     "discard_accumulated",
+    "finish_updates",
     "no_sync",
+    "outer_parameters",
     "register_sync_hook",
     "replicate_group",
+    "updated_parameters",
 ]

@@ -35,7 +35,7 @@ class Bucket:
 
     @property
     def wire(self) -> torch.dtype:
-        """The dtype in which its gradients are sent."""
+        """The dtype in which its gradients are sent to other replicas."""
         return self.groups[0].wire
 
     def index(self) -> int:
@@ -70,6 +70,14 @@ class Bucket:
             assert local is not None
             gradients.append(local)
         return gradients
+
+    def real_gradients(self) -> list[Tensor]:
+        """As `gradients`; complex ones as views of real numbers."""
+        found = []
+        for gradient in self.gradients():
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            found.append(real)
+        return found
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters, in the order of `gradients`."""

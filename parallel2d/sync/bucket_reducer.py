@@ -17,7 +17,7 @@ import torch.distributed as dist
 from parallel2d.sync.bucket import Bucket
 from parallel2d.sync.group import GroupParameter, ParameterGroup
 from parallel2d.sync.group_state import GroupState
-from parallel2d.sync.reduction import Hook, HookReduction, Reduction, Wait, reduction_for
+from parallel2d.sync.reduction import Hook, HookReduction, Reduction, Wait
 
 
 class BucketReducer:
@@ -25,6 +25,7 @@ class BucketReducer:
 
     ``group``: the process group of that axis. ``states``: in the order in which backward ends
     their groups. ``bucket_bytes``: a bucket of several groups is at most this large.
+    ``make_reduction``: from the dtype that is sent and that of the gradients.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class BucketReducer:
         device_type: str,
         states: Sequence[GroupState],
         bucket_bytes: int,
+        make_reduction: Callable[[torch.dtype, torch.dtype], Reduction],
     ) -> None:
         self.group = group
         self._states = states
         self._state_of = {id(state.group): state for state in states}
         self._bucket_bytes = bucket_bytes
+        self._make_reduction = make_reduction
         self._stream: torch.Stream | None = None
         if device_type != "cpu":
             self._stream = torch.Stream(device_type)
@@ -174,7 +177,7 @@ class BucketReducer:
 
     def _new_reduction(self, wire: torch.dtype, gradients: torch.dtype) -> Reduction:
         if self._hook is None:
-            return reduction_for(self.group, wire, gradients)
+            return self._make_reduction(wire, gradients)
         state, hook = self._hook
         return HookReduction(self.group if state is None else state, hook)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +27,12 @@ class Engine(Protocol):
     def replicate_group(self) -> dist.ProcessGroup | None:
         """The process group on which gradients are reduced over the replicas; None where this
         package does not reduce them."""
+
+    def prepare(self) -> None:
+        """Called once, when the parameters have their values. Collective."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets what follows updates of the parameters follow those of ``optimizer``."""
 
     def finish(self) -> None:
         """Reduces what is left of a global batch. Collective."""

@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.config import SyncConfig
 from parallel2d.errors import ConfigError
-from parallel2d.mesh import has_cpu_backend, mesh_shape, sum_over_data_ranks
+from parallel2d.mesh import has_cpu_backend, mesh_shape, sum_over_data_ranks, without_replicas
+from parallel2d.model_structure import updated_as
 from parallel2d.sync.bucket_reducer import BucketReducer
-from parallel2d.sync.engine import own_replicate_group, register_engine
+from parallel2d.sync.engine import register_engine
 from parallel2d.sync.group import IssueOrder, ParameterGroup, ScalarGradient
 from parallel2d.sync.group_gradients import (
     cast_gradient,
@@ -36,8 +38,12 @@ from parallel2d.sync.group_gradients import (
     refuse_second_derivatives,
 )
 from parallel2d.sync.group_state import GroupState
+from parallel2d.sync.method import method_for
+from parallel2d.sync.noise import RoundingKeys
 from parallel2d.sync.reduction import Hook
 from parallel2d.sync.used_parameters import UsedParameterAgreement
+from parallel2d.weights.kept import register_keeper
+from parallel2d.weights.named_tensors import parameters_by_name
 
 
 class GradientSync:
@@ -46,6 +52,8 @@ class GradientSync:
     ``groups``: in the order in which backward ends them. ``final_dtype``: of gradients once they
     are reduced, if not that in which they are added. ``scalars``: parameters that are whole on
     every rank. ``order``: None where nothing is gathered or reduced over the shard axis.
+    ``config``, ``splits_updates``: what crosses the replicate axis (`method_for`). ``seed``: of
+    what is rounded at random on the way to other replicas.
     """
 
     def __init__(
@@ -57,21 +65,37 @@ class GradientSync:
         final_dtype: torch.dtype | None,
         scalars: Sequence[ScalarGradient] = (),
         order: IssueOrder | None = None,
-        bucket_mib: float = 4.0,
+        config: SyncConfig | None = None,
+        splits_updates: bool = False,
+        seed: int = 0,
     ) -> None:
+        config = config or SyncConfig()
         self.mesh = mesh
         self._final_dtype = final_dtype
         self._scalars = list(scalars)
         self._order = order
-        self._groups = groups
+        self.groups = groups
         self._states = [GroupState(group) for group in groups]
-        self._agreement = UsedParameterAgreement(mesh, self._states, order)
-        # None with a single replica.
+        self._model = model
+        # `finish` counts the steps; a trainer that resumes sets the number of the next one.
+        self.keys = RoundingKeys(seed)
+        self.method = method_for(mesh, groups, config, self.keys, splits_updates=splits_updates)
+        # The ranks whose gradients are averaged: with DiLoCo those of this replica.
+        self._data_mesh = mesh if self.method.outer is None else without_replicas(mesh)
+        self._agreement = UsedParameterAgreement(self._data_mesh, self._states, order)
+        # None where no gradients cross the replicate axis.
         self._reducer: BucketReducer | None = None
-        if mesh_shape(mesh).replicate > 1:
-            group = own_replicate_group(mesh)
-            bucket_bytes = int(bucket_mib * 2**20)
-            self._reducer = BucketReducer(group, mesh.device_type, self._states, bucket_bytes)
+        if self.method.make_reduction is not None:
+            assert self.method.group is not None
+            self._reducer = BucketReducer(
+                self.method.group,
+                mesh.device_type,
+                self._states,
+                int(config.bucket_mib * 2**20),
+                self.method.make_reduction,
+            )
+        # The optimizer whose updates the method follows.
+        self._optimizer: torch.optim.Optimizer | None = None
         self._pending = False
         # Whether ranks have agreed on what the gradients hold.
         self._agreed = True
@@ -96,9 +120,54 @@ class GradientSync:
         return self._reducer.group if self._reducer is not None else None
 
     def register_hook(self, state: Any, hook: Hook) -> None:
-        """Lets ``hook`` reduce the buckets; see `parallel2d.register_sync_hook`."""
+        """Lets ``hook`` reduce the buckets; see `parallel2d.register_sync_hook`. Raises
+        `ConfigError` where replicas split the updates."""
         assert self._reducer is not None, "no gradients are reduced over replicas"
+        if self.method.owners is not None:
+            raise ConfigError(
+                "strategy=hybrid_full takes no sync hook: gradients are reduced to the replica "
+                "that updates them, and a hook reduces them on all; use strategy=hybrid"
+            )
         self._reducer.register_hook(state, hook)
+
+    # Updates
+
+    def prepare(self) -> None:
+        """Called once, when the parameters have their values."""
+        if self.method.owners is not None:
+            self.method.owners.make()
+            register_keeper(self._model, self.method.owners)
+        if self.method.outer is not None:
+            trained = {}
+            for name, parameter in parameters_by_name(self._model).items():
+                if parameter.requires_grad:
+                    trained[name] = parameter
+            self.method.outer.make(trained)
+            register_keeper(self._model, self.method.outer)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets the method follow the updates of ``optimizer``; see
+        `parallel2d.attach_optimizer`."""
+        if not self.method.follows_updates:
+            return
+        for parameter in parameters_by_name(self._model).values():
+            _check_updated(parameter, optimizer)
+        self._optimizer = optimizer
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        # Only the optimizer that was attached last counts.
+        if optimizer is self._optimizer:
+            self.method.after_update()
+
+    def _check_attached(self) -> None:
+        if self.method.follows_updates and self._optimizer is None:
+            raise ConfigError(
+                "no optimizer follows this model: with strategy=hybrid_full and with sync=diloco "
+                "the replicas must be told of updates; build the optimizer with "
+                "parallel2d.build_optimizer, or pass it to parallel2d.attach_optimizer(model, "
+                "optimizer)"
+            )
 
     # Hooks that the sharding engine calls
 
@@ -154,6 +223,7 @@ class GradientSync:
         Collective over the data ranks. Raises `ConfigError` on every rank when ranks of a shard
         group did not run the same groups, and when a gradient hook could not be called.
         """
+        self._check_attached()
         self._agreement.fault = self._hook_never_called()
         # Ranks that differ must stop here: the collectives below would never be answered.
         if self._order is not None:
@@ -171,6 +241,7 @@ class GradientSync:
         if self._reducer is not None:
             self._reducer.forget_buckets()
         self._pending = False
+        self.keys.step += 1
         if not self._deferred:
             self._agree()
 
@@ -214,6 +285,8 @@ class GradientSync:
         if self._final_dtype is not None:
             for parameter in state.group.trained:
                 cast_gradient(parameter, self._final_dtype)
+        if self.method.owners is not None:
+            self.method.owners.take_gradients(state.group)
         state.final = False
         state.averaged = True
 
@@ -223,9 +296,10 @@ class GradientSync:
         """Leaves the agreement to the caller: after each backward pass that ends a global batch,
         `vector` must be summed over all ranks and passed to `agree_on`.
 
-        Returns whether the caller has to do this; not where scalars have to be summed first.
+        Returns whether the caller has to do this; not where scalars have to be summed first, and
+        not where each replica agrees on its own.
         """
-        self._deferred = not self._scalars
+        self._deferred = not self._scalars and self.method.outer is None
         return self._deferred
 
     def vector(self) -> Tensor:
@@ -252,10 +326,10 @@ class GradientSync:
             parts.append(_gradient_and_use(scalar))
         device = "cpu" if has_cpu_backend() else self.mesh.device_type
         # One all-reduce for all: such small ones cost their latency.
-        summed = sum_over_data_ranks(torch.cat(parts).to(device), self.mesh).cpu()
+        summed = sum_over_data_ranks(torch.cat(parts).to(device), self._data_mesh).cpu()
         count = len(vector)
         self.agree_on(summed[:count])
-        ranks = mesh_shape(self.mesh).data_ranks
+        ranks = mesh_shape(self._data_mesh).data_ranks
         for scalar, (total, used) in zip(self._scalars, summed[count:].view(-1, 2), strict=True):
             mean = total / ranks if used > 0 else None
             scalar.set_mean(mean)
@@ -280,7 +354,7 @@ class GradientSync:
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops all gradients."""
-        clear_gradients(self._groups, set_to_none)
+        self._clear(set_to_none)
         self.reset()
 
     def reset(self) -> None:
@@ -292,7 +366,7 @@ class GradientSync:
         self._join_streams()
         # Before the agreement some gradients may be those of this rank alone.
         if not self._agreed:
-            clear_gradients(self._groups, set_to_none=True)
+            self._clear(set_to_none=True)
         self._pending = False
         self._agreed = True
         for state in self._states:
@@ -300,6 +374,25 @@ class GradientSync:
         for scalar in self._scalars:
             scalar.discard()
             scalar.rest()
+
+    def _clear(self, set_to_none: bool) -> None:
+        clear_gradients(self.groups, set_to_none)
+        if self.method.owners is not None:
+            self.method.owners.clear_gradients(set_to_none)
+
+
+def _check_updated(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ConfigError` when ``optimizer`` has ``parameter`` although replicas own parts of
+    it."""
+    if updated_as(parameter) is parameter:
+        return
+    for group in optimizer.param_groups:
+        if any(each is parameter for each in group["params"]):
+            raise ConfigError(
+                f"{type(optimizer).__name__} was built on model.parameters(): with "
+                "strategy=hybrid_full each replica updates its own part of them; build it with "
+                "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
+            )
 
 
 def _refuse_second_gradient(state: GroupState) -> None:

@@ -21,6 +21,13 @@ class GroupParameter(Protocol):
     gradient is this rank's part after the reduction over the shard axis.
     """
 
+    name: str
+    """Its canonical name."""
+
+    @property
+    def start(self) -> int:
+        """The position of this rank's first value in the whole parameter, flattened."""
+
     @property
     def sharded(self) -> nn.Parameter:
         """The parameter that the optimizer has, a `DTensor`."""
@@ -81,7 +88,8 @@ class ParameterGroup(Protocol):
     called: str
     """The names of its modules, for messages."""
     wire: torch.dtype
-    """The dtype in which gradients are sent to other ranks; they are added in fp32 at least."""
+    """The dtype in which gradients are sent to other replicas, where they are added in fp32 at
+    least; int8: blocks of 8 bits a value."""
 
     @property
     def parameters(self) -> Sequence[GroupParameter]:

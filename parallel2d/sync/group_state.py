@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from parallel2d.model_structure import updated_as
 from parallel2d.sync.bucket import keep_until_done
 from parallel2d.sync.group import GroupParameter, ParameterGroup
 
@@ -67,14 +68,14 @@ class GroupState:
             if parameter.has_whole_gradient:
                 self.used[number] = True
             # One without a gradient in this pass may have one of an earlier pass.
-            elif parameter.sharded.grad is None:
+            elif updated_as(parameter.sharded).grad is None:
                 self.used[number] = False
 
     def drop_unused(self) -> None:
         """Removes the gradients of parameters that are not `used`."""
         for parameter, used in zip(self.group.parameters, self.used, strict=True):
             if not used:
-                parameter.sharded.grad = None
+                updated_as(parameter.sharded).grad = None
 
     # Means of earlier backward passes
 
@@ -124,11 +125,12 @@ class GroupState:
     def call_hooks(self) -> None:
         """Calls the hooks that `take_hooks` has kept, for parameters that have a gradient."""
         for parameter, hooks in self._hooks:
+            updated = updated_as(parameter.sharded)
             # Autograd calls none for a parameter that was not used.
-            if parameter.sharded.grad is None:
+            if updated.grad is None:
                 continue
             for hook in hooks:
-                hook(parameter.sharded)
+                hook(updated)
         self._hooks = []
 
     def reset(self) -> None:

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel2d.sync.blocks import BlockNoise, Piece
 from parallel2d.sync.bucket import Bucket
+from parallel2d.sync.noise import RoundingKeys
+from parallel2d.sync.rounded_exchange import Exchange
+from parallel2d.sync.wire import BlockWire, CastWire
 
 Wait = Callable[[], None]  # returns when the bucket's buffer holds the mean
 Hook = Callable[[Any, Any], Any]
@@ -53,38 +57,35 @@ class AllReduce:
         return wait
 
 
-class RoundedExchange:
-    """Sends fewer than 32 bits and adds in fp32.
-
-    An all-to-all sends each rank its piece of every replica's gradients; the rank adds them in
-    fp32, and an all-gather distributes the mean. Each contribution and the mean are rounded once,
-    and all replicas get the same values. An all-reduce in such a dtype would round every partial
-    sum. It sends as many bytes as an all-reduce.
-    """
+class CastExchange:
+    """Sends a narrow dtype and adds in fp32; see [Note: rounded exchange]."""
 
     most_in_flight = 2  # each holds two buffers in the dtype that is sent
 
     def __init__(self, group: dist.ProcessGroup, wire: torch.dtype) -> None:
         self._group = group
-        self._wire = wire
+        self._wire = CastWire(wire)
 
     def start(self, bucket: Bucket) -> Wait:
-        flat = bucket.buffer()
-        ranks = self._group.size()
-        # All pieces have one size.
-        padding = -flat.numel() % ranks
-        sent = torch.nn.functional.pad(flat, (0, padding)).to(self._wire)
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        # A cast needs to know nothing about parameters.
+        return Exchange(self._group, self._wire, [bucket.buffer()]).finish
 
-        def wait() -> None:
-            work.wait()
-            total = received.view(ranks, -1).sum(0, dtype=torch.float32)
-            mean = total.div_(ranks).to(self._wire)
-            dist.all_gather_single(sent, mean, group=self._group)
-            flat.copy_(sent[: flat.numel()])
 
-        return wait
+class BlockExchange:
+    """Sends blocks of 8 bits a value; see [Note: block codes]."""
+
+    most_in_flight = 2
+
+    def __init__(self, group: dist.ProcessGroup, keys: RoundingKeys) -> None:
+        self._group = group
+        self._keys = keys
+
+    def start(self, bucket: Bucket) -> Wait:
+        gradients = bucket.real_gradients()
+        pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
+        numels = [gradient.numel() for gradient in gradients]
+        noise = BlockNoise(pieces, numels, gradients[0].device)
+        return Exchange(self._group, BlockWire(8, noise), gradients).finish
 
 
 class HookReduction:
@@ -126,9 +127,13 @@ def _result_of(answer: Any) -> Any:
     return result
 
 
-def reduction_for(group: dist.ProcessGroup, wire: torch.dtype, gradients: torch.dtype) -> Reduction:
+def reduction_for(
+    group: dist.ProcessGroup, keys: RoundingKeys, wire: torch.dtype, gradients: torch.dtype
+) -> Reduction:
     """The reduction that sends ``wire`` and adds in fp32 at least. ``gradients``: their dtype."""
+    if wire == torch.int8:
+        return BlockExchange(group, keys)
     if wire.itemsize < 4:
-        return RoundedExchange(group, wire)
+        return CastExchange(group, wire)
     is_narrower = wire.itemsize < gradients.to_real().itemsize
     return AllReduce(group, wire if is_narrower else None)

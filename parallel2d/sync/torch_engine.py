@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from parallel2d.sync.engine import register_engine
@@ -26,6 +27,12 @@ class TorchSync:
     def __init__(self, model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         self._groups = groups
         register_engine(model, self)
+
+    def prepare(self) -> None:
+        """Does nothing."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Does nothing: nothing follows updates."""
 
     def finish(self) -> None:
         """Does nothing: backward has reduced everything."""

@@ -38,6 +38,9 @@ class UsedParameterAgreement:
         self._mesh = mesh
         self._states = states
         self._order = order
+        self._replica = 0
+        if mesh_shape(mesh).replicate > 1:
+            self._replica = mesh.get_local_rank("replicate")
         self._parameters = sum(len(state.used) for state in states)
         # Why this rank cannot go on; empty when it can.
         self.fault = ""
@@ -61,7 +64,7 @@ class UsedParameterAgreement:
             return None
         message = ""
         # The ranks of a replica without differences have no message of their own.
-        if self._order is not None and different[self._mesh.get_local_rank("replicate")]:
+        if self._order is not None and different[self._replica]:
             message = self._order.differing_on_other_hosts()
         return self._error_of_any_rank(message)
 
@@ -87,14 +90,15 @@ class UsedParameterAgreement:
         if self._order is not None:
             # 20 bits, so that fp64 adds the squares of up to 8,192 ranks exactly.
             value = self._order.digest() % 2**20
-            replica = self._mesh.get_local_rank("replicate")
-            digests[replica] = torch.tensor([1, value, value**2], dtype=torch.float64)
+            digests[self._replica] = torch.tensor([1, value, value**2], dtype=torch.float64)
         return digests.flatten()
 
     def _error_of_any_rank(self, message: str) -> ConfigError:
         """The error with the message of the first rank that has one. Collective over the data
         ranks."""
         for axis in ("shard", "replicate"):
+            if axis not in (self._mesh.mesh_dim_names or ()):
+                continue
             messages = all_gather(message, self._mesh.get_group(axis))
             message = next((text for text in messages if text), "")
         if self._order is not None:

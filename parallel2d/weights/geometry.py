@@ -83,6 +83,14 @@ def local_region(tensor: Tensor) -> Region:
     return Region(tuple(offsets), tuple(lengths))
 
 
+def first_position(tensor: Tensor) -> int:
+    """The position of this rank's first value in the whole tensor, flattened."""
+    position = 0
+    for offset, length in zip(local_region(tensor).offsets, tensor.shape, strict=True):
+        position = position * length + offset
+    return position
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``: everything when it is no `DTensor`."""
     if isinstance(tensor, DTensor):

@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.exchange import broadcast
 from parallel2d.weights.geometry import copy_slice
+from parallel2d.weights.kept import keepers_in
 from parallel2d.weights.named_tensors import (
     by_canonical_name,
     model_tensors,
     parameters_by_name,
     reshard,
     tied_names,
+    updated_by_name,
 )
 from parallel2d.weights.optimizer_loading import (
     MatchedState,
@@ -48,6 +50,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
         given = by_canonical_name(state.items())
         if any(isinstance(tensor, DTensor) for tensor in given.values()):
             _load_parts(model, given)
+            _take_over(model)
             return
     # Every rank calls `state_dict`, although the source alone needs the names: after a forward, it
     # also frees gathered parameters, and `scatter` must find sharded ones on all ranks.
@@ -58,6 +61,13 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
         transient = buffers.keys() - persistent.keys()
         given |= {name: buffers[name] for name in transient}
     scatter(model, given, source)
+    _take_over(model)
+
+
+def _take_over(model: nn.Module) -> None:
+    """After the parameters were loaded: what is kept beside them follows."""
+    for keeper in keepers_in(model):
+        keeper.parameters_were_loaded()
 
 
 def _load_parts(model: nn.Module, given: Mapping[str, Tensor]) -> None:
@@ -126,10 +136,12 @@ def load_full_state(
 
     for name, tensor in model_tensors(model).items():
         fill_tensor(tensor, tensors.get(name), from_rank0=is_sent)
+    for keeper in keepers_in(model):
+        keeper.kept_was_loaded()
     if optimizer is None:
         return
     put_settings(optimizer, new_settings)
-    parameters = parameters_by_name(model)
+    parameters = updated_by_name(model)
     for name, key, value in entries:
         # Plain values and scalars have come with the list of entries.
         if not isinstance(value, TensorEntry):
@@ -163,10 +175,12 @@ def load_sharded_state(
 
     for name, tensor in model_tensors(model).items():
         copy_part(tensor, state["model"][name])
+    for keeper in keepers_in(model):
+        keeper.kept_was_loaded()
     if optimizer is None:
         return
     put_settings(optimizer, matched.settings)
-    parameters = parameters_by_name(model)
+    parameters = updated_by_name(model)
     for name, entries in matched.entries.items():
         parameter = parameters[name]
         for key, value in entries.items():

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel2d.model_structure import canonical_name, join_names
+from parallel2d.model_structure import canonical_name, join_names, updated_as
+from parallel2d.weights.kept import kept_values
 from parallel2d.weights.optimizer_settings import plain_settings
 
 _Value = TypeVar("_Value")
@@ -37,8 +38,10 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> parameter or persistent buffer; a shared one once, under its first name."""
-    found: dict[str, Tensor] = {**parameters_by_name(model)}
+    """Canonical name -> what is saved and loaded: a parameter, or what is kept in its place
+    (`parallel2d.weights.kept`), or a persistent buffer. A shared one is listed once, under its
+    first name."""
+    found: dict[str, Tensor] = {**parameters_by_name(model), **kept_values(model)}
     transient = _transient_buffers(model)
     for name, buffer in model.named_buffers():
         if name in transient:
@@ -73,16 +76,23 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return further
 
 
+def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Canonical name -> what an optimizer updates: the parameter, or the part of it that this
+    replica owns."""
+    return {name: updated_as(value) for name, value in parameters_by_name(model).items()}
+
+
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Canonical name -> parameter, for those the optimizer steps, in the model's order."""
+    """Canonical name -> parameter, or the part of it that the optimizer has, for those that it
+    steps; in the model's order."""
     stepped: set[int] = set()
     for group in optimizer.param_groups:
         stepped.update(map(id, group["params"]))
     found: dict[str, Tensor] = {}
     # The order of the groups may differ between runs; that of the model does not.
-    for name, parameter in parameters_by_name(model).items():
-        if id(parameter) in stepped:
-            found[name] = parameter
+    for name, updated in updated_by_name(model).items():
+        if id(updated) in stepped:
+            found[name] = updated
     return found
 
 

@@ -20,9 +20,9 @@ from parallel2d.errors import ConfigError
 from parallel2d.weights.named_tensors import (
     describe_optimizer,
     model_tensors,
-    parameters_by_name,
     reshard,
     tied_names,
+    updated_by_name,
 )
 from parallel2d.weights.whole_tensors import gather_tensor
 
@@ -140,7 +140,7 @@ def _optimizer_state(
     optimizer: torch.optim.Optimizer,
     take: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    parameters = parameters_by_name(model)
+    parameters = updated_by_name(model)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for group in describe_optimizer(model, optimizer)["groups"]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import broadcast
 from parallel2d.model_structure import canonical_name
+from parallel2d.weights.kept import keepers_in
 from parallel2d.weights.named_tensors import reshard
 from parallel2d.weights.whole_tensors import fill_tensor, gather_tensor
 
@@ -63,6 +64,8 @@ def summon_full_params(
             parameter.show(parameter.sharded)
         if writeback:
             _write_back(summoned, from_rank0=rank0_only, with_gradients=with_grads)
+            for keeper in keepers_in(model):
+                keeper.parameters_were_changed()
 
 
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:

@@ -30,7 +30,7 @@ from parallel2d.checkpoint.memory.place import Place, open_place, remove, remove
 from parallel2d.checkpoint.memory.search import Nodes, Search
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.storage import describe_error
-from parallel2d.checkpoint.write_plan import plan_writes
+from parallel2d.checkpoint.write_plan import plan_all
 from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
 from parallel2d.weights.geometry import local_region
@@ -231,13 +231,17 @@ class MemoryNet:
         return self.on and (step % self.every == 0 or self._due_now)
 
     def save(
-        self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
+        rng: Mapping[str, Tensor],
     ) -> None:
         """Copies the state; the loop waits for the copy alone. Never raises for a fault of the
         memory. Collective.
 
-        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them, ``rng``
-        this rank's.
+        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them,
+        ``of_replica`` those of this replica alone, ``rng`` this rank's.
         """
         begin = time.perf_counter()
         self.blocked_s = 0.0
@@ -254,18 +258,23 @@ class MemoryNet:
                         "fit", manifest.step, self.every)  # fmt: skip
             return
         self._join()
-        if self.on and self._start(manifest, tensors, rng):
+        if self.on and self._start(manifest, tensors, of_replica, rng):
             self._due_now = False
         self.blocked_s = time.perf_counter() - begin
 
     def _start(
-        self, manifest: Manifest, tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
+        rng: Mapping[str, Tensor],
     ) -> bool:
         assert self._buffers is not None
         nodes = self.nodes.of if self.mesh is not None else None
+        whole = {**tensors, **of_replica}
         parts = [
-            Part(name, tuple(tensors[name].shape), region, local_region(tensors[name]), values)
-            for name, region, values in plan_writes(tensors.items(), self.mesh, nodes)
+            Part(name, tuple(whole[name].shape), region, local_region(whole[name]), values)
+            for name, region, values in plan_all(tensors, of_replica, self.mesh, nodes)
         ]
         if not self.node_bytes and not self._has_room(parts):
             return False

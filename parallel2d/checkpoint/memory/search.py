@@ -24,6 +24,7 @@ from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTe
 from parallel2d.checkpoint.memory.buffer import Found, check_file, digest, find_copies, map_new_file
 from parallel2d.checkpoint.memory.lineage import Lineage
 from parallel2d.checkpoint.memory.place import remove
+from parallel2d.checkpoint.replica_state import needed_names
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.storage import describe_error, step_name
 from parallel2d.exchange import sendable
@@ -306,6 +307,10 @@ class Search:
             log.log(level, "%s", text)
 
 
+REPLICA = "replica/"
+_OWN = ("rng/", REPLICA)
+
+
 def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
     """The manifest of the copy that the nodes' files make up together. Raises
     `DamagedCheckpointError`, naming a tensor that is not whole and the ranks whose copies are
@@ -325,7 +330,8 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
                 files[name] = StoredFile(file["bytes"], file["digest"]), node
             for name, dtype, shape, offsets, lengths, base_offsets, base_lengths, file in parts:
                 base = Region(tuple(base_offsets), tuple(base_lengths))
-                if name.startswith("rng/"):
+                # Not every rank has these.
+                if name.startswith(_OWN):
                     if file in refused:
                         continue
                     described[name] = dtype, tuple(shape)
@@ -346,6 +352,9 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
             for chunk in _cover(base, regions)
         ]
         if sum(chunk.region.numel for chunk in chunks) != Region.whole(shape).numel:
+            # Training goes on without a replica that is gone.
+            if name.startswith(REPLICA):
+                continue
             gone = f"; no copy is left of ranks {lost}" if lost else ""
             raise DamagedCheckpointError(
                 f"{what} is incomplete: parts of {printable(name)} are on no node that is "
@@ -414,23 +423,27 @@ def _needed(
         )
         if stored in manifest.tensors and manifest.tensors[stored].shape == tuple(tensor.shape):
             found |= set(files(stored, local_region(tensor)))
+    for stored in needed_names(model, manifest.tensors):
+        shape = manifest.tensors[stored].shape
+        region = Region.whole(shape)
+        # The name of the parameter follows the kind of state.
+        owner = next((here[name] for name in _endings(stored) if name in here), None)
+        if owner is not None and shape == tuple(owner.shape):
+            region = local_region(owner)
+        if optimizer is not None or "optimizer/" not in stored:
+            found |= set(files(stored, region))
     for stored, description in manifest.tensors.items():
         kind, _, rest = stored.partition("/")
-        if kind == "optimizer" and optimizer is not None:
-            owner = here.get(rest.partition("/")[2])
-            same = owner is not None and description.shape == tuple(owner.shape)
-            found |= set(
-                files(
-                    stored,
-                    local_region(owner)
-                    if same and owner is not None
-                    else Region.whole(description.shape),
-                )
-            )
-        elif (
+        if (
             kind == "rng"
             and manifest.world_size == group.size
             and rest.startswith(f"{group.rank:05d}/")
         ):
             found |= set(files(stored, Region.whole(description.shape)))
     return found
+
+
+def _endings(name: str) -> list[str]:
+    """What is left of ``name`` after each of its slashes, the longest first."""
+    parts = name.split("/")
+    return ["/".join(parts[number:]) for number in range(1, len(parts))]

@@ -1,0 +1,151 @@
+"""Quantizes gradients by blocks of 256 values: one scale per block, 8 or 4 bits per value.
+
+[Note: block codes] The scale of a block is its largest finite magnitude over the largest code. A
+value becomes one of the two codes around it, at random, so that its mean is the value itself
+(stochastic rounding): the error of one value is below the scale of its block. The smallest code
+stands for a number that is not finite, so that a step which must be refused is refused.
+
+The wire holds one row of bytes per block: the scale in fp32, then the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel2d.sync.noise import uniform
+
+BLOCK = 256
+_SCALE_BYTES = 4  # of one fp32
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """How a block is written. ``bits``: per value, 8 or 4."""
+
+    bits: int
+
+    @property
+    def largest(self) -> int:
+        """The largest code of a finite value: 126 or 6. The code above it, of either sign, is
+        infinity."""
+        return 2 ** (self.bits - 1) - 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block."""
+        return _SCALE_BYTES + BLOCK * self.bits // 8
+
+    def encode(self, blocks: Tensor, noise: Tensor) -> Tensor:
+        """uint8 [blocks, row_bytes] from ``blocks`` [blocks, 256] of any floating dtype.
+        ``noise``: fp32 of the same shape, in [0, 1)."""
+        finite = blocks.isfinite()
+        magnitudes = torch.where(finite, blocks, 0).abs()
+        scale = magnitudes.amax(1, keepdim=True).div(self.largest).to(torch.float32)
+        # A block of zeros has the scale 0, by which nothing can be divided.
+        divisor = torch.where(scale == 0, 1, scale)
+        codes = blocks.div(divisor).add_(noise).floor_()
+        codes.clamp_(-self.largest, self.largest)
+        # Infinities have been clamped; a NaN is still one.
+        codes = torch.where(finite, codes, self._not_finite(blocks))
+        return torch.cat([scale.view(torch.uint8), self._packed(codes.to(torch.int8))], dim=1)
+
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[blocks, 256] in ``dtype`` from what `encode` returned."""
+        scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32).to(dtype)
+        codes = self._unpacked(rows[:, _SCALE_BYTES:])
+        values = codes.to(dtype).mul_(scale)
+        values.masked_fill_(codes == -self.largest - 2, torch.nan)
+        values.masked_fill_(codes == self.largest + 1, torch.inf)
+        return values.masked_fill_(codes == -self.largest - 1, -torch.inf)
+
+    def _not_finite(self, blocks: Tensor) -> Tensor:
+        """The codes of values that are not finite; any for others."""
+        infinite = blocks.sign().mul_(self.largest + 1)
+        return torch.where(blocks.isnan(), -self.largest - 2, infinite)
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """int8 codes as bytes."""
+        as_bytes = codes.view(torch.uint8)
+        if self.bits == 8:
+            return as_bytes
+        # Two codes share a byte: the first half of a block has the low bits.
+        low, high = (as_bytes & 0xF).chunk(2, dim=1)
+        return low | (high << 4)
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """int8 codes from bytes."""
+        if self.bits == 8:
+            return packed.contiguous().view(torch.int8)
+        both = torch.cat([packed & 0xF, packed >> 4], dim=1).to(torch.int8)
+        # Codes of four bits above 7 are negative ones.
+        return torch.where(both > 7, both - 16, both)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where the random numbers of one tensor come from.
+
+    ``key``: of its parameter. ``start``: the position of its first value in the whole parameter, so
+    that two ranks of a shard group do not use the same numbers.
+    """
+
+    key: int
+    start: int
+
+
+def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
+    """[blocks, 256] of all ``tensors``; each begins a new block, and the last one of each is
+    filled up with zeros."""
+    counts = [blocks_of(tensor.numel()) for tensor in tensors]
+    first = tensors[0]
+    blocks = torch.zeros(sum(counts), BLOCK, dtype=first.dtype, device=first.device)
+    begin = 0
+    for tensor, count in zip(tensors, counts, strict=True):
+        blocks[begin : begin + count].view(-1)[: tensor.numel()] = tensor.reshape(-1)
+        begin += count
+    return blocks
+
+
+def from_blocks(blocks: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies what `to_blocks` has made of such ``tensors`` back into them."""
+    begin = 0
+    for tensor in tensors:
+        count = blocks_of(tensor.numel())
+        values = blocks[begin : begin + count].view(-1)[: tensor.numel()]
+        tensor.copy_(values.view(tensor.shape))
+        begin += count
+
+
+class BlockNoise:
+    """Random numbers in [0, 1) for the blocks that `to_blocks` makes of tensors with ``numels``
+    values."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], numels: Sequence[int], device: torch.device
+    ) -> None:
+        counts = torch.tensor([blocks_of(numel) for numel in numels])
+        blocks_before = counts.cumsum(0) - counts
+        starts = torch.tensor([piece.start for piece in pieces]) - blocks_before * BLOCK
+        keys = torch.tensor([piece.key for piece in pieces], dtype=torch.int32)
+        of_block = starts.repeat_interleave(counts) + torch.arange(int(counts.sum())) * BLOCK
+        # Positions wrap around like the products that are made of them.
+        self._starts = of_block.to(torch.int32).to(device)[:, None]
+        self._keys = keys.repeat_interleave(counts).to(device)[:, None]
+
+    def numbers(self, begin: int, end: int, stage: int) -> Tensor:
+        """fp32 [end - begin, 256]: for these blocks; zeros for blocks after the last, which hold
+        nothing. ``stage``: tells several roundings of one value apart."""
+        starts = self._starts[begin:end]
+        within = torch.arange(BLOCK, dtype=torch.int32, device=starts.device)
+        numbers = uniform(self._keys[begin:end] ^ stage, starts + within)
+        missing = end - begin - len(starts)
+        return torch.nn.functional.pad(numbers, (0, 0, 0, missing))
+
+
+def blocks_of(numel: int) -> int:
+    """Blocks that ``numel`` values fill."""
+    return -(-numel // BLOCK)

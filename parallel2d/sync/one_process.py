@@ -1,0 +1,232 @@
+"""Every sync method once more, in one process on plain tensors, for proofs: `train`.
+
+Nothing here is used by training, and no code is shared with it. Replicas are a loop, a mean is a
+sum over a list, and codes are written with numpy. It is slow and meant for small models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+
+
+@dataclass
+class Method:
+    """As the ``sync`` section of a configuration, with numbers for ``auto``."""
+
+    name: str = "every_step"  # or diloco
+    wire: str = "fp32"  # or bf16, int8, int4, sparse
+    splits_updates: bool = False  # strategy=hybrid_full
+    every: int = 30
+    lr: float = 0.7
+    momentum: float = 0.8
+    mix: float = 0.0
+    delay: int = 0
+
+
+def train(
+    model: nn.Module,
+    steps: Sequence[Sequence[Batch]],
+    loss: Callable[[nn.Module, Batch], Tensor],
+    new_optimizer: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
+    method: Method,
+    *,
+    clip: float = math.inf,
+    shards: int = 1,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Trains ``model``; returns its parameters, with diloco those that replicas share.
+
+    ``steps``: for each step a batch per replica. ``loss``: so scaled that the gradient of a global
+    batch is the mean over the replicas. ``shards``: in how many parts each replica cuts dim 0 of a
+    parameter, on which the blocks of a code depend.
+    """
+    run = _train_apart if method.name == "diloco" else _train_together
+    return run(model, steps, loss, new_optimizer, method, clip, shards, seed)
+
+
+def _train_together(  # type: ignore[no-untyped-def]
+    model, steps, loss, new_optimizer, method, clip, shards, seed
+) -> dict[str, Tensor]:
+    """Every step: the mean of what the replicas send is the gradient."""
+    named = dict(model.named_parameters())
+    masters = {name: value.detach().clone() for name, value in named.items()}
+    optimizer = new_optimizer(list(masters.values()))
+    for step, batches in enumerate(steps, 1):
+        gradients = []
+        for batch in batches:
+            model.zero_grad()
+            loss(model, batch).backward()
+            gradients.append({name: value.grad for name, value in named.items()})
+        for name, master in masters.items():
+            sent = [each[name] for each in gradients]
+            # With split updates only one replica gets the mean, which is not rounded then.
+            master.grad = mean(sent, method.wire, shards, (seed, step, name), method.splits_updates)
+        torch.nn.utils.clip_grad_norm_(list(masters.values()), clip)
+        optimizer.step()
+        with torch.no_grad():
+            for name, value in named.items():
+                rounded = method.splits_updates and method.wire == "bf16"
+                value.copy_(masters[name].bfloat16() if rounded else masters[name])
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def _train_apart(  # type: ignore[no-untyped-def]
+    model, steps, loss, new_optimizer, method, clip, shards, seed
+) -> dict[str, Tensor]:
+    """DiLoCo: each replica trains on its own; in between the mean of their changes is applied."""
+    named = dict(model.named_parameters())
+    outer = {name: value.detach().clone() for name, value in named.items()}
+    momentum = {name: torch.zeros_like(value) for name, value in outer.items()}
+    replicas = []
+    for _ in steps[0]:
+        own = {name: value.clone() for name, value in outer.items()}
+        residual = {name: torch.zeros_like(value) for name, value in outer.items()}
+        replicas.append((own, residual, new_optimizer(list(own.values()))))
+    arriving: dict[str, Tensor] = {}
+    for step, batches in enumerate(steps, 1):
+        for (own, _, optimizer), batch in zip(replicas, batches, strict=True):
+            with torch.no_grad():
+                for name, value in named.items():
+                    value.copy_(own[name])
+            model.zero_grad()
+            loss(model, batch).backward()
+            for name, value in named.items():
+                own[name].grad = value.grad
+            torch.nn.utils.clip_grad_norm_(list(own.values()), clip)
+            optimizer.step()
+        if step % method.every == 0:
+            for name, shared in outer.items():
+                sent = [shared - own[name] for own, _, _ in replicas]
+                key = (seed, step, name)
+                if method.wire == "sparse":
+                    sent = _with_residuals(sent, [each[1][name] for each in replicas], shards)
+                arriving[name] = mean(sent, method.wire, shards, key)
+        if arriving and step % method.every == method.delay % method.every:
+            for name, change in arriving.items():
+                momentum[name].mul_(method.momentum).add_(change)
+                # Nesterov: a step ahead of the momentum.
+                outer[name] -= method.lr * (change + method.momentum * momentum[name])
+                for own, _, _ in replicas:
+                    own[name].lerp_(outer[name], 1 - method.mix)
+            arriving = {}
+    return outer
+
+
+def _with_residuals(
+    changes: Sequence[Tensor], residuals: Sequence[Tensor], shards: int
+) -> list[Tensor]:
+    """What each replica sends of its change and of what it did not send before."""
+    sent = []
+    for change, residual in zip(changes, residuals, strict=True):
+        residual.mul_(0.95).add_(change)
+        message = torch.cat([_largest(part) for part in _parts(residual, shards)])
+        residual -= message
+        sent.append(message)
+    return sent
+
+
+def mean(
+    values: Sequence[Tensor],
+    wire: str,
+    shards: int,
+    key: tuple[int, int, str],
+    unrounded: bool = False,
+) -> Tensor:
+    """The mean over replicas of what they send of ``values``, one per replica. ``key``: seed, step
+    and name; ``unrounded``: the mean itself is not sent."""
+    count = len(values)
+    unrounded = unrounded or count == 2
+    parts = []
+    start = 0
+    for pieces in zip(*(_parts(value, shards) for value in values), strict=True):
+        sent = [
+            _rounded(piece, wire, key, start, f"contribution/{replica}")
+            for replica, piece in enumerate(pieces)
+        ]
+        total = sum(sent[1:], sent[0]) / count
+        parts.append(total if unrounded else _rounded(total, wire, key, start, "mean"))
+        start += pieces[0].numel()
+    return torch.cat(parts)
+
+
+def _parts(value: Tensor, shards: int) -> list[Tensor]:
+    return list(value.chunk(shards)) if value.ndim else [value]
+
+
+def _rounded(value: Tensor, wire: str, key: tuple[int, int, str], start: int, stage: str) -> Tensor:
+    """What arrives of ``value``."""
+    if wire == "bf16":
+        return value.bfloat16().to(value.dtype)
+    if wire in ("int8", "int4"):
+        return _in_blocks(value, 126 if wire == "int8" else 6, key, start, stage)
+    return value
+
+
+def _in_blocks(
+    value: Tensor, largest: int, key: tuple[int, int, str], start: int, stage: str
+) -> Tensor:
+    """Blocks of 256 in whole multiples of their largest magnitude over ``largest``, rounded up or
+    down at random."""
+    flat = value.detach().numpy().reshape(-1)
+    found = np.empty_like(flat)
+    number = _hash("/".join(map(str, key))) ^ _hash(stage)
+    for begin in range(0, len(flat), 256):
+        block = flat[begin : begin + 256]
+        scale = np.float32(np.abs(block).max() / largest)
+        noise = _noise(number, start + begin + np.arange(len(block)))
+        codes = np.floor(block / (scale or 1) + noise).clip(-largest, largest)
+        found[begin : begin + 256] = codes * scale
+    return torch.from_numpy(found).view(value.shape)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def _noise(key: int, positions: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1): MurmurHash3's finalizer of the position times 2**32 over the golden
+    ratio."""
+    mixed = positions.astype(np.uint32) * np.uint32(0x9E3779B9) ^ np.uint32(key)
+    mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    mixed ^= mixed >> np.uint32(16)
+    return (mixed & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _largest(value: Tensor) -> Tensor:
+    """The 64 largest magnitudes of each 64 x 64 tile of a matrix, or of each 4,096 values; the
+    larger and the smaller half of them by the mean of its magnitudes."""
+    if value.ndim < 2 or value.shape[0] < 64 or value[0].numel() < 64:
+        flat = value.reshape(-1)
+        return torch.cat([_largest_of(chunk) for chunk in flat.split(4096)]).view(value.shape)
+    matrix = value.reshape(value.shape[0], -1)
+    found = torch.zeros_like(matrix)
+    for row in range(0, matrix.shape[0], 64):
+        for column in range(0, matrix.shape[1], 64):
+            tile = torch.zeros(64, 64, dtype=value.dtype)
+            inside = matrix[row : row + 64, column : column + 64]
+            tile[: inside.shape[0], : inside.shape[1]] = inside
+            kept = _largest_of(tile.reshape(-1)).view(64, 64)
+            found[row : row + 64, column : column + 64] = kept[: inside.shape[0], : inside.shape[1]]
+    return found.view(value.shape)
+
+
+def _largest_of(chunk: Tensor) -> Tensor:
+    chunk_size = 4096
+    padded = torch.nn.functional.pad(chunk, (0, chunk_size - len(chunk)))
+    kept = torch.zeros_like(padded)
+    order = padded.abs().topk(64).indices
+    for half in (order[:32], order[32:]):
+        magnitude = padded[half].abs().mean().float().to(chunk.dtype)
+        signs = torch.where(padded[half].signbit(), -1.0, 1.0).to(chunk.dtype)
+        kept[half] = signs * magnitude
+    return kept[: len(chunk)]

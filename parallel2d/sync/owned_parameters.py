@@ -1,0 +1,301 @@
+"""The parts of the parameters that this replica updates, for ``strategy=hybrid_full``.
+
+[Note: split updates] Each replica owns an equal number of rows of this rank's shard of every
+parameter. Its gradient rows are reduced to it (`ScatterToOwners`), the optimizer has its rows alone
+(`OwnedParameters.make`), and after the optimizer's step the updated rows are gathered on all
+replicas (`OwnedParameters.after_update`). That sends as many bytes as an all-reduce of the
+gradients, and the optimizer state is divided by the number of replicas.
+
+Owned rows are views of the sharded parameters. Where updates are sent in a narrower dtype they are
+tensors of their own, which keep what rounding would lose; all replicas, the owner too, compute with
+the rounded values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from parallel2d.mesh import mesh_shape
+from parallel2d.model_structure import update_as
+from parallel2d.sync.bucket import Bucket
+from parallel2d.sync.group import GroupParameter, ParameterGroup
+from parallel2d.sync.reduction import Wait
+from parallel2d.weights.geometry import local_part
+
+
+class OwnedParameters:
+    """The parts of one model.
+
+    ``group``: the process group of the replicas. ``groups``: in the order in which backward ends
+    them. ``wire``: the dtype in which updated parameters are sent; None: as they are stored.
+    ``bucket_bytes``: parameters are gathered in pieces of about this size.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+        groups: Sequence[ParameterGroup],
+        wire: torch.dtype | None,
+        bucket_bytes: int,
+    ) -> None:
+        self._group = group
+        self._groups = groups
+        self._wire = wire
+        self._bucket_bytes = bucket_bytes
+        self._replicas = group.size()
+        self._replica = dist.get_group_rank(group, dist.get_rank())
+        self._mesh = _from_inside_out(mesh)
+        self._meshes = {self._mesh.mesh_dim_names: self._mesh}
+        self._owned: dict[int, nn.Parameter] = {}
+        # Those whose parts are tensors of their own
+        self._masters: list[GroupParameter] = []
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Makes the owned parts of the parameters, which have their values by now."""
+        for group in self._groups:
+            for parameter in group.parameters:
+                owned = self._part_of(parameter)
+                self._owned[id(parameter)] = owned
+                update_as(parameter.sharded, owned)
+
+    def owned(self, parameter: GroupParameter) -> nn.Parameter:
+        """This replica's part."""
+        return self._owned[id(parameter)]
+
+    # As a `parallel2d.weights.kept.Keeper`
+
+    def kept(self) -> dict[str, Tensor]:
+        """By name, the parts that are tensors of their own; none where they are views."""
+        return {parameter.name: self.owned(parameter) for parameter in self._masters}
+
+    def kept_was_loaded(self) -> None:
+        """Sends the parts to all replicas. Collective."""
+        if self._masters:
+            self.after_update()
+
+    def parameters_were_loaded(self) -> None:
+        """Makes the parts that are tensors of their own equal to the parameters."""
+        self.parameters_were_changed()
+
+    @torch.no_grad()
+    def parameters_were_changed(self) -> None:
+        """Takes over what differs from the rounded parts."""
+        for parameter in self._masters:
+            rows = self._rows(local_part(parameter.sharded), self._replica)
+            owned = local_part(self.owned(parameter))
+            is_rounded = owned.to(self._wire).to(rows.dtype) == rows
+            owned.copy_(torch.where(is_rounded, owned, rows))
+
+    def _part_of(self, parameter: GroupParameter) -> nn.Parameter:
+        whole = parameter.sharded
+        assert isinstance(whole, DTensor)
+        rows = self._rows(local_part(whole.detach()), self._replica)
+        if self._wire is not None and whole.requires_grad:
+            rows = rows.clone()
+            self._masters.append(parameter)
+        owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
+        # Any dtype: that of gradients may differ from the parameter's.
+        owned.grad_dtype = None
+        return owned
+
+    def _as_dtensor(self, rows: Tensor, whole: DTensor) -> DTensor:
+        """``rows`` of this replica as a part of ``whole``."""
+        names = whole.device_mesh.mesh_dim_names
+        assert names is not None
+        by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
+        # Rows are split over the shard axis first, and this rank's part of them over the replicas.
+        by_axis["shard"] = by_axis["replicate"] = Shard(0)
+        axes = self._mesh.mesh_dim_names
+        assert axes is not None
+        used = tuple(axis for axis in axes if axis in by_axis)
+        return DTensor.from_local(
+            rows,
+            self._mesh if used == axes else self._mesh[used],
+            [by_axis[axis] for axis in used],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def _rows(self, local: Tensor, replica: int) -> Tensor:
+        """The rows of a local tensor that ``replica`` owns, a view."""
+        begin, length = self._place(local.shape[0], replica)
+        return local.narrow(0, begin, length)
+
+    def _place(self, rows: int, replica: int) -> tuple[int, int]:
+        """Where the rows of ``replica`` begin among ``rows``, and how many they are."""
+        size = -(-rows // self._replicas)  # rounded up; the last ones have fewer, or none
+        begin = min(replica * size, rows)
+        return begin, min(size, rows - begin)
+
+    # Gradients
+
+    def pieces(self, tensors: Sequence[Tensor], replica: int) -> list[Tensor]:
+        """Of each of these local tensors the rows that ``replica`` owns, views."""
+        return [self._rows(tensor, replica) for tensor in tensors]
+
+    @torch.no_grad()
+    def take_gradients(self, group: ParameterGroup) -> None:
+        """Moves the reduced gradients of ``group`` to the owned parts, and adds them to what is
+        there."""
+        for parameter in group.trained:
+            gradient = parameter.local_gradient
+            if gradient is None:
+                continue
+            owned = self.owned(parameter)
+            rows = self._rows(gradient, self._replica)
+            parameter.set_gradient(None)
+            if owned.grad is not None:
+                local_part(owned.grad).add_(rows)
+                continue
+            # A copy, because a view would keep the memory of the rows of other replicas.
+            whole = parameter.sharded
+            assert isinstance(whole, DTensor)
+            owned.grad = self._as_dtensor(rows.clone(), whole)
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops the gradients of the parts, or sets them to zero."""
+        for owned in self._owned.values():
+            if set_to_none:
+                owned.grad = None
+            elif owned.grad is not None:
+                local_part(owned.grad).zero_()
+
+    # Updates
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Sends this replica's updated rows to the others and takes theirs. Collective."""
+        pending: list[Wait] = []
+        for batch in self._batches():
+            pending.append(self._start_gather(batch))
+            # Two at a time: each holds a copy of its parameters.
+            if len(pending) == 2:
+                pending.pop(0)()
+        for wait in pending:
+            wait()
+
+    def _batches(self) -> list[list[GroupParameter]]:
+        """The trained parameters in the order of forward, in pieces of one dtype and of about
+        `bucket_bytes`."""
+        batches: list[list[GroupParameter]] = []
+        size = 0
+        dtype = None
+        for group in reversed(self._groups):
+            for parameter in group.trained:
+                local = local_part(parameter.sharded)
+                if local.dtype != dtype or size + local.nbytes > self._bucket_bytes:
+                    batches.append([])
+                    size = 0
+                    dtype = local.dtype
+                batches[-1].append(parameter)
+                size += local.nbytes
+        return batches
+
+    def _start_gather(self, parameters: Sequence[GroupParameter]) -> Wait:
+        own = [local_part(self.owned(parameter)) for parameter in parameters]
+        locals_ = [local_part(parameter.sharded) for parameter in parameters]
+        # The first replica never owns fewer rows than another.
+        largest = sum(piece.numel() for piece in self.pieces(locals_, 0))
+        sent = torch.cat([_real(rows).reshape(-1) for rows in own])
+        if self._wire is not None:
+            sent = sent.to(self._wire)
+        factor = 2 if own[0].is_complex() else 1
+        sent = torch.nn.functional.pad(sent, (0, largest * factor - sent.numel()))
+        received = sent.new_empty(self._replicas * sent.numel())
+        work = dist.all_gather_single(received, sent, group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            for replica, piece in enumerate(received.chunk(self._replicas)):
+                # Views of the owned rows hold their values already.
+                if replica == self._replica and self._wire is None:
+                    continue
+                begin = 0
+                for rows in self.pieces(locals_, replica):
+                    target = _real(rows)
+                    end = begin + target.numel()
+                    target.copy_(piece[begin:end].view(target.shape))
+                    begin = end
+
+        return wait
+
+
+class ScatterToOwners:
+    """Reduces the gradients of a bucket to the replicas that own them. The rows of others are left
+    as they are.
+
+    As in [Note: rounded exchange], each replica sends its contributions in the bucket's wire, and
+    the owner adds them in fp32 at least, in the order of the replicas. Gloo has no reduce-scatter
+    that costs less than an all-reduce; an all-to-all costs half.
+    """
+
+    most_in_flight = 2
+
+    def __init__(self, group: dist.ProcessGroup, owners: OwnedParameters) -> None:
+        self._group = group
+        self._owners = owners
+        self._replica = dist.get_group_rank(group, dist.get_rank())
+
+    def start(self, bucket: Bucket) -> Wait:
+        """Begins to average the owned rows of ``bucket.gradients()`` over the replicas, in
+        place."""
+        replicas = self._group.size()
+        gradients = bucket.real_gradients()
+        flat: list[Tensor] = []
+        sizes: list[int] = []
+        for replica in range(replicas):
+            rows = self._owners.pieces(gradients, replica)
+            flat.extend(piece.reshape(-1) for piece in rows)
+            sizes.append(sum(piece.numel() for piece in rows))
+        own = sizes[self._replica]
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        narrower = bucket.wire.itemsize < gradients[0].dtype.itemsize
+        sent = torch.cat(flat)
+        if narrower:
+            sent = sent.to(bucket.wire)
+        received = sent.new_empty(replicas * own)
+        work = dist.all_to_all_single(
+            received, sent, [own] * replicas, sizes, group=self._group, async_op=True
+        )
+
+        def wait() -> None:
+            work.wait()
+            contributions = received.chunk(replicas) if own else ()
+            mean = torch.zeros(own, dtype=wide, device=received.device)
+            for contribution in contributions:
+                mean += contribution
+            mean /= replicas
+            begin = 0
+            for rows in self._owners.pieces(gradients, self._replica):
+                end = begin + rows.numel()
+                rows.copy_(mean[begin:end].view(rows.shape))
+                begin = end
+
+        return wait
+
+
+def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with the axes tensor, shard, replicate: the order in which a parameter is
+    split when replicas split what the other axes leave. Collective over the world.
+
+    Placements on the usual order would need torch's strided shards, which put rows elsewhere where
+    sizes do not divide.
+    """
+    shape = mesh_shape(mesh)
+    ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
+    names = ("tensor", "shard", "replicate")
+    return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

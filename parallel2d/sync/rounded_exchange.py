@@ -1,0 +1,95 @@
+"""Averages values over replicas that send them rounded, and add them unrounded.
+
+[Note: rounded exchange] An all-reduce in a narrow dtype rounds every partial sum, the more often
+the more replicas there are. Here each replica sends its rounded contribution to the one that owns
+a piece (all-to-all), the owner adds them in fp32 at least, in the order of the replicas, rounds the
+mean and sends it to all (all-gather). Each contribution and the mean are rounded once, all replicas
+get the same bits, and as many bytes are sent as by a ring all-reduce. Two replicas exchange their
+whole contributions and add them locally, which costs the same bytes and one rounding less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel2d.sync.noise import key_of
+from parallel2d.sync.wire import Wire
+
+MEAN_STAGE = key_of("mean")
+
+
+def contribution_stage(replica: int) -> int:
+    """The stage of `Wire.encode` at which ``replica`` rounds its contribution."""
+    return key_of("contribution", replica)
+
+
+class Exchange:
+    """One average over the replicas of ``group``, begun when it is made. Collective: all replicas
+    make them, and call their methods, in the same order.
+
+    ``tensors``: this replica's values. `finish` writes the mean into ``results``, by default into
+    ``tensors``.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wire: Wire,
+        tensors: Sequence[Tensor],
+        results: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._group = group
+        self._wire = wire
+        self._results = tensors if results is None else results
+        self._replicas = group.size()
+        self._replica = dist.get_group_rank(group, dist.get_rank())
+        self._dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        # Whether the means are on their way to all replicas; two replicas send none.
+        self._means_sent = False
+        rows = wire.rows(tensors)
+        self._count = len(rows)
+        stage = contribution_stage(self._replica)
+        if self._replicas == 2:
+            sent = wire.encode(rows, 0, stage)
+            self._received = sent.new_empty(2 * len(sent), sent.shape[1])
+            self._work = dist.all_gather_single(self._received, sent, group=group, async_op=True)
+            return
+        # Every replica owns a piece of the same number of rows.
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self._replicas))
+        sent = wire.encode(rows, 0, stage)
+        self._received = torch.empty_like(sent)
+        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+
+    def send_means(self) -> None:
+        """Waits for the contributions to this replica's piece, and begins to send their mean."""
+        if self._means_sent or self._replicas == 2:
+            return
+        self._means_sent = True
+        self._work.wait()
+        first = self._replica * len(self._received) // self._replicas
+        sent = self._wire.encode(self._mean_of_received(), first, MEAN_STAGE)
+        # The contributions have been read: their memory takes the means.
+        self._work = dist.all_gather_single(self._received, sent, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Waits for the mean and writes it into the results."""
+        self.send_means()
+        self._work.wait()
+        if self._replicas == 2:
+            mean = self._mean_of_received()
+        else:
+            mean = self._wire.decode(self._received, self._dtype)
+        self._wire.put_back(mean[: self._count], self._results)
+
+    def _mean_of_received(self) -> Tensor:
+        """The mean of what the replicas have sent of the same rows."""
+        contributions = self._received.chunk(self._replicas)
+        total = self._wire.decode(contributions[0], self._dtype)
+        # One after the other, in the same order everywhere: the sum has the same bits everywhere.
+        for contribution in contributions[1:]:
+            total += self._wire.decode(contribution, self._dtype)
+        return total.div_(self._replicas)

@@ -1,0 +1,103 @@
+"""What a training loop of one's own needs where something happens after each update of the
+parameters: ``strategy=hybrid_full`` and ``sync=diloco``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.mesh import has_cpu_backend
+from parallel2d.model_structure import updated_as
+from parallel2d.sync.comparison import ReplicaComparison
+from parallel2d.sync.engine import engine_of, engines_in
+from parallel2d.sync.gradient_sync import GradientSync
+from parallel2d.sync.outer import OuterSync
+
+
+def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters to build an optimizer on: with ``strategy=hybrid_full`` the parts that this
+    replica updates, otherwise those of ``model``."""
+    return [updated_as(parameter) for parameter in model.parameters()]
+
+
+def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Lets ``model`` follow the updates of ``optimizer``, which becomes collective where replicas
+    must hear of them. `parallel2d.build_optimizer` does this.
+
+    With several optimizers attach the one that steps last. Raises `ConfigError` for a model that
+    did not come from `parallel2d.parallelize`, and for an optimizer that has whole parameters where
+    replicas own parts.
+    """
+    engine_of(model).attach(optimizer)
+
+
+def outer_sync(model: nn.Module) -> OuterSync | None:
+    """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
+    for engine in engines_in(model):
+        if isinstance(engine, GradientSync) and engine.method.outer is not None:
+            return engine.method.outer
+    return None
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
+    is rounded at random. Without it the batches of this process are counted."""
+    for engine in engines_in(model):
+        if isinstance(engine, GradientSync):
+            engine.keys.step = step
+
+
+@contextmanager
+def outer_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` has the parameters that all replicas share, for validation and export.
+    They are its own but with ``sync=diloco``."""
+    outer = outer_sync(model)
+    if outer is None:
+        yield
+        return
+    with outer.outer_parameters():
+        yield
+
+
+def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """By group of parameters and by name, what must be equal on all replicas: the parameters, or
+    with ``sync=diloco`` those that the replicas share."""
+    outer = outer_sync(model)
+    found: dict[str, dict[str, Tensor]] = {}
+    for engine in engines_in(model):
+        if not isinstance(engine, GradientSync):
+            continue
+        for group in engine.groups:
+            tensors: dict[str, Tensor] = {}
+            for parameter in group.parameters:
+                tensors[parameter.name] = parameter.sharded
+                # Frozen parameters have no outer ones.
+                if outer is not None and parameter.name in outer.parameters:
+                    tensors[parameter.name] = outer.parameters[parameter.name].outer
+            found[group.called] = tensors
+    return found
+
+
+def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
+    of what must be equal. Collective over the world; the train command does it every
+    ``sync.compare_every`` steps."""
+    comparison = ReplicaComparison(mesh, replicated_tensors(model))
+    vector = comparison.vector()
+    if not has_cpu_backend():
+        vector = vector.to(mesh.device_type)
+    dist.all_reduce(vector)
+    comparison.check(vector.cpu())
+
+
+def finish_updates(model: nn.Module) -> None:
+    """At the end of training: with ``sync=diloco`` a last outer step with what the replicas have
+    not shared yet. Collective."""
+    outer = outer_sync(model)
+    if outer is not None:
+        outer.finish()

@@ -1,0 +1,90 @@
+"""How values are written for other replicas.
+
+A `Wire` turns values into rows and rows into what is sent. Each row is decoded without the others,
+so that rows can be dealt out to replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel2d.sync.blocks import BlockCode, BlockNoise, from_blocks, to_blocks
+
+# The dtypes that stand for the words of ``sync.wire`` where gradients are sent
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+class Wire(Protocol):
+    """How values are written for other replicas."""
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[rows, values] of all ``tensors``, in their dtype."""
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """[rows, units] to send. ``first``: the number of the first of these rows; ``stage``: tells
+        several roundings of one value apart. Rows after the last are padding."""
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `encode` was given, rounded, in ``dtype``."""
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies ``rows`` into ``tensors``, which are like those that `rows` was given."""
+
+
+class CastWire:
+    """Values in another dtype, one a row."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[values, 1]."""
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])[:, None]
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """The rows in this wire's dtype."""
+        return rows.to(self._dtype)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows in ``dtype``."""
+        return sent.to(dtype)
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the values in their order."""
+        begin = 0
+        for tensor in tensors:
+            end = begin + tensor.numel()
+            tensor.copy_(rows[begin:end].view(tensor.shape))
+            begin = end
+
+
+class BlockWire:
+    """Blocks of 256 values with one scale each; see [Note: block codes].
+
+    ``noise``: for the stochastic rounding of the tensors that are sent.
+    """
+
+    def __init__(self, bits: int, noise: BlockNoise) -> None:
+        self._code = BlockCode(bits)
+        self._noise = noise
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[blocks, 256]."""
+        return to_blocks(tensors)
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """uint8 [blocks, bytes of a block]."""
+        noise = self._noise.numbers(first, first + len(rows), stage)
+        return self._code.encode(rows, noise)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """The blocks in ``dtype``."""
+        return self._code.decode(sent, dtype)
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the blocks' values."""
+        from_blocks(rows, tensors)
