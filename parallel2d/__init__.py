@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         outer_parameters,
         register_sync_hook,
         replicate_group,
+        set_step,
         updated_parameters,
     )
     from parallel2d.topology import Topology
@@ -74,6 +75,7 @@ _MODULES = {
     "reduce": "runtime",
     "rekey_optimizer_state": "weights.states",
     "set_learning_rate": "optimizer",
+    "set_step": "sync",
     "setup": "runtime",
     "sharded_modules": "weights.summon",
     "sharded_state": "weights.states",
@@ -118,6 +120,7 @@ __all__ = [
     "rekey_optimizer_state",
     "replicate_group",
     "set_learning_rate",
+    "set_step",
     "setup",
     "sharded_modules",
     "sharded_state",

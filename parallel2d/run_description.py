@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import Job, TrainConfig
+from parallel2d.config import Job, SyncConfig, TrainConfig
 from parallel2d.config.serialization import to_yaml
 from parallel2d.cost.flops import count_flops, peak_flops
 from parallel2d.cost.tensor_twin import tensor_twin
-from parallel2d.cost.traffic import count_tensor_axis, predict_communication
+from parallel2d.cost.traffic import count_tensor_axis, exact_bytes, predict_communication
 from parallel2d.data import BatchPlan, OpenData
 from parallel2d.data.batch import SampleShape
 from parallel2d.mesh import MeshShape
@@ -31,6 +31,7 @@ from parallel2d.model_families import ModelParts
 from parallel2d.optimizer import update_bytes
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.runtime import Runtime
+from parallel2d.sync.outer import describe_sync
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def describe_run(
         strategy=config.strategy.name,
         bucketing=config.bucketing.name,
         precision=config.precision.name,
+        sync=describe_sync(config.strategy, config.sync, shape.replicate),
         model=type(model).__name__.removeprefix("FSDP"),
         parameters=sum(p.numel() for p in parameters),
         local_parameters=sum(p.to_local().numel() for p in parameters),  # type: ignore[attr-defined]
@@ -87,7 +89,16 @@ def describe_run(
         run_dir=job.run_dir,
         predicted=predicted,
         classes=data.classes,
+        exact_bytes=exact_bytes(model, mesh),
     )
+
+
+def _steady(predicted: Mapping[str, float], sync: SyncConfig) -> dict[str, float]:
+    """Those of the predicted bytes that each step moves. With diloco most steps send nothing
+    between replicas."""
+    if sync.name != "diloco":
+        return dict(predicted)
+    return {key: value for key, value in predicted.items() if not key.startswith("comm/replicate")}
 
 
 def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
@@ -169,8 +180,9 @@ def build_recorder(
         device=facts.device,
         hosts=facts.topology.hosts,
         meter=CommunicationMeter(mesh) if config.metrics.communication else None,
-        predicted=facts.predicted,
+        predicted=_steady(facts.predicted, config.sync),
         slow_axes=facts.slow_axes(),
+        exact_bytes=facts.exact_bytes,
         profiler=StepProfiler(
             facts.run_dir, dist.get_rank(), facts.device, profile.steps, profile.ranks
         ),

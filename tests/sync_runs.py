@@ -16,13 +16,17 @@ from parallel2d import (
     attach_optimizer,
     build_mesh,
     clip_gradient_norm,
+    compare_replicas,
     data_coordinate,
+    finish_updates,
     mesh_shape,
     outer_parameters,
     parallelize,
+    set_step,
     updated_parameters,
 )
-from parallel2d.config import SyncConfig
+from parallel2d.checkpoint import Checkpointer
+from parallel2d.config import CheckpointConfig, SyncConfig
 from parallel2d.sync.one_process import Batch, Method
 from parallel2d.sync.one_process import train as train_reference
 
@@ -79,15 +83,26 @@ def run(
     mode: str = "reduce_scatter_only",
     scalar: bool = False,
     width: int = 37,
+    folder: str = "",
+    save_after: Iterable[int] = (),
+    resume: str = "never",
+    finish: bool = False,
 ) -> dict[str, Any]:
-    """Trains on this process group; the whole parameters on rank 0, with diloco those that replicas share."""
+    """Trains on this process group; the whole parameters, with diloco those that replicas share.
+
+    ``folder``: of checkpoints after the steps ``save_after``; ``resume``: from which to go on first.
+    """
     mesh = build_mesh(MeshSpec(**sizes), strategy)
     config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
     model = parallelize(small_model(width, scalar), mesh, config, seed=3)
     optimizer = adamw(updated_parameters(model))
     attach_optimizer(model, optimizer)
     rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
-    for step in range(1, steps + 1):
+    saved = CheckpointConfig(enabled=bool(folder), every=0, resume=resume, memory_every=0)
+    checkpointer = Checkpointer(saved, folder, mesh, model, optimizer)
+    restored = checkpointer.restore()
+    for step in range(1 + (restored["step"] if restored else 0), steps + 1):
+        set_step(model, step)
         inputs, targets = (part.chunk(ranks)[rank] for part in batch_of(step))
         micro = list(zip(inputs.chunk(accumulation), targets.chunk(accumulation), strict=True))
         for batch in accumulate(model, micro, mode):
@@ -95,6 +110,11 @@ def run(
         clip_gradient_norm(updated_parameters(model), CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        checkpointer.save_if_due(step, {}, last=step in save_after)
+    checkpointer.finish()
+    if finish:
+        finish_updates(model)
+    compare_replicas(model, mesh)
     with outer_parameters(model):
         return {
             "parameters": {

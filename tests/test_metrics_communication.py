@@ -20,11 +20,13 @@ from parallel2d import (
     MeshSpec,
     ParallelConfig,
     accumulate,
+    attach_optimizer,
     build_mesh,
     build_on_meta,
     cross_entropy_sum,
     mesh_shape,
     parallelize,
+    updated_parameters,
 )
 from parallel2d.config import BucketingConfig, PrecisionConfig, SyncConfig
 from parallel2d.cost.collectives import sent_bytes
@@ -111,14 +113,17 @@ def measure(
         torch.randint(0, 512, (8, 65), generator=torch.Generator().manual_seed(0))
         for _ in range(accumulation)
     ]
+    # It changes nothing; some sync methods send after updates.
+    optimizer = torch.optim.SGD(updated_parameters(model), lr=0.0)
+    attach_optimizer(model, optimizer)
     meter = CommunicationMeter(mesh).install()
 
     def step() -> list[float]:
         meter.start()
         for batch in accumulate(model, batches, mode):
             cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]).backward()
-        for parameter in model.parameters():
-            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
         return meter.read()
 
     try:
@@ -178,6 +183,16 @@ LAYOUTS = {
     "tensor": ({"tensor": 2}, {"strategy": "zero3"}),
     "bf16": ({}, {"strategy": "hybrid", "precision": "bf16"}),
     "bf16_reduce_bf16": ({}, {"strategy": "hybrid", "precision": "bf16_reduce_bf16"}),
+    "wire_bf16": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="bf16")}),
+    "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}),
+    "four_replicas_bf16": ({}, {"strategy": "ddp", "sync": SyncConfig(wire="bf16")}),
+    "four_replicas_int8": ({}, {"strategy": "ddp", "sync": SyncConfig(wire="int8")}),
+    "split": ({}, {"strategy": "hybrid_full"}),
+    "split_bf16": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16")}),
+    "diloco": ({}, {"strategy": "hybrid", "sync": SyncConfig("diloco", every=1)}),
+    "diloco_bf16": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "bf16", every=1)}),
+    "diloco_int4": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "int4", every=1)}),
+    "diloco_sparse": ({}, {"strategy": "hybrid", "sync": SyncConfig("diloco", "sparse", every=1)}),
     "torch": (
         {},
         {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": SyncConfig(engine="torch")},
@@ -190,8 +205,10 @@ LAYOUTS = {
 def test_measured_bytes_are_those_of_the_formula(ranks, layout, accumulation):
     result = ranks.run(4, measure, *LAYOUTS[layout], accumulation)[0]
     measured = result["measured"]
+    # Blocks are dealt out to four replicas: each bucket has up to three empty ones.
+    tolerance = 0.003 if "int" in layout else 0.001
     for key, expected in result["predicted"].items():
-        assert measured[key] == pytest.approx(expected, rel=0.001), key
+        assert measured[key] == pytest.approx(expected, rel=tolerance), key
     for axis in ("replicate", "shard", "tensor"):
         moved, calls, seconds = (
             measured[f"comm/{axis}/{quantity}"] for quantity in ("bytes", "calls", "seconds")

@@ -5,8 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sync_runs
+import torch
+import torch.distributed as dist
 
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    attach_optimizer,
+    build_mesh,
+    compare_replicas,
+    parallelize,
+    updated_parameters,
+)
+from parallel2d.config import SyncConfig
 from parallel2d.sync.one_process import Method
+from parallel2d.sync.updates import replicated_tensors
 
 EVERY_STEP = {
     "fp32": Method(),
@@ -83,3 +96,116 @@ def test_diloco_equals_its_reference(ranks, case, sizes):
     method = Method(name="diloco", every=5, **numbers)
     expected = sync_runs.reference(method, replicas, steps=17, shards=shards)
     assert largest_difference(found[0]["parameters"], expected) < 1e-10
+
+
+# Going on from a checkpoint
+
+RESUMED = {
+    "int8": ("hybrid", {"wire": "int8"}),
+    "split": ("hybrid_full", {}),
+    "split_bf16": ("hybrid_full", {"wire": "bf16"}),
+    "diloco": ("hybrid", {"name": "diloco", "every": 5}),
+    "sparse": ("hybrid", {"name": "diloco", "every": 5, "wire": "sparse"}),
+    "in_flight": ("hybrid", {"name": "diloco", "every": 5, "wire": "int4", "fragments": 3, "delay": 3}),
+}  # fmt: skip
+TWO_BY_TWO = {"replicate": 2, "shard": 2}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, case):
+    strategy, sync = RESUMED[case]
+    whole = ranks.run(4, sync_runs.run, TWO_BY_TWO, strategy, sync, steps=17)
+    # In the middle of a period of five, and with fragments on their way.
+    ranks.run(
+        4,
+        sync_runs.run,
+        TWO_BY_TWO,
+        strategy,
+        sync,
+        steps=12,
+        folder=str(tmp_path),
+        save_after=[6, 12],
+    )
+    resumed = ranks.run(
+        4,
+        sync_runs.run,
+        TWO_BY_TWO,
+        strategy,
+        sync,
+        steps=17,
+        folder=str(tmp_path),
+        resume="auto",
+    )
+    assert largest_difference(resumed[0]["parameters"], whole[0]["parameters"]) == 0.0
+
+
+LAYOUTS = {
+    "hybrid": (TWO_BY_TWO, "hybrid", {}),
+    "split": (TWO_BY_TWO, "hybrid_full", {}),
+    "zero3": ({"replicate": 1, "shard": 4}, "zero3", {}),
+    "diloco": (TWO_BY_TWO, "hybrid", {"name": "diloco", "every": 5}),
+}
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(ranks, tmp_path, source, target):
+    if source == target:
+        return
+    ranks.run(4, sync_runs.run, *LAYOUTS[source], steps=10, folder=str(tmp_path), save_after=[10])
+    again = {"folder": str(tmp_path), "resume": "auto"}
+    loaded = ranks.run(4, sync_runs.run, *LAYOUTS[target], steps=10, **again)
+    saved = ranks.run(4, sync_runs.run, *LAYOUTS[source], steps=10)
+    assert largest_difference(loaded[0]["parameters"], saved[0]["parameters"]) == 0.0
+    # Layouts that reduce gradients exactly go on alike, the optimizer's state included.
+    if "diloco" in (source, target):
+        return
+    on = ranks.run(4, sync_runs.run, *LAYOUTS[target], steps=14, **again)
+    expected = ranks.run(4, sync_runs.run, *LAYOUTS[source], steps=14)
+    assert largest_difference(on[0]["parameters"], expected[0]["parameters"]) < 1e-12
+
+
+def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path, caplog):
+    """Two replicas after four, and four after two: the shared parameters stay, and training goes on."""
+    sync = {"name": "diloco", "every": 5, "wire": "sparse"}
+    four = {"replicate": 4, "shard": 1}
+    two = {"replicate": 2, "shard": 1}
+    first = {"steps": 7, "folder": str(tmp_path), "save_after": [7]}
+    saved = ranks.run(4, sync_runs.run, four, "ddp", sync, **first)
+    shrunk = ranks.run(
+        2, sync_runs.run, two, "ddp", sync, steps=7, folder=str(tmp_path), resume="auto"
+    )
+    assert largest_difference(shrunk[0]["parameters"], saved[0]["parameters"]) == 0.0
+    for size, sizes in ((2, two), (4, four)):
+        on = ranks.run(
+            size, sync_runs.run, sizes, "ddp", sync, steps=10, folder=str(tmp_path), resume="auto"
+        )
+        assert largest_difference(on[0]["parameters"], saved[0]["parameters"]) > 0.0
+
+
+# What replicas must have in common
+
+
+def _flip_one_bit(strategy, sync, rank):
+    """Trains with the trainer's comparison; one bit of one parameter of one replica changes on the way."""
+    mesh = build_mesh(MeshSpec(**TWO_BY_TWO), strategy)
+    config = ParallelConfig(strategy, sync=SyncConfig(**sync))
+    model = parallelize(sync_runs.small_model().float(), mesh, config)
+    optimizer = sync_runs.adamw(updated_parameters(model))
+    attach_optimizer(model, optimizer)
+    compare_replicas(model, mesh)
+    if dist.get_rank() == rank:
+        name = "1.up.weight"
+        tensor = replicated_tensors(model)["1"][name]
+        tensor.detach().to_local().view(-1).view(torch.int32)[7] ^= 1 << 3
+    compare_replicas(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync"),
+    [("hybrid", {}), ("hybrid_full", {}), ("hybrid", {"name": "diloco"})],
+    ids=["every_step", "split", "diloco"],
+)
+def test_one_bit_of_one_replica_is_found_and_named(ranks, strategy, sync):
+    with pytest.raises(Exception, match=r"1\.up\.weight differs between ranks \[1\] and \[3\]"):
+        ranks.run(4, _flip_one_bit, strategy, sync, 3)

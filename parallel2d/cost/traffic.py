@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d import fsdp_internals
 from parallel2d.cost.collectives import sent_bytes
+from parallel2d.cost.replica_sync import gradient_bytes, outer_bytes, split_bytes
 from parallel2d.cost.tensor_twin import on_fake_tensors
 from parallel2d.mesh import MeshShape, mesh_shape
 from parallel2d.sync import GradientSync
@@ -52,7 +53,8 @@ def predict_communication(
     ``model``: after `parallelize`. Per group of parameters (Rajbhandari et al. 2020, ZeRO; Zhao et
     al. 2023, FSDP): an all-gather per micro-batch for forward, another one for backward where
     parameters are freed in between; a reduce-scatter of the gradients per micro-batch, or once with
-    ``none``; an all-reduce of the sharded gradients once, or per micro-batch with ``full``.
+    ``none``; over the replicas what the sync method sends (`parallel2d.cost.replica_sync`), once or
+    per micro-batch with ``full``.
     Parameters count as they travel: padded to the shard axis, in the dtype they are gathered or
     reduced in. Gradients in fewer than 32 bits are exchanged all to all instead, over the shard
     axis and, with an all-gather of the means, over the replicas. The ``tensor`` axis moves
@@ -60,7 +62,7 @@ def predict_communication(
     """
     shape, device = mesh_shape(mesh), mesh.device_type
     # Torch's own engine adds narrow gradients in a reduce-scatter, ours exchanges them.
-    ours = any(isinstance(engine, GradientSync) for engine in engines_in(model))
+    engine = next((each for each in engines_in(model) if isinstance(each, GradientSync)), None)
     scatters = 1 if during_accumulation == "none" else accumulation
     reductions = accumulation if during_accumulation == "full" else 1
     replicate = shard = 0.0
@@ -70,11 +72,36 @@ def predict_communication(
         gathered = traffic.gathered_bytes * shape.shard
         shard += gathers * sent_bytes("all_gather", gathered, shape.shard, device)
         reduced = traffic.reduced_bytes * shape.shard
-        collective = "all_to_all" if ours and traffic.reduced_itemsize < 4 else "reduce_scatter"
+        is_exchanged = engine is not None and traffic.reduced_itemsize < 4
+        collective = "all_to_all" if is_exchanged else "reduce_scatter"
         shard += scatters * sent_bytes(collective, reduced, shape.shard, device)
-        crossing = sent_bytes("all_reduce", traffic.reduced_bytes, shape.replicate, device)
-        replicate += reductions * crossing
+        replicate += _between_replicas(engine, traffic, shape.replicate, device, reductions)
     return _by_key(shape, replicate, shard)
+
+
+def exact_bytes(model: nn.Module, mesh: DeviceMesh) -> float:
+    """Bytes that a rank would send per step over the ``replicate`` axis if gradients were reduced
+    there in fp32, once per step. ``model``: after `parallelize`."""
+    numel = sum(traffic.reduced_numel for traffic in fsdp_internals.traffic_by_group(model))
+    return sent_bytes("all_reduce", 4 * numel, mesh_shape(mesh).replicate, mesh.device_type)
+
+
+def _between_replicas(
+    engine: GradientSync | None,
+    traffic: fsdp_internals.GroupTraffic,
+    replicas: int,
+    device: str,
+    reductions: int,
+) -> float:
+    """Bytes per step over the replicate axis. ``reductions``: of gradients, per step."""
+    if engine is None:
+        return reductions * sent_bytes("all_reduce", traffic.reduced_bytes, replicas, device)
+    sync = engine.config
+    if sync.name == "diloco":
+        return outer_bytes(traffic, sync, replicas, device)
+    if engine.method.owners is not None:
+        return split_bytes(traffic, sync.wire, replicas, device)
+    return reductions * gradient_bytes(traffic, sync.wire, replicas, device)
 
 
 def _by_key(shape: MeshShape, replicate: float, shard: float) -> dict[str, float]:

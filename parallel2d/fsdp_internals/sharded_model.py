@@ -100,7 +100,19 @@ class GroupTraffic(NamedTuple):
     gathered_bytes: int  # of this rank's padded parts, in the dtype in which they are gathered
     reduced_bytes: int  # of their gradients, in the dtype in which they are reduced
     reduced_itemsize: int  # bytes of one element of these; 4 for a group without gradients
+    reduced_shapes: tuple[torch.Size, ...]  # of this rank's part of each of these gradients
+    stored_itemsize: int  # bytes of one element of the sharded parameters
     frees_after_forward: bool  # they are gathered once more for backward
+
+    @property
+    def reduced_numel(self) -> int:
+        """Elements of all gradients."""
+        return sum(shape.numel() for shape in self.reduced_shapes)
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of one element in the dtype in which gradients are added: fp32 at least."""
+        return max(4, self.stored_itemsize)
 
 
 def traffic_by_group(model: nn.Module) -> list[GroupTraffic]:
@@ -114,6 +126,8 @@ def _traffic_of(group: FSDPParamGroup) -> GroupTraffic:
     gathered = 0
     reduced = 0
     narrowest = 4
+    shapes: list[torch.Size] = []
+    stored = 4
     for parameter in group.fsdp_params:
         # Padded, so that each rank of the shard axis has a part of the same size.
         size = parameter._sharded_param_data.numel()
@@ -124,11 +138,15 @@ def _traffic_of(group: FSDPParamGroup) -> GroupTraffic:
         gathered += size * gathered_dtype.itemsize
         if parameter.sharded_param.requires_grad:
             reduced += size * reduced_dtype.itemsize
+            shapes.append(parameter.sharded_size)
+            stored = parameter.sharded_param.dtype.itemsize
             narrowest = min(narrowest, reduced_dtype.itemsize)
     return GroupTraffic(
         gathered_bytes=gathered,
         reduced_bytes=reduced,
         reduced_itemsize=narrowest,
+        reduced_shapes=tuple(shapes),
+        stored_itemsize=stored,
         frees_after_forward=group.post_forward_mesh_info is not None,
     )
 

@@ -28,6 +28,7 @@ class RunFacts:
     strategy: str
     bucketing: str
     precision: str
+    sync: str  # what crosses the replicate axis, in words
     model: str
     parameters: int
     local_parameters: int
@@ -42,6 +43,8 @@ class RunFacts:
     # bytes a rank sends per step, by ``comm/AXIS/bytes``
     predicted: dict[str, float] = field(default_factory=dict)
     classes: tuple[str, ...] = ()  # of images, by class id
+    # that exact fp32 gradients would send over the replicate axis per step
+    exact_bytes: float = 0.0
 
     def lines(self) -> list[str]:
         """The header, readable in 80 columns."""
@@ -57,6 +60,7 @@ class RunFacts:
             f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} "
             "on this rank",
             f"            precision {self.precision}, bucketing {self.bucketing}",
+            f"sync        {self.sync}",
             f"data        {self.data}",
             f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} data "
             f"ranks x {self.accumulation} micro-batches x {self.micro_batch_size}",
@@ -70,6 +74,7 @@ class RunFacts:
             "strategy": self.strategy,
             "bucketing": self.bucketing,
             "precision": self.precision,
+            "sync": self.sync,
             "model": self.model,
             "replicate": shape.replicate,
             "shard": shape.shard,

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from parallel2d.config import AXES
 
+# Norm of the change that replicas shared last, with sync=diloco; and how many times fewer bytes
+# crossed the replicate axis since the process began than exact fp32 gradients would have taken
+OUTER_NORM = "sync/outer_norm"
+COMPRESSION = "sync/compression"
+
 # How far training is, and how well it goes
 STEP = "step"
 LOSS = "loss"

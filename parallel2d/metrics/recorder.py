@@ -62,6 +62,8 @@ class Recorder:
         hosts: by rank; ``meter``: installed while the recorder is open; ``predicted``: bytes per
             axis to compare with.
         slow_axes: axes whose groups cross hosts; ``profiler``: traces the steps it was made for.
+        exact_bytes: that exact fp32 gradients would send over the replicate axis per step, 0 if
+            nothing crosses it.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Recorder:
         meter: CommunicationMeter | None = None,
         predicted: Mapping[str, float] | None = None,
         slow_axes: Sequence[str] = (),
+        exact_bytes: float = 0.0,
         profiler: StepProfiler | None = None,
     ) -> None:
         self.log_every = log_every
@@ -97,6 +100,11 @@ class Recorder:
         self._goodput = Goodput()
         self._stragglers = Stragglers(hosts)
         self._deviation = Deviation(predicted or {})
+        self._exact_bytes = exact_bytes
+        # Over the replicate axis, and the steps that took them
+        self._crossed_bytes = 0.0
+        self._crossed_steps = 0
+        self._outer_norm: float | None = None
         self._step = 0
         self._first = True
         self._saved_at: float | None = None  # when the last checkpoint was written
@@ -179,6 +187,10 @@ class Recorder:
         busy_s = [report.busy_s for report in outcome.ranks]
         if not self._first:  # the reports of the first step are from before it
             row |= _slowest(busy_s)
+        if outcome.outer_norm is not None:
+            self._outer_norm = outcome.outer_norm
+        if self._outer_norm is not None:
+            row[keys.OUTER_NORM] = self._outer_norm
         if validation_loss is not None:
             row[keys.VALIDATION_LOSS] = validation_loss
         self._goodput.add(seconds, first=self._first)
@@ -217,6 +229,8 @@ class Recorder:
         """Time, communication and throughput of a step: the means since the last row, from which
         the sums begin anew."""
         means = {name: total / self._counted for name, total in self._sums.items()}
+        self._crossed_bytes += self._sums.get(keys.communication_key("replicate", "bytes"), 0.0)
+        self._crossed_steps += self._counted
         self._sums = {}
         self._counted = 0
         moved = {key: means.pop(key) for key in keys.COMMUNICATION_KEYS if key in means}
@@ -226,6 +240,9 @@ class Recorder:
             crossing = [moved[keys.communication_key(axis, "bytes")] for axis in self.slow_axes]
             row[keys.BYTES_BETWEEN_HOSTS] = sum(crossing)
             self._warn(self._deviation.check(moved))
+        if self._exact_bytes and self._crossed_bytes:
+            exact = self._exact_bytes * self._crossed_steps
+            row[keys.COMPRESSION] = exact / self._crossed_bytes
         return row | self._throughput(means["step_s"])
 
     def _throughput(self, step_s: float) -> dict[str, float]:

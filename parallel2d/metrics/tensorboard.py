@@ -39,6 +39,10 @@ LAYOUT = {
         ),
         "calls per step": _lines(keys.communication_key(_ANY_AXIS, "calls")),
     },
+    "Replicas": {
+        "bytes saved: exact over sent": _lines(keys.COMPRESSION),
+        "norm of the shared change": _lines(keys.OUTER_NORM),
+    },
     "Memory": {"GiB, largest rank": _lines("memory/.*_gib")},
     "Loss": {
         "training and validation": _lines(f"^{keys.LOSS}$", keys.VALIDATION_LOSS),

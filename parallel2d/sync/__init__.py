@@ -15,6 +15,7 @@ from parallel2d.sync.updates import (
     compare_replicas,
     finish_updates,
     outer_parameters,
+    set_step,
     updated_parameters,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "outer_parameters",
     "register_sync_hook",
     "replicate_group",
+    "set_step",
     "updated_parameters",
 ]

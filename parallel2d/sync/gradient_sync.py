@@ -70,6 +70,7 @@ class GradientSync:
         seed: int = 0,
     ) -> None:
         config = config or SyncConfig()
+        self.config = config
         self.mesh = mesh
         self._final_dtype = final_dtype
         self._scalars = list(scalars)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel2d.config import SyncConfig
+from parallel2d.config import StrategyConfig, SyncConfig
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.gradients import squared_norm_share
 from parallel2d.sync.blocks import BlockNoise, Piece
@@ -373,6 +373,22 @@ def outer_settings(config: SyncConfig) -> tuple[float, float]:
     if config.outer_momentum != "auto":
         momentum = float(config.outer_momentum)
     return lr, momentum
+
+
+def describe_sync(strategy: StrategyConfig, sync: SyncConfig, replicas: int) -> str:
+    """What crosses the replicate axis, for people, with numbers for ``auto``."""
+    if replicas == 1 and sync.name != "diloco":
+        return "one replica: nothing crosses the replicate axis"
+    wire = "precision.reduce" if sync.wire == "auto" else sync.wire
+    if sync.name != "diloco":
+        what = "gradients and updated parameters" if strategy.splits_updates else "gradients"
+        return f"every step, {what} in {wire}"
+    lr, momentum = outer_settings(sync)
+    wire = "fp32" if sync.wire == "auto" else sync.wire
+    text = f"diloco every {sync.every} steps in {wire}, outer lr {lr:g}, momentum {momentum:g}"
+    if sync.fragments > 1 or sync.delay:
+        text += f", {sync.fragments} fragments, delay {sync.delay}, mix {mix_of(sync):g}"
+    return text
 
 
 def split_in_fragments(

@@ -84,7 +84,7 @@ def decode(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def to_chunks(tensor: Tensor) -> Tensor:
     """[chunks, 4096]; the last ones are filled up with zeros."""
-    if not _is_tiled(tensor):
+    if not _is_tiled(tensor.shape):
         flat = tensor.reshape(-1)
         return torch.nn.functional.pad(flat, (0, -flat.numel() % CHUNK)).view(-1, CHUNK)
     matrix = tensor.reshape(tensor.shape[0], -1)
@@ -94,17 +94,17 @@ def to_chunks(tensor: Tensor) -> Tensor:
     return tiles.transpose(1, 2).reshape(-1, CHUNK)
 
 
-def chunks_of(tensor: Tensor) -> int:
-    """Chunks that ``tensor`` fills."""
-    if not _is_tiled(tensor):
-        return -(-tensor.numel() // CHUNK)
-    rows = tensor.shape[0]
-    return -(-rows // SIDE) * -(-(tensor.numel() // rows) // SIDE)
+def chunks_of(shape: torch.Size) -> int:
+    """Chunks that a tensor of ``shape`` fills."""
+    if not _is_tiled(shape):
+        return -(-shape.numel() // CHUNK)
+    rows = shape[0]
+    return -(-rows // SIDE) * -(-(shape.numel() // rows) // SIDE)
 
 
 def _from_chunks(chunks: Tensor, tensor: Tensor) -> None:
     """Copies what `to_chunks` has made of such a tensor into ``tensor``."""
-    if not _is_tiled(tensor):
+    if not _is_tiled(tensor.shape):
         tensor.copy_(chunks.reshape(-1)[: tensor.numel()].view(tensor.shape))
         return
     rows = tensor.shape[0]
@@ -117,16 +117,16 @@ def _from_chunks(chunks: Tensor, tensor: Tensor) -> None:
 def _put_back(chunks: Tensor, tensors: Sequence[Tensor]) -> None:
     begin = 0
     for tensor in tensors:
-        end = begin + chunks_of(tensor)
+        end = begin + chunks_of(tensor.shape)
         _from_chunks(chunks[begin:end], tensor)
         begin = end
 
 
-def _is_tiled(tensor: Tensor) -> bool:
-    """Whether it is cut into tiles: a matrix with at least 64 rows and columns."""
-    if tensor.ndim < 2 or tensor.shape[0] < SIDE:
+def _is_tiled(shape: torch.Size) -> bool:
+    """Whether a tensor is cut into tiles: a matrix with at least 64 rows and columns."""
+    if len(shape) < 2 or shape[0] < SIDE:
         return False
-    return tensor.numel() // tensor.shape[0] >= SIDE
+    return shape.numel() // shape[0] >= SIDE
 
 
 def _pack_positions(positions: Tensor) -> Tensor:
