@@ -18,6 +18,7 @@ from parallel2d.checkpoint.manifest import content_digest
 from parallel2d.checkpoint.memory import place
 from parallel2d.checkpoint.memory.buffer import RECORD, find_copies
 from parallel2d.checkpoint.memory.lineage import Lineage
+from parallel2d.config import SyncConfig
 from parallel2d.files import private_folders as folders
 from parallel2d.files.tensor_file import DamagedCheckpointError
 
@@ -95,6 +96,31 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
         "two copies are kept, those from before are gone"
     )
     assert cluster.copies("C") == [(6, 2), (6, 3), (8, 2), (8, 3)]
+
+
+@pytest.mark.parametrize("nodes", ["AABB", "ABCD"])
+def test_parts_that_replicas_split_are_kept_by_another_node_too(cluster, undisturbed, nodes):
+    """With split updates the optimizer's state is on one replica alone, and goes on from a copy all the same."""
+    split = {"strategy": "hybrid_full", "precision": "fp64"}
+    cluster.run(nodes, until=5, parallel=split)
+    lost = nodes[-1]
+    cluster.lose(lost)
+    lives = cluster.run(nodes.replace(lost, "E"), until=8, parallel=split)
+    for now, then in zip(lives, undisturbed, strict=True):
+        assert now["start"] == 4
+        for step in range(5, 9):
+            assert now["losses"][step] == pytest.approx(then["losses"][step], abs=1e-12)
+
+
+def test_a_replica_of_diloco_that_is_lost_with_its_node_starts_from_the_shared_parameters(cluster):
+    diloco = {"strategy": "hybrid", "precision": "fp64", "sync": SyncConfig("diloco", every=3)}
+    cluster.run("AABB", until=5, parallel=diloco)
+    kept = cluster.run("AABB", until=6, parallel=diloco)
+    assert [life["start"] for life in kept] == [4] * 4
+    cluster.lose("B")
+    lives = cluster.run("AACC", until=8, parallel=diloco)
+    assert [life["start"] for life in lives] == [6] * 4
+    assert said(lives, "the replicas [1] of the checkpoint are not continued")
 
 
 def test_a_new_node_gets_a_copy_of_its_own_after_the_first_step(cluster):

@@ -24,11 +24,13 @@ from parallel2d import (
     mesh_shape,
     parallelize,
     token_weight,
+    updated_parameters,
 )
 from parallel2d.config import PrecisionConfig
 from parallel2d.mesh import sum_over_data_ranks
 from parallel2d.models.llama import Block, Llama, tensor_plan
 from parallel2d.parallelize.precision import DTYPES
+from parallel2d.sync.engine import engines_in
 
 VOCAB = 67
 LLAMA = {
@@ -106,9 +108,13 @@ class Descent:
 
 
 def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    optimizer = torch.optim.AdamW(
+        updated_parameters(model), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
+    # A plain model has none.
+    for engine in engines_in(model):
+        engine.attach(optimizer)
+    return optimizer
 
 
 def whole(parameter: Tensor) -> Tensor:

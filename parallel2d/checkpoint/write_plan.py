@@ -5,14 +5,14 @@ No communication: every rank computes the same from placements and mesh coordina
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel2d.mesh import without_replicas
-from parallel2d.weights.geometry import Region, local_part, local_region
+from parallel2d.weights.geometry import Region, local_part, local_region, region_of_replica
 
 # A rectangle of at least this size is written in equal parts by all of its holders.
 SPLIT_BYTES = 16 * 2**20
@@ -42,6 +42,41 @@ def plan_writes(
     by size, large ones cut in equal parts, so that the bytes are even over ranks. ``tensors`` must
     come in the same order on every rank.
     """
+    for name, held, written, tensor in _plan(tensors, mesh, nodes, local_region):
+        # Empty where there are more ranks than rows.
+        if written.numel:
+            values = local_part(tensor).detach().reshape(held.lengths)
+            yield name, written, values[written.slices_in(held)]
+
+
+def plan_of_replica(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh,
+    nodes: Sequence[int] | None,
+    replica: int,
+) -> Iterator[tuple[str, Region, Region, Tensor]]:
+    """Yields (name, rectangle held, part of it written, tensor) for what the rank in this rank's
+    place of ``replica`` writes of tensors that are split over the replicas. As `plan_writes`, where
+    nodes are alike."""
+    split = [(name, tensor) for name, tensor in tensors if "replicate" in _split_axes(tensor)]
+
+    def region_of(tensor: Tensor) -> Region:
+        assert isinstance(tensor, DTensor)
+        return region_of_replica(tensor, replica)
+
+    for name, held, written, tensor in _plan(split, mesh, nodes, region_of):
+        if written.numel:
+            yield name, held, written, tensor
+
+
+def _plan(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None,
+    region_of: Callable[[Tensor], Region],
+) -> Iterator[tuple[str, Region, Region, Tensor]]:
+    """Yields (name, rectangle held, part of it written, tensor) for each tensor of which this rank
+    writes something."""
     # Bytes dealt out so far to each of the ranks that hold the same rectangles.
     loads: dict[tuple[str, ...], list[int]] = {}
     rank = 0
@@ -58,7 +93,7 @@ def plan_writes(
         # Every node keeps a copy: its ranks share the work among themselves.
         if nodes is not None:
             holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
-        held = local_region(tensor)
+        held = region_of(tensor)
         written = held
         if len(holders) > 1 and size >= SPLIT_BYTES:
             written = _equal_part(held, len(holders), holders.index(rank))
@@ -68,11 +103,7 @@ def plan_writes(
             writer = _least_loaded(load, size)
             if holders[writer] != rank:
                 continue
-        # Empty where there are more ranks than rows.
-        if written.numel:
-            local = local_part(tensor)
-            values = local.detach().reshape(held.lengths)
-            yield name, written, values[written.slices_in(held)]
+        yield name, held, written, tensor
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:

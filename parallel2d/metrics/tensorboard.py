@@ -8,7 +8,7 @@ per value, which costs more than everything else that is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallel2d.metrics import keys
@@ -39,10 +39,6 @@ LAYOUT = {
         ),
         "calls per step": _lines(keys.communication_key(_ANY_AXIS, "calls")),
     },
-    "Replicas": {
-        "bytes saved: exact over sent": _lines(keys.COMPRESSION),
-        "norm of the shared change": _lines(keys.OUTER_NORM),
-    },
     "Memory": {"GiB, largest rank": _lines("memory/.*_gib")},
     "Loss": {
         "training and validation": _lines(f"^{keys.LOSS}$", keys.VALIDATION_LOSS),
@@ -54,8 +50,21 @@ LAYOUT = {
         "slowest rank over the mean": _lines(keys.SKEW),
     },
 }
+# Only where something crosses the replicate axis, and where replicas train on their own
+BETWEEN_REPLICAS = {"bytes saved: exact over sent": _lines(keys.COMPRESSION)}
+OF_DILOCO = {"norm of the shared change": _lines(keys.OUTER_NORM)}
 # the columns that the table of runs shows first
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
+
+
+def _layout_of(hparams: Mapping[str, str | float | bool]) -> dict[str, Any]:
+    """The charts that a run with these settings fills."""
+    replicas: dict[str, Any] = {}
+    if hparams.get("replicate", 1) != 1:
+        replicas |= BETWEEN_REPLICAS
+    if str(hparams.get("sync", "")).startswith("diloco"):
+        replicas |= OF_DILOCO
+    return {**LAYOUT, "Replicas": replicas} if replicas else dict(LAYOUT)
 
 
 class Board:
@@ -79,7 +88,7 @@ class Board:
         self._files: Any = self._writer.file_writer
         for name, text in texts.items():
             self._writer.add_text(name, text)
-        self._writer.add_custom_scalars(LAYOUT)
+        self._writer.add_custom_scalars(_layout_of(hparams))
         if hparams:
             metrics = dict.fromkeys((keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT))
             # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 
 from parallel2d.exchange import sendable
 
@@ -79,6 +82,19 @@ def local_region(tensor: Tensor) -> Region:
     # torch has no public name for this; its own distributed checkpoints rely on it too.
     lengths, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Region(tuple(offsets), tuple(lengths))
+
+
+def region_of_replica(tensor: DTensor, replica: int) -> Region:
+    """As `local_region`, for the rank in this rank's place of another ``replica``."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ()
+    coordinate = list(mesh.get_coordinate() or ())
+    coordinate[names.index("replicate")] = replica
+    # torch has no public name for this.
+    lengths, offsets = _compute_local_shape_and_global_offset(
+        tensor.shape, mesh.shape, coordinate, tensor.placements
     )
     return Region(tuple(offsets), tuple(lengths))
 

@@ -58,6 +58,7 @@ class Part:
     region: Region
     base: Region
     values: Tensor
+    is_received: bool = False  # another replica sends it; the values here say size and dtype only
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Buffer:
         self._bytes: Tensor | None = None
         self._pinned = False
         self._views: list[Tensor] = []
+        self._view_of: dict[tuple[str, Region], Tensor] = {}
         self._parts: list[list[Any]] = []
 
     def fill(self, parts: Sequence[Part]) -> None:
@@ -99,12 +101,21 @@ class Buffer:
         )
         self._prepare(ordered)
         on_device = False
+        self._view_of = {}
         for view, part in zip(self._views, ordered, strict=True):
+            self._view_of[part.name, part.region] = view
+            # What another replica will send has no values yet.
+            if part.is_received:
+                continue
             view.copy_(part.values, non_blocking=self._pinned)
             on_device = on_device or part.values.is_cuda
         if on_device:
             torch.cuda.synchronize()
         self._parts = [_describe(part, self.name) for part in ordered]
+
+    def view(self, part: Part) -> Tensor:
+        """Where ``part`` is in this buffer, after `fill`."""
+        return self._view_of[part.name, part.region]
 
     def _prepare(self, parts: Sequence[Part]) -> None:
         entries = [

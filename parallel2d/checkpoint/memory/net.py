@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +30,10 @@ from parallel2d.checkpoint.memory.place import Place, open_place, remove, remove
 from parallel2d.checkpoint.memory.search import Nodes, Search
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.storage import describe_error
-from parallel2d.checkpoint.write_plan import plan_all
+from parallel2d.checkpoint.write_plan import plan_all, plan_of_replica
 from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
+from parallel2d.mesh import mesh_shape
 from parallel2d.weights.geometry import local_region
 
 log = logging.getLogger(__name__)
@@ -276,6 +277,8 @@ class MemoryNet:
             Part(name, tuple(whole[name].shape), region, local_region(whole[name]), values)
             for name, region, values in plan_all(tensors, of_replica, self.mesh, nodes)
         ]
+        sent, received = self._partitions(tensors, parts, nodes)
+        parts += received
         if not self.node_bytes and not self._has_room(parts):
             return False
         buffer, error = self._buffers[self._next], None
@@ -295,6 +298,8 @@ class MemoryNet:
             try:
                 failed = error
                 others = self._rng_of_another(rng)
+                if sent or received:
+                    self._exchange_partitions(buffer, sent, received, failed)
                 if failed is None:
                     try:
                         buffer.seal(incarnation, manifest, described, {**rng, **others})
@@ -315,6 +320,55 @@ class MemoryNet:
         )
         self._thread.start()
         return True
+
+    def _partitions(
+        self, tensors: Mapping[str, Tensor], own: Sequence[Part], nodes: Sequence[int] | None
+    ) -> tuple[list[Part], list[Part]]:
+        """What this rank gives to the next replica and what it keeps for the one before, of tensors
+        that are split over the replicas: a node that is lost takes its part of them with it."""
+        shape = mesh_shape(self.mesh) if self.mesh is not None else None
+        if self.mesh is None or shape is None or shape.replicate == 1:
+            return [], []
+        replica = self.mesh.get_local_rank("replicate")
+        before = (replica - 1) % shape.replicate
+        received: list[Part] = []
+        for name, held, region, tensor in plan_of_replica(
+            tensors.items(), self.mesh, nodes, before
+        ):
+            values = torch.empty(region.lengths, dtype=tensor.dtype)
+            received.append(Part(name, tuple(tensor.shape), region, held, values, True))
+        mine = plan_of_replica(tensors.items(), self.mesh, nodes, replica)
+        split = {name for name, *_ in mine}
+        sent = [part for part in own if part.name in split]
+        return sent, received
+
+    def _exchange_partitions(
+        self, buffer: Buffer, sent: Sequence[Part], received: Sequence[Part], failed: str | None
+    ) -> None:
+        """Gives ``sent`` to the same rank of the next replica and takes ``received`` from that of
+        the one before, between the buffers. Collective over a ring of ranks."""
+        following, before = self._neighbours()
+        # A rank whose buffer could not be filled takes part with nothing of use.
+        outgoing = [part.values if failed else buffer.view(part) for part in sent]
+        incoming = [part.values if failed else buffer.view(part) for part in received]
+        group = self._group.group
+        works = [dist.isend(tensor.contiguous(), following, group=group) for tensor in outgoing]
+        for tensor in incoming:
+            dist.recv(tensor, before, group=group)
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _neighbours(self) -> tuple[int, int]:
+        """The ranks in this rank's place of the next replica and of the one before."""
+        assert self.mesh is not None
+        axis = (self.mesh.mesh_dim_names or ()).index("replicate")
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        index: list[int | slice] = list(place)
+        index[axis] = slice(None)
+        line = self.mesh.mesh[tuple(index)].tolist()
+        return line[(place[axis] + 1) % len(line)], line[place[axis] - 1]
 
     def _has_room(self, parts: list[Part]) -> bool:
         """Whether two buffers fit on every node, before the first one is taken. Collective."""
@@ -342,18 +396,10 @@ class MemoryNet:
 
     def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The random generators of the same rank of the replica before this one, which gets this
-        rank's: every other part of the state is in each replica already."""
-        names = (self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
-        if self.mesh is None or "replicate" not in names:
+        rank's."""
+        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
             return {}
-        axis, place = names.index("replicate"), self.mesh.get_coordinate()
-        assert place is not None
-        line = self.mesh.mesh[
-            tuple(slice(None) if a == axis else place[a] for a in range(len(place)))
-        ].tolist()
-        if len(line) == 1:
-            return {}
-        following, before = line[(place[axis] + 1) % len(line)], line[place[axis] - 1]
+        following, before = self._neighbours()
         return exchange_tensors(rng, following, before, self._group)
 
     def _join(self) -> None:
