@@ -17,11 +17,13 @@ from parallel2d import (
     MeshSpec,
     ParallelConfig,
     accumulate,
+    attach_optimizer,
     build_mesh,
     build_on_meta,
     data_coordinate,
     mesh_shape,
     parallelize,
+    updated_parameters,
 )
 from parallel2d.config import BucketingConfig
 from parallel2d.errors import ConfigError
@@ -85,7 +87,10 @@ def _train_strange(config, sizes, steps):
     assert list(dict(model.named_parameters())) == names
     losses = []
     for module, share in ((model, True), (expected, False)):
-        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+        trained = [p for p in updated_parameters(module) if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        if share:
+            attach_optimizer(model, optimizer)
         for step in range(steps):
             x, y = regression_batch(step, torch.float64)
             if share:
@@ -108,7 +113,9 @@ def _train_strange(config, sizes, steps):
     return losses[:steps], losses[steps:], weights
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hybrid_zero2", "hybrid"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero2", "zero3", "hybrid_zero2", "hybrid", "hybrid_full"]
+)
 @pytest.mark.parametrize("bucketing", ["layer", "block", "size"])
 def test_a_module_nobody_here_wrote_equals_its_single_process_run(ranks, strategy, bucketing):
     bucketing = BucketingConfig("size", 0.002) if bucketing == "size" else bucketing

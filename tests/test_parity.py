@@ -14,7 +14,7 @@ import pytest
 import torch
 import training
 
-STRATEGIES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid")
+STRATEGIES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid", "hybrid_full")
 BUCKETINGS = ("none", "layer", "block", "size")
 TENSOR = (1, 2)
 ACCUMULATION = (1, 2)
@@ -177,8 +177,10 @@ def test_activation_checkpointing_changes_nothing(ranks, extra, tensor):
     compare(run, reference(torch.float64, 4), losses=1e-10, norm=1e-10, weights=1e-9)
 
 
-@pytest.mark.parametrize("mode", ["full", "reduce_scatter_only", "none"])
-@pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
+@pytest.mark.parametrize(("strategy", "mode"), [
+    ("hybrid", "full"), ("hybrid", "reduce_scatter_only"), ("hybrid", "none"), ("ddp", "full"), ("ddp", "reduce_scatter_only"),
+    ("ddp", "none"), ("hybrid_full", "reduce_scatter_only"), ("hybrid_full", "none"),
+])  # fmt: skip
 def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
     config = {"strategy": strategy, "precision": "fp64"}
     run = ranks.run(

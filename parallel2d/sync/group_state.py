@@ -68,7 +68,7 @@ class GroupState:
             if parameter.has_whole_gradient:
                 self.used[number] = True
             # One without a gradient in this pass may have one of an earlier pass.
-            elif updated_as(parameter.sharded).grad is None:
+            elif _reduced_gradient(parameter) is None:
                 self.used[number] = False
 
     def drop_unused(self) -> None:
@@ -141,3 +141,10 @@ class GroupState:
         self.give_hooks_back()
         self._hooks = []
         self.group.discard()
+
+
+def _reduced_gradient(parameter: GroupParameter) -> Tensor | None:
+    """The gradient that earlier backward passes have left: of the sharded parameter, or of the part
+    that this replica updates once it is reduced over the replicas."""
+    gradient = parameter.sharded.grad
+    return updated_as(parameter.sharded).grad if gradient is None else gradient

@@ -4,9 +4,9 @@
 
 Nodes are network namespaces of this machine (docs/cluster.md); needs root. All methods live in one job and take turns. A round is
 one period of diloco (`EVERY` steps) for its methods and `--steps` steps for the others. Per method: the median step of methods that
-send every step, the mean over a period for diloco; its share of flat sharding and of fp32; the share of the time in which no rank
-waits for the replicate axis; the bytes that a node sends per step, as the kernel counts them, in units of an exact fp32 all-reduce,
-beside those predicted.
+send every step, the mean over a period for diloco; its share of flat sharding and of fp32; the share of the time in which rank 0
+does not wait for other nodes; the bytes that a node sends per step, as the kernel counts them, in units of an exact fp32 all-reduce,
+beside those predicted for the replicate axis (flat sharding has none).
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Bench:
         self.predicted = predicted["comm/replicate/bytes"] * ranks
         self.exact = exact_bytes(self.model, mesh) * ranks
         self.meter = CommunicationMeter(mesh)
-        self.waited = 0.0
+        # The axis that crosses nodes
+        self.crossing = 0 if mesh.size(0) > 1 else 1
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.tokens = torch.randint(0, VOCABULARY, (1, SEQ + 1), generator=generator)
 
@@ -87,12 +88,13 @@ class Bench:
         self.optimizer.zero_grad()
 
     def measured(self, step: Callable[[], None], steps: int) -> tuple[list[float], float, float]:
-        """Seconds of each step, bytes sent by this node per step, seconds waited for the replicate axis."""
+        """Seconds of each step, bytes sent by this node per step, seconds in which this rank waited for other nodes."""
         self.meter.install()
         self.meter.start()
         seconds, sent = measure(step, steps)
-        # bytes, calls, seconds, exposed seconds of the first axis
-        waited = self.meter.read()[3]
+        # bytes, calls, seconds, exposed seconds of each axis: replicate, shard, tensor
+        exposed_by_axis = self.meter.read()[3::4]
+        waited = exposed_by_axis[self.crossing]
         self.meter.remove()
         return seconds, sent, waited
 

@@ -1,0 +1,137 @@
+"""Loss of every sync method against synchronous training, paired over seeds.
+
+    python tools/bench/sync_curves.py [--steps 1200] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER] [--picture FILE]
+
+Each run is the train command on two ranks of this machine: model, data, schedule and batches are those of the synchronous run with the
+same seed, only the section `sync` differs. The loss is the validation loss of the parameters that replicas share. Runs that are there
+already are not repeated. Prints the mean loss over seeds, the gap to synchronous by pairs of equal seeds with its spread, and the bytes
+sent in units of exact fp32 gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = [
+    "strategy=ddp",
+    "launch.nproc_per_node=2",
+    "model=llama_debug",
+    "train.seq_len=64",
+    "train.global_batch_size=16",
+    "optimizer.lr=2e-3",
+    "scheduler.warmup_steps=60",
+    "checkpoint.enabled=false",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+    "train.validate_batches=32",
+]
+METHODS = {
+    "sync": "",
+    "bf16": "sync.wire=bf16",
+    "int8": "sync.wire=int8",
+    "split_bf16": "strategy=hybrid_full mesh.shard=1 sync.wire=bf16",
+    "diloco": "sync=diloco",
+    "diloco_bf16": "sync=diloco sync.wire=bf16",
+    "diloco_int8": "sync=diloco sync.wire=int8",
+    "diloco_int4": "sync=diloco sync.wire=int4",
+    "diloco_sparse": "sync=diloco sync.wire=sparse",
+    "streaming": "sync=diloco sync.fragments=3 sync.delay=5",
+    "streaming_int4": "sync=diloco sync.wire=int4 sync.fragments=3 sync.delay=5",
+    "every_100": "sync=diloco sync.every=100",
+    # The control that must lose: much momentum for a short period, against none.
+    "every_16_momentum_0.9": "sync=diloco sync.every=16 sync.outer_momentum=0.9",
+    "every_16_momentum_0": "sync=diloco sync.every=16 sync.outer_momentum=0",
+}  # fmt: skip
+for momentum in (0, 0.2, 0.4, 0.6, 0.8, 0.9):
+    METHODS[f"momentum_{momentum}"] = f"sync=diloco sync.outer_momentum={momentum}"
+for rate in (0.4, 1.0):
+    METHODS[f"outer_lr_{rate}"] = f"sync=diloco sync.outer_lr={rate}"
+
+
+def run(method: str, seed: int, steps: int, folder: Path) -> list[dict[str, float]]:
+    """The rows of one run."""
+    place = folder / f"{method}-{seed}-{steps}"
+    rows = place / "metrics.jsonl"
+    if not (place / "done").exists():
+        words = [*JOB, f"train.steps={steps}", f"train.seed={seed}", f"hydra.run.dir={place}"]
+        words += [
+            f"train.validate_every={max(steps // 20, 1)}",
+            f"metrics.log_every={max(steps // 20, 1)}",
+        ]
+        words += METHODS[method].split()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [sys.executable, "-m", "parallel2d.train", *words, "checkpoint.resume=never"],
+            check=True,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+        (place / "done").touch()
+    return [json.loads(line) for line in rows.read_text().splitlines()]
+
+
+def last_loss(rows: list[dict[str, float]]) -> float:
+    return [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
+
+
+def table(found: dict[str, list[list[dict[str, float]]]]) -> str:
+    exact = [last_loss(rows) for rows in found["sync"]]
+    lines = [
+        "| method | loss | gap to synchronous | spread of the gap | bytes saved |",
+        "|---|---|---|---|---|",
+        f"| sync | {statistics.fmean(exact):.4f} | | "
+        f"{_spread([loss / statistics.fmean(exact) for loss in exact])} (of the losses) | 1.0 |",
+    ]
+    for method, runs in found.items():
+        if method == "sync":
+            continue
+        losses = [last_loss(rows) for rows in runs]
+        gaps = [loss / base - 1 for loss, base in zip(losses, exact, strict=False)]
+        saved = [row["sync/compression"] for row in runs[0] if "sync/compression" in row]
+        lines.append(
+            f"| {method} | {statistics.fmean(losses):.4f} | {statistics.fmean(gaps):+.2%} | "
+            f"{_spread(gaps)} | {saved[-1] if saved else 1:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    return f"± {statistics.stdev(values):.2%}" if len(values) > 1 else "-"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--methods",
+        default="sync,bf16,int8,split_bf16,diloco,diloco_int4,diloco_sparse,streaming_int4",
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/sync_curves"))
+    arguments = parser.parse_args()
+    names = ["sync", *(name for name in arguments.methods.split(",") if name != "sync")]
+    found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
+    for seed in range(arguments.seeds):
+        for name in names:
+            found[name].append(run(name, seed, arguments.steps, arguments.out.resolve()))
+            print(
+                f"{name}, seed {seed}: {last_loss(found[name][-1]):.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(f"{arguments.steps} steps, {arguments.seeds} seeds")
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
