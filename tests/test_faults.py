@@ -51,7 +51,15 @@ SLACK = 3.0  # times as long as on a machine that does nothing else
 class Disturbed:
     """The job on its cluster. Every fault is a method that returns the seconds until the next step was done."""
 
-    def __init__(self, cluster: Cluster, folder: Path, seed: int, times: Times) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        seed: int,
+        times: Times,
+        method: Sequence[str] = (),
+        min_nodes: int = 1,
+    ) -> None:
         self.cluster, self.folder, self.random, self.times = (
             cluster,
             folder,
@@ -62,11 +70,12 @@ class Disturbed:
             "-m",
             "parallel2d.train",
             *WORDS,
+            *method,
             f"data.cache_dir={folder}/cache",
             f"hydra.run.dir={folder}/run",
         ]
         words += [f"launch.timeout={times.timeout}", "launch.grace_s=20"]
-        self.job = cluster.run(words, launcher="own", min_nodes=1, cwd=folder)
+        self.job = cluster.run(words, launcher="own", min_nodes=min_nodes, cwd=folder)
         self.steps_on(5)
 
     def lines(self) -> list[str]:
@@ -233,13 +242,15 @@ class Disturbed:
         return jobs.rows(self.folder / "run")
 
 
-def undisturbed(folder: Path, steps: int) -> list[dict[str, object]]:
-    """The same job on a single process."""
+def undisturbed(
+    folder: Path, steps: int, method: Sequence[str] = ("launch.nproc_per_node=1",)
+) -> list[dict[str, object]]:
+    """The same job on a single process, or on as many as ``method`` says."""
     words = [
         *WORDS,
         f"data.cache_dir={folder}/cache",
         f"hydra.run.dir={folder}/quiet",
-        "launch.nproc_per_node=1",
+        *method,
         "checkpoint=default",
     ]
     command = [sys.executable, "-m", "parallel2d.train", *words]
@@ -273,16 +284,25 @@ def compare(rows: list[dict[str, object]], expected: list[dict[str, object]]) ->
     return worst
 
 
-def run(folder: Path, faults: list[str], seed: int, times: Times = SHORT) -> dict[str, list[float]]:
+def run(
+    folder: Path,
+    faults: list[str],
+    seed: int,
+    times: Times = SHORT,
+    method: Sequence[str] = (),
+    alone: Sequence[str] = ("launch.nproc_per_node=1",),
+    min_nodes: int = 1,
+) -> dict[str, list[float]]:
+    """``method``: words of the job; ``alone``: of the same job without faults."""
     took: dict[str, list[float]] = {}
     with Cluster(nodes=2, ranks=2, rate="20mbit", store="outside") as cluster:
-        disturbed = Disturbed(cluster, folder, seed, times)
+        disturbed = Disturbed(cluster, folder, seed, times, method, min_nodes)
         for fault in faults:
             took.setdefault(fault, []).append(getattr(disturbed, fault)())
             print(f"{fault}: {took[fault][-1]:.1f} s to the next step", flush=True)
             disturbed.steps_on(disturbed.random.randrange(2, 15))
         rows = disturbed.finish()
-    worst = compare(rows, undisturbed(folder, len(rows)))
+    worst = compare(rows, undisturbed(folder, len(rows), alone))
     print(
         f"{len(rows)} steps, {len(faults)} faults, largest relative difference of a loss {worst:.1e}",
         flush=True,
@@ -304,6 +324,45 @@ def test_launchers_that_end_and_a_store_that_dies(tmp_path):
         ],
         seed=2,
     )
+
+
+# Methods whose history depends on the number of replicas: nodes that are lost are waited for.
+ON_TWO_NODES = {
+    "int8": ["sync.wire=int8"],
+    "diloco": ["sync=diloco", "sync.every=7"],
+    "streaming": [
+        "sync=diloco",
+        "sync.every=7",
+        "sync.fragments=2",
+        "sync.delay=3",
+        "sync.wire=int4",
+    ],
+}
+AS_ON_TWO_NODES = ["launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "streaming"])
+def test_methods_that_keep_state_between_steps_go_on_exactly(tmp_path, name):
+    """Also between outer steps, and with a fragment on its way."""
+    method = ON_TWO_NODES[name]
+    alone = [*method, *AS_ON_TWO_NODES]
+    run(tmp_path, ["kill_worker", "stop_worker"] * 2, 3, method=method, alone=alone, min_nodes=2)
+
+
+@pytest.mark.slow
+def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
+    """The lost node's part of the optimizer's state comes from the other one."""
+    run(tmp_path, ["kill_node", "kill_worker", "kill_node"], 4, method=["strategy=hybrid_full"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ON_TWO_NODES)
+def test_many_faults_of_methods_that_keep_state(tmp_path, name):
+    method = ON_TWO_NODES[name]
+    faults = ["kill_worker", "stop_worker", "short_partition", "long_partition"] * 5
+    alone = [*method, *AS_ON_TWO_NODES]
+    run(tmp_path, faults, 5, method=method, alone=alone, min_nodes=2)
 
 
 KINDS = ("kill_worker", "kill_node", "stop_worker", "short_partition", "long_partition")
