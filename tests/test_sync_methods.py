@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import sync_runs
@@ -18,7 +20,12 @@ from parallel2d import (
     updated_parameters,
 )
 from parallel2d.config import SyncConfig
+from parallel2d.config.checks import validated
+from parallel2d.errors import ConfigError
+from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, to_blocks
+from parallel2d.sync.noise import key_of
 from parallel2d.sync.one_process import Method
+from parallel2d.sync.sparse import decode, encode, to_chunks
 from parallel2d.sync.updates import replicated_tensors
 
 EVERY_STEP = {
@@ -209,3 +216,109 @@ def _flip_one_bit(strategy, sync, rank):
 def test_one_bit_of_one_replica_is_found_and_named(ranks, strategy, sync):
     with pytest.raises(Exception, match=r"1\.up\.weight differs between ranks \[1\] and \[3\]"):
         ranks.run(4, _flip_one_bit, strategy, sync, 3)
+
+
+# What is refused, and what a loop of one's own must do
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync", "message"),
+    [
+        ("hybrid_full", {"name": "diloco"}, "hybrid_full does not go with sync=diloco"),
+        ("hybrid_full", {"wire": "int8"}, "8 bits cannot hold them; use sync.wire=bf16"),
+        ("hybrid_full", {"engine": "torch"}, "needs sync.engine=parallel2d"),
+        ("hybrid", {"wire": "int4"}, "sync.wire=int4 needs sync=diloco"),
+        ("hybrid", {"wire": "sparse"}, "sync.wire=sparse needs sync=diloco"),
+        ("hybrid", {"engine": "torch", "wire": "bf16"}, "sync.wire=auto alone"),
+        ("hybrid", {"engine": "torch", "name": "diloco"}, "sync=every_step with"),
+        ("hybrid", {"delay": 2}, "sync.delay=2 has no effect with sync=every_step"),
+        ("hybrid", {"outer_lr": 0.5}, "only with diloco"),
+        ("hybrid", {"name": "diloco", "every": 4, "delay": 4}, "must be below sync.every=4"),
+        ("hybrid", {"name": "diloco", "every": 4, "fragments": 5}, "at most sync.every=4"),
+        ("hybrid", {"name": "diloco", "mix": 1.5}, "sync.mix=1.5 must be at least 0 and at most 1"),
+        ("hybrid", {"name": "dilocos"}, "did you mean diloco"),
+    ],
+)
+def test_words_that_cannot_work_are_refused_with_the_reason(strategy, sync, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validated(ParallelConfig(strategy, sync=SyncConfig(**sync)))
+
+
+def _without_attaching(strategy, sync):
+    mesh = build_mesh(MeshSpec(**TWO_BY_TWO), strategy)
+    config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
+    model = parallelize(sync_runs.small_model(), mesh, config)
+    sync_runs.loss_of(model, sync_runs.batch_of(1)).backward()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync"), [("hybrid_full", {}), ("hybrid", {"name": "diloco"})], ids=str
+)
+def test_an_optimizer_that_nobody_attached_is_an_error_in_the_first_step(ranks, strategy, sync):
+    with pytest.raises(Exception, match=r"pass it to parallel2d\.attach_optimizer"):
+        ranks.run(4, _without_attaching, strategy, sync)
+
+
+def _on_whole_parameters():
+    mesh = build_mesh(MeshSpec(**TWO_BY_TWO), "hybrid_full")
+    model = parallelize(sync_runs.small_model().float(), mesh, ParallelConfig("hybrid_full"))
+    attach_optimizer(model, sync_runs.adamw(model.parameters()))
+
+
+def test_an_optimizer_on_whole_parameters_is_refused_with_split_updates(ranks):
+    with pytest.raises(Exception, match=r"parallel2d\.updated_parameters\(model\)"):
+        ranks.run(4, _on_whole_parameters)
+
+
+def test_split_updates_divide_the_optimizers_state_by_the_replicas(ranks):
+    whole = ranks.run(4, sync_runs.run, TWO_BY_TWO, "hybrid", {}, steps=1)
+    split = ranks.run(4, sync_runs.run, TWO_BY_TWO, "hybrid_full", {}, steps=1)
+    # A row of each parameter at most, with two moments of 8 bytes.
+    rows = sum(
+        2 * 8 * max(p[0].size if p.ndim > 1 else 1, 1) for p in whole[0]["parameters"].values()
+    )
+    for one, half in zip(whole, split, strict=True):
+        assert half["state"] <= one["state"] / 2 + rows
+
+
+def _everything_counts(sizes):
+    """NaN and infinities come through every code, in their places."""
+    found = {}
+    for name, value in (("nan", float("nan")), ("inf", float("inf")), ("-inf", float("-inf"))):
+        values = torch.randn(700, generator=torch.Generator().manual_seed(1))
+        values[300] = value
+        for bits in (8, 4):
+            noise = BlockNoise([Piece(3, 0)], [700], values.device)
+            blocks = to_blocks([values])
+            code = BlockCode(bits)
+            back = code.decode(code.encode(blocks, noise.numbers(0, len(blocks), 0)), values.dtype)
+            found[name, bits] = back.view(-1)[:700]
+        chunks = to_chunks(values)
+        found[name, "sparse"] = decode(encode(chunks), values.dtype).view(-1)[:700]
+    return found
+
+
+def test_what_is_not_finite_comes_through_every_code():
+    for (name, bits), values in _everything_counts(()).items():
+        broken = ~values.isfinite()
+        assert broken.any()
+        if bits == "sparse":
+            continue
+        assert broken.nonzero().flatten().tolist() == [300]
+        assert str(values[300].item()) == name
+
+
+def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
+    values = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    blocks = to_blocks([values])
+    for bits, largest in ((8, 126), (4, 6)):
+        code = BlockCode(bits)
+        scale = blocks.abs().amax(1, keepdim=True) / largest
+        total = torch.zeros_like(blocks)
+        for step in range(400):
+            noise = BlockNoise([Piece(key_of(0, step, "w"), 0)], [1000], values.device)
+            back = code.decode(code.encode(blocks, noise.numbers(0, 4, 0)), torch.float64)
+            assert ((back - blocks).abs() <= scale * (1 + 1e-6)).all()
+            total += back
+        # The mean of 400 numbers that are one scale apart at most: 4 standard deviations.
+        assert ((total / 400 - blocks).abs() <= 4 * 0.5 / 20 * scale).all()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,55 +83,70 @@ def _train_apart(  # type: ignore[no-untyped-def]
     model, steps, loss, new_optimizer, method, clip, shards, seed
 ) -> dict[str, Tensor]:
     """DiLoCo: each replica trains on its own; in between the mean of their changes is applied."""
-    named = dict(model.named_parameters())
-    outer = {name: value.detach().clone() for name, value in named.items()}
+    outer = {name: value.detach().clone() for name, value in model.named_parameters()}
     momentum = {name: torch.zeros_like(value) for name, value in outer.items()}
-    replicas = []
-    for _ in steps[0]:
-        own = {name: value.clone() for name, value in outer.items()}
-        residual = {name: torch.zeros_like(value) for name, value in outer.items()}
-        replicas.append((own, residual, new_optimizer(list(own.values()))))
+    replicas = [_Replica(outer, new_optimizer) for _ in steps[0]]
     arriving: dict[str, Tensor] = {}
     for step, batches in enumerate(steps, 1):
-        for (own, _, optimizer), batch in zip(replicas, batches, strict=True):
-            with torch.no_grad():
-                for name, value in named.items():
-                    value.copy_(own[name])
-            model.zero_grad()
-            loss(model, batch).backward()
-            for name, value in named.items():
-                own[name].grad = value.grad
-            torch.nn.utils.clip_grad_norm_(list(own.values()), clip)
-            optimizer.step()
+        for replica, batch in zip(replicas, batches, strict=True):
+            replica.step(model, loss, batch, clip)
         if step % method.every == 0:
             for name, shared in outer.items():
-                sent = [shared - own[name] for own, _, _ in replicas]
-                key = (seed, step, name)
-                if method.wire == "sparse":
-                    sent = _with_residuals(sent, [each[1][name] for each in replicas], shards)
-                arriving[name] = mean(sent, method.wire, shards, key)
+                sent = [replica.message(name, shared, method.wire, shards) for replica in replicas]
+                arriving[name] = mean(sent, method.wire, shards, (seed, step, name))
         if arriving and step % method.every == method.delay % method.every:
             for name, change in arriving.items():
                 momentum[name].mul_(method.momentum).add_(change)
                 # Nesterov: a step ahead of the momentum.
                 outer[name] -= method.lr * (change + method.momentum * momentum[name])
-                for own, _, _ in replicas:
-                    own[name].lerp_(outer[name], 1 - method.mix)
+                for replica in replicas:
+                    replica.own[name].lerp_(outer[name], 1 - method.mix)
             arriving = {}
     return outer
 
 
-def _with_residuals(
-    changes: Sequence[Tensor], residuals: Sequence[Tensor], shards: int
-) -> list[Tensor]:
-    """What each replica sends of its change and of what it did not send before."""
-    sent = []
-    for change, residual in zip(changes, residuals, strict=True):
+class _Replica:
+    """Parameters that one replica trains, and what it did not send yet."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        new_optimizer: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
+    ) -> None:
+        self.own = {name: value.clone() for name, value in values.items()}
+        self.residual = {name: torch.zeros_like(value) for name, value in values.items()}
+        self.optimizer = new_optimizer(list(self.own.values()))
+
+    def step(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        batch: Batch,
+        clip: float,
+    ) -> None:
+        """One step of the replica's own optimizer."""
+        named = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, value in named.items():
+                value.copy_(self.own[name])
+        model.zero_grad()
+        loss(model, batch).backward()
+        for name, value in named.items():
+            self.own[name].grad = value.grad
+        torch.nn.utils.clip_grad_norm_(list(self.own.values()), clip)
+        self.optimizer.step()
+
+    def message(self, name: str, shared: Tensor, wire: str, shards: int) -> Tensor:
+        """How far it has gone from ``shared``; with a sparse code the largest of that and of what
+        it did not send before."""
+        change = shared - self.own[name]
+        if wire != "sparse":
+            return change
+        residual = self.residual[name]
         residual.mul_(0.95).add_(change)
         message = torch.cat([_largest(part) for part in _parts(residual, shards)])
         residual -= message
-        sent.append(message)
-    return sent
+        return message
 
 
 def mean(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel2d.mesh import mesh_shape
 from parallel2d.model_structure import update_as
-from parallel2d.sync.bucket import Bucket
+from parallel2d.sync.bucket import Bucket, keep_until_done
 from parallel2d.sync.group import GroupParameter, ParameterGroup
 from parallel2d.sync.reduction import Wait
 from parallel2d.weights.geometry import local_part
@@ -156,7 +156,9 @@ class OwnedParameters:
             if owned.grad is not None:
                 local_part(owned.grad).add_(rows)
                 continue
-            # A copy, because a view would keep the memory of the rows of other replicas.
+            # A copy, because a view would keep the memory of the rows of other replicas. They are
+            # freed here, and may come from another stream.
+            keep_until_done(gradient)
             whole = parameter.sharded
             assert isinstance(whole, DTensor)
             owned.grad = self._as_dtensor(rows.clone(), whole)

@@ -49,10 +49,14 @@ METHODS = {
     "every_16_momentum_0.9": "sync=diloco sync.every=16 sync.outer_momentum=0.9",
     "every_16_momentum_0": "sync=diloco sync.every=16 sync.outer_momentum=0",
 }  # fmt: skip
-for momentum in (0, 0.2, 0.4, 0.6, 0.8, 0.9):
-    METHODS[f"momentum_{momentum}"] = f"sync=diloco sync.outer_momentum={momentum}"
-for rate in (0.4, 1.0):
-    METHODS[f"outer_lr_{rate}"] = f"sync=diloco sync.outer_lr={rate}"
+
+
+def words_of(method: str) -> list[str]:
+    """The words of a method; ``outer-LR-MOMENTUM`` is diloco with these settings."""
+    if method.startswith("outer-"):
+        _, rate, momentum = method.split("-")
+        return ["sync=diloco", f"sync.outer_lr={rate}", f"sync.outer_momentum={momentum}"]
+    return METHODS[method].split()
 
 
 def run(method: str, seed: int, steps: int, folder: Path) -> list[dict[str, float]]:
@@ -65,7 +69,7 @@ def run(method: str, seed: int, steps: int, folder: Path) -> list[dict[str, floa
             f"train.validate_every={max(steps // 20, 1)}",
             f"metrics.log_every={max(steps // 20, 1)}",
         ]
-        words += METHODS[method].split()
+        words += words_of(method)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         subprocess.run(
             [sys.executable, "-m", "parallel2d.train", *words, "checkpoint.resume=never"],
