@@ -56,8 +56,10 @@ def config_of(words):
     return to_config(composed)
 
 
-def run(folder, run_dir, words, steps):
-    """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on."""
+def run(folder, run_dir, words, steps, after_step=None):
+    """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on.
+
+    ``after_step(trainer)`` runs on each rank after each step."""
     import torch
     import torch.distributed as dist
 
@@ -84,6 +86,8 @@ def run(folder, run_dir, words, steps):
     trainer.begin(feed)
     for _ in range(min(steps, config.train.steps - begun)):
         trainer.step(feed)
+        if after_step is not None:
+            after_step(trainer)
     trainer.checkpointer.finish()
     feed.close()
     trainer.recorder.close()

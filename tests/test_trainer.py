@@ -57,8 +57,18 @@ def rows(folder):
     return jobs.rows(folder / "run")
 
 
-def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder):
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), breaking([3]), 6)
+METHODS = {
+    "exact": (),
+    "int8": ("sync.wire=int8", "strategy=ddp"),
+    "split": ("strategy=hybrid_full", "mesh.replicate=2"),
+    "diloco": ("sync=diloco", "sync.every=2", "strategy=ddp"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder, method):
+    words = (*breaking([3]), *METHODS[method])
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
     found = rows(folder)
     assert [row["loss"] is None for row in found] == [False, False, True, False, False, False]
     assert [row["skipped_steps"] for row in found] == [0, 0, 1, 1, 1, 1]
@@ -69,6 +79,23 @@ def test_too_many_broken_steps_in_a_row_end_the_run(ranks, folder):
     words = (*breaking([2, 3, 4]), "train.max_skipped_steps=3")
     with pytest.raises(WorkerError, match="not finite in 3 steps in a row .*the last one step 4"):
         ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
+
+
+def flip_a_bit(trainer):
+    """After step 3, on rank 1."""
+    if trainer.progress.step == 3 and torch.distributed.get_rank() == 1:
+        local = next(iter(trainer.model.parameters())).detach().to_local()
+        local.view(-1).view(torch.int32)[5] ^= 1 << 9
+
+
+def test_a_replica_with_another_bit_ends_the_run_with_the_name_of_the_parameter(ranks, folder):
+    words = ("strategy=ddp", "sync.compare_every=6", "checkpoint.enabled=false")
+    with pytest.raises(
+        WorkerError, match=r"embedding\.weight differs between ranks \[0\] and \[1\]"
+    ):
+        ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 12, flip_a_bit)
+    # The comparison at step 6 sees the parameters that step 5 has left.
+    assert rows(folder)[-1]["step"] == 5
 
 
 def test_learning_rate_is_a_function_of_the_step():
