@@ -29,6 +29,7 @@ from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig, SyncConfig
 from parallel2d.sync.one_process import Batch, Method
 from parallel2d.sync.one_process import train as train_reference
+from parallel2d.sync.updates import outer_sync
 
 ROWS = 8  # of a global batch
 CLIP = 0.5
@@ -120,6 +121,8 @@ def run(
             "parameters": {
                 n: p.full_tensor().detach().clone().numpy() for n, p in model.named_parameters()
             },
+            # After which step of a period each parameter is sent
+            "begins": begins_of(model),
             "state": sum(
                 value.to_local().nbytes
                 for entry in optimizer.state.values()
@@ -127,6 +130,12 @@ def run(
                 if hasattr(value, "to_local")
             ),
         }
+
+
+def begins_of(model: nn.Module) -> dict[str, int]:
+    outer = outer_sync(model)
+    fragments = outer.fragments if outer else []
+    return {each.name: part.begins for part in fragments for each in part.parameters}
 
 
 def reference(

@@ -43,6 +43,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
     "hybrid": (4, {"replicate": 2, "shard": 2}, "hybrid"),
     "tensor": (4, {"replicate": 1, "shard": 2, "tensor": 2}, "hybrid"),
     "ddp": (2, {"replicate": 2}, "ddp"),
+    "split": (4, {"replicate": 2, "shard": 2}, "hybrid_full"),
+    # 3 replicas divide none of the sizes
+    "split_uneven": (3, {"replicate": 3, "shard": 1}, "hybrid_full"),
+    "split_tensor": (4, {"replicate": 2, "shard": 1, "tensor": 2}, "hybrid_full"),
     "uneven": (3, {"shard": 3}, "zero3"),  # 3 ranks divide none of the sizes
 }
 STEPS = 4
@@ -160,6 +164,8 @@ CASES = [
     *itertools.product(["adafactor", "muon"], ["ddp", "uneven"]),
     ("adamw", "tensor"),
     *itertools.product(["adam", "sgd", "adamw_foreach"], ["hybrid"]),
+    *itertools.product(("adamw", "sgd", "adafactor", "muon"), ("split", "split_uneven")),
+    *((variant, "split_tensor") for variant in ("adafactor", "muon")),
     *(
         pytest.param(variant, "tensor", marks=pytest.mark.slow)
         for variant in (
@@ -205,11 +211,17 @@ def save_and_resume(
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("variant", ["adam", "sgd", "adafactor", "muon", "adamw_amsgrad"])
-def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant):
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        *((variant, "hybrid") for variant in ("adam", "sgd", "adafactor", "muon", "adamw_amsgrad")),
+        *((variant, "split") for variant in ("adafactor", "muon")),
+    ],
+)
+def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layout):
     config = VARIANTS[variant]
     ranks.run(2, save_and_resume, str(tmp_path), "zero3", config, 1, 2)
-    losses, weights = ranks.run(4, save_and_resume, str(tmp_path), "hybrid", config, 3, STEPS)[0]
+    losses, weights = ranks.run(4, save_and_resume, str(tmp_path), layout, config, 3, STEPS)[0]
     expected_losses, expected = reference(variant)
     assert losses == pytest.approx(expected_losses[2:], rel=1e-10, abs=0)
     assert max(abs(weights[name] - value).max() for name, value in expected.items()) <= 1e-10

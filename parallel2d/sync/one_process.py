@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class Method:
     momentum: float = 0.8
     mix: float = 0.0
     delay: int = 0
+    # With fragments: after which step of each period a parameter is sent; the last one by default
+    begins: Mapping[str, int] = field(default_factory=dict)
 
 
 def train(
@@ -68,8 +70,10 @@ def _train_together(  # type: ignore[no-untyped-def]
             gradients.append({name: value.grad for name, value in named.items()})
         for name, master in masters.items():
             sent = [each[name] for each in gradients]
+            # A parameter without dimensions is averaged with what ranks agree on, unrounded.
+            wire = method.wire if master.ndim else "fp32"
             # With split updates only one replica gets the mean, which is not rounded then.
-            master.grad = mean(sent, method.wire, shards, (seed, step, name), method.splits_updates)
+            master.grad = mean(sent, wire, shards, (seed, step, name), method.splits_updates)
         torch.nn.utils.clip_grad_norm_(list(masters.values()), clip)
         optimizer.step()
         with torch.no_grad():
@@ -90,18 +94,19 @@ def _train_apart(  # type: ignore[no-untyped-def]
     for step, batches in enumerate(steps, 1):
         for replica, batch in zip(replicas, batches, strict=True):
             replica.step(model, loss, batch, clip)
-        if step % method.every == 0:
-            for name, shared in outer.items():
+        for name, shared in outer.items():
+            begins = method.begins.get(name, 0)
+            if step % method.every == begins:
                 sent = [replica.message(name, shared, method.wire, shards) for replica in replicas]
                 arriving[name] = mean(sent, method.wire, shards, (seed, step, name))
-        if arriving and step % method.every == method.delay % method.every:
-            for name, change in arriving.items():
-                momentum[name].mul_(method.momentum).add_(change)
-                # Nesterov: a step ahead of the momentum.
-                outer[name] -= method.lr * (change + method.momentum * momentum[name])
-                for replica in replicas:
-                    replica.own[name].lerp_(outer[name], 1 - method.mix)
-            arriving = {}
+            if name not in arriving or (step - method.delay) % method.every != begins:
+                continue
+            change = arriving.pop(name)
+            momentum[name].mul_(method.momentum).add_(change)
+            # Nesterov: a step ahead of the momentum.
+            shared -= method.lr * (change + method.momentum * momentum[name])
+            for replica in replicas:
+                replica.own[name].lerp_(shared, 1 - method.mix)
     return outer
 
 
@@ -170,7 +175,7 @@ def mean(
         total = sum(sent[1:], sent[0]) / count
         parts.append(total if unrounded else _rounded(total, wire, key, start, "mean"))
         start += pieces[0].numel()
-    return torch.cat(parts)
+    return torch.cat([part.reshape(-1) for part in parts]).view(values[0].shape)
 
 
 def _parts(value: Tensor, shards: int) -> list[Tensor]:
