@@ -277,7 +277,7 @@ class SyncConfig:
     # diloco: share of a replica's own parameters that is kept when the shared ones arrive; auto =
     # 0, or 0.5 with a delay
     mix: float | int | str = option("auto", minimum=0, maximum=1, auto=True, fractions=True)
-    # diloco: of the Nesterov step on the shared parameters; auto = 0.7 and 0.8, but 1 and 0 with
+    # diloco: of the Nesterov step on the shared parameters; auto = 0.7 and 0.6, but 1 and 0 with
     # wire=sparse. A smaller `every` wants a smaller momentum
     outer_lr: float | int | str = option("auto", above=0, auto=True, fractions=True)
     outer_momentum: float | int | str = option(

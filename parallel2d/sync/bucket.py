@@ -24,6 +24,8 @@ class Bucket:
         self._last = last
         # None until `flatten` or `fill_with_zeros`.
         self._flat: Tensor | None = None
+        # The part of each parameter in it, in the order of `trained`.
+        self._pieces: list[Tensor] = []
 
     @property
     def trained(self) -> list[GroupParameter]:
@@ -71,13 +73,15 @@ class Bucket:
             gradients.append(local)
         return gradients
 
-    def real_gradients(self) -> list[Tensor]:
-        """As `gradients`; complex ones as views of real numbers."""
-        found = []
-        for gradient in self.gradients():
-            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            found.append(real)
-        return found
+    def pieces(self) -> list[Tensor]:
+        """Views of `buffer`, one for each parameter in the order of `parameters`; complex ones as
+        real numbers."""
+        return [torch.view_as_real(each) if each.is_complex() else each for each in self._pieces]
+
+    def release(self) -> None:
+        """Lets go of the memory; the gradients are elsewhere by now."""
+        self._flat = None
+        self._pieces = []
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters, in the order of `gradients`."""
@@ -96,11 +100,18 @@ class Bucket:
         # So it is at first with several groups: each has a storage of its own.
         if self._flat is None:
             self._flat = self._copied(parameters, gradients)
+        self._pieces = self.gradients()
 
     def fill_with_zeros(self) -> None:
         """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""
         parameters = self.trained
         self._flat = _empty_for(parameters).zero_()
+        self._pieces = []
+        begin = 0
+        for parameter in parameters:
+            end = begin + parameter.local_size.numel()
+            self._pieces.append(self._flat[begin:end].view(parameter.local_size))
+            begin = end
 
     def _copied(
         self, parameters: Sequence[GroupParameter], gradients: Sequence[Tensor | None]

@@ -80,7 +80,14 @@ class GradientSync:
         self._model = model
         # `finish` counts the steps; a trainer that resumes sets the number of the next one.
         self.keys = RoundingKeys(seed)
-        self.method = method_for(mesh, groups, config, self.keys, splits_updates=splits_updates)
+        self.method = method_for(
+            mesh,
+            groups,
+            config,
+            self.keys,
+            splits_updates=splits_updates,
+            gradient_dtype=final_dtype,
+        )
         # The ranks whose gradients are averaged: with DiLoCo those of this replica.
         self._data_mesh = mesh if self.method.outer is None else without_replicas(mesh)
         self._agreement = UsedParameterAgreement(self._data_mesh, self._states, order)
@@ -286,8 +293,6 @@ class GradientSync:
         if self._final_dtype is not None:
             for parameter in state.group.trained:
                 cast_gradient(parameter, self._final_dtype)
-        if self.method.owners is not None:
-            self.method.owners.take_gradients(state.group)
         state.final = False
         state.averaged = True
 

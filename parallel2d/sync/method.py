@@ -61,10 +61,12 @@ def method_for(
     keys: RoundingKeys,
     *,
     splits_updates: bool,
+    gradient_dtype: torch.dtype | None,
 ) -> SyncMethod:
     """The method that ``config`` names. Collective over the world.
 
     ``groups``: of the model's parameters, in the order in which backward ends them.
+    ``gradient_dtype``: of gradients once they are reduced; None: in which they are added.
     """
     if config.name == "diloco":
         group = own_replicate_group(mesh)
@@ -78,7 +80,7 @@ def method_for(
     if splits_updates:
         wire = torch.bfloat16 if config.wire == "bf16" else None
         bucket_bytes = int(config.bucket_mib * 2**20)
-        owners = OwnedParameters(mesh, group, groups, wire, bucket_bytes)
+        owners = OwnedParameters(mesh, group, groups, wire, bucket_bytes, gradient_dtype)
         scatter = ScatterToOwners(group, owners)
         return SyncMethod(group, make_reduction=lambda *_: scatter, owners=owners)
     return SyncMethod(group, make_reduction=functools.partial(reduction_for, group, keys))

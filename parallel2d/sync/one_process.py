@@ -27,7 +27,7 @@ class Method:
     splits_updates: bool = False  # strategy=hybrid_full
     every: int = 30
     lr: float = 0.7
-    momentum: float = 0.8
+    momentum: float = 0.6
     mix: float = 0.0
     delay: int = 0
     # With fragments: after which step of each period a parameter is sent; the last one by default

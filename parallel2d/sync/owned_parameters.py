@@ -34,7 +34,8 @@ class OwnedParameters:
 
     ``group``: the process group of the replicas. ``groups``: in the order in which backward ends
     them. ``wire``: the dtype in which updated parameters are sent; None: as they are stored.
-    ``bucket_bytes``: parameters are gathered in pieces of about this size.
+    ``bucket_bytes``: parameters are gathered in pieces of about this size. ``gradient_dtype``: of
+    the gradients that the optimizer sees; None: in which they are added.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class OwnedParameters:
         groups: Sequence[ParameterGroup],
         wire: torch.dtype | None,
         bucket_bytes: int,
+        gradient_dtype: torch.dtype | None,
     ) -> None:
         self._group = group
         self._groups = groups
         self._wire = wire
         self._bucket_bytes = bucket_bytes
+        self._gradient_dtype = gradient_dtype
         self._replicas = group.size()
         self._replica = dist.get_group_rank(group, dist.get_rank())
         self._mesh = _from_inside_out(mesh)
@@ -142,26 +145,19 @@ class OwnedParameters:
         """Of each of these local tensors the rows that ``replica`` owns, views."""
         return [self._rows(tensor, replica) for tensor in tensors]
 
-    @torch.no_grad()
-    def take_gradients(self, group: ParameterGroup) -> None:
-        """Moves the reduced gradients of ``group`` to the owned parts, and adds them to what is
-        there."""
-        for parameter in group.trained:
-            gradient = parameter.local_gradient
-            if gradient is None:
-                continue
-            owned = self.owned(parameter)
-            rows = self._rows(gradient, self._replica)
-            parameter.set_gradient(None)
-            if owned.grad is not None:
-                local_part(owned.grad).add_(rows)
-                continue
-            # A copy, because a view would keep the memory of the rows of other replicas. They are
-            # freed here, and may come from another stream.
-            keep_until_done(gradient)
-            whole = parameter.sharded
-            assert isinstance(whole, DTensor)
-            owned.grad = self._as_dtensor(rows.clone(), whole)
+    def take_gradient(self, parameter: GroupParameter, rows: Tensor) -> None:
+        """Moves the reduced gradient of ``parameter`` to the owned part, of which ``rows`` are
+        those, and adds it to what is there."""
+        whole = parameter.sharded
+        assert isinstance(whole, DTensor)
+        if whole.is_complex():
+            rows = torch.view_as_complex(rows)
+        parameter.set_gradient(None)
+        owned = self.owned(parameter)
+        if owned.grad is not None:
+            local_part(owned.grad).add_(rows)
+        else:
+            owned.grad = self._as_dtensor(rows.to(self._gradient_dtype or rows.dtype), whole)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drops the gradients of the parts, or sets them to zero."""
@@ -232,8 +228,7 @@ class OwnedParameters:
 
 
 class ScatterToOwners:
-    """Reduces the gradients of a bucket to the replicas that own them. The rows of others are left
-    as they are.
+    """Reduces the gradients of a bucket to the replicas that own them, and frees the others.
 
     As in [Note: rounded exchange], each replica sends its contributions in the bucket's wire, and
     the owner adds them in fp32 at least, in the order of the replicas. Gloo has no reduce-scatter
@@ -248,10 +243,10 @@ class ScatterToOwners:
         self._replica = dist.get_group_rank(group, dist.get_rank())
 
     def start(self, bucket: Bucket) -> Wait:
-        """Begins to average the owned rows of ``bucket.gradients()`` over the replicas, in
-        place."""
+        """Begins to average the owned rows of the bucket over the replicas."""
         replicas = self._group.size()
-        gradients = bucket.real_gradients()
+        gradients = bucket.pieces()
+        shapes = [rows.shape for rows in self._owners.pieces(gradients, self._replica)]
         flat: list[Tensor] = []
         sizes: list[int] = []
         for replica in range(replicas):
@@ -260,10 +255,17 @@ class ScatterToOwners:
             sizes.append(sum(piece.numel() for piece in rows))
         own = sizes[self._replica]
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        narrower = bucket.wire.itemsize < gradients[0].dtype.itemsize
         sent = torch.cat(flat)
-        if narrower:
+        if bucket.wire.itemsize < sent.dtype.itemsize:
             sent = sent.to(bucket.wire)
+        # All of it has been copied.
+        keep_until_done(gradients[0])
+        device = sent.device
+        gradients.clear()
+        flat.clear()
+        bucket.release()
+        for parameter in bucket.trained:
+            parameter.set_gradient(None)
         received = sent.new_empty(replicas * own)
         work = dist.all_to_all_single(
             received, sent, [own] * replicas, sizes, group=self._group, async_op=True
@@ -272,14 +274,14 @@ class ScatterToOwners:
         def wait() -> None:
             work.wait()
             contributions = received.chunk(replicas) if own else ()
-            mean = torch.zeros(own, dtype=wide, device=received.device)
+            mean = torch.zeros(own, dtype=wide, device=device)
             for contribution in contributions:
                 mean += contribution
             mean /= replicas
             begin = 0
-            for rows in self._owners.pieces(gradients, self._replica):
-                end = begin + rows.numel()
-                rows.copy_(mean[begin:end].view(rows.shape))
+            for parameter, shape in zip(bucket.trained, shapes, strict=True):
+                end = begin + shape.numel()
+                self._owners.take_gradient(parameter, mean[begin:end].view(shape))
                 begin = end
 
         return wait

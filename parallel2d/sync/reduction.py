@@ -81,7 +81,7 @@ class BlockExchange:
         self._keys = keys
 
     def start(self, bucket: Bucket) -> Wait:
-        gradients = bucket.real_gradients()
+        gradients = bucket.pieces()
         pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
         numels = [gradient.numel() for gradient in gradients]
         noise = BlockNoise(pieces, numels, gradients[0].device)
