@@ -13,32 +13,18 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench.activation_checkpointing import allocated  # noqa: E402
+
 SIZES = {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 768}
 VOCABULARY, SEQ = 4096, 64
-
-
-def peak_of(step: Any) -> int:
-    """Bytes that ``step`` holds at most, beyond what was held before."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False
-    ) as seen:
-        step()
-    held = peak = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 def measure(strategy: str, sizes: dict[str, int], wire: str) -> list[float]:
@@ -78,9 +64,12 @@ def measure(strategy: str, sizes: dict[str, int], wire: str) -> list[float]:
         for value in entries.values()
         if hasattr(value, "to_local")
     )
-    found = torch.tensor([parameters, masters, state, peak_of(step)], dtype=torch.float64)
+    _, peak, _ = allocated(step)
+    held = [value / 2**20 for value in (parameters, masters, state)]
+    found = torch.tensor([*held, peak], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return [value / 2**20 for value in found.tolist()]
+    values: list[float] = found.tolist()
+    return values
 
 
 def worker(rank: int, world: int, replicas: int, store: str) -> None:
