@@ -161,7 +161,8 @@ def manifest(folder: Path, random: random.Random) -> None:
         small.restore()
     except ConfigError:
         return
-    small.train(1)
+    # The save must have ended before the folder is removed.
+    small.train(1).checkpointer.finish()
 
 
 def header(folder: Path, random: random.Random) -> None:
