@@ -177,7 +177,7 @@ class Trainer:
         outcome = self._agree(summed, batch)
         self.clock.mark("sync_s")
         self._update(outcome)
-        if self._upcoming is None and not outcome.preempted:
+        if self._upcoming is None:
             finish_updates(self.model)
         self.clock.mark("optimizer_s")
         seconds = {**self.clock.read(), "step_s": time.perf_counter() - begin}

@@ -15,8 +15,13 @@ from parallel2d import (
     ParallelConfig,
     attach_optimizer,
     build_mesh,
+    clip_gradient_norm,
     compare_replicas,
+    full_state,
+    no_sync,
+    outer_parameters,
     parallelize,
+    summon_full_params,
     updated_parameters,
 )
 from parallel2d.config import SyncConfig
@@ -26,7 +31,7 @@ from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, to_blocks
 from parallel2d.sync.noise import key_of
 from parallel2d.sync.one_process import Method
 from parallel2d.sync.sparse import decode, encode, to_chunks
-from parallel2d.sync.updates import replicated_tensors
+from parallel2d.sync.updates import outer_sync, replicated_tensors
 
 EVERY_STEP = {
     "fp32": Method(),
@@ -368,3 +373,137 @@ def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
             total += back
         # The mean of 400 numbers that are one scale apart at most: 4 standard deviations.
         assert ((total / 400 - blocks).abs() <= 4 * 0.5 / 20 * scale).all()
+
+
+# In a loop of one's own
+
+
+def _trained_model(strategy, sync, steps=0, precision="fp64", width=37):
+    mesh = build_mesh(MeshSpec(replicate=2, shard=1), strategy)
+    config = ParallelConfig(strategy, precision=precision, sync=SyncConfig(**sync))
+    model = parallelize(sync_runs.small_model(width), mesh, config)
+    optimizer = sync_runs.adamw(updated_parameters(model))
+    attach_optimizer(model, optimizer)
+    for step in range(1, steps + 1):
+        _step(model, optimizer, step)
+    return model, optimizer
+
+
+def _step(model, optimizer, step):
+    inputs, targets = (part.chunk(2)[dist.get_rank()] for part in sync_runs.batch_of(step))
+    sync_runs.loss_of(model, (inputs, targets)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _exports():
+    """What is saved inside and outside of the context, and the replica's own values before and after."""
+    model, _ = _trained_model("ddp", {"name": "diloco", "every": 4}, steps=6)
+    before = model[0].weight.full_tensor().clone()
+    outside = full_state(model, rank0_only=False)["model"]["0.weight"].clone()
+    with torch.no_grad():
+        model(sync_runs.batch_of(1)[0])
+    with outer_parameters(model), outer_parameters(model):
+        inside = full_state(model, rank0_only=False)["model"]["0.weight"].clone()
+        shown = model[0].weight.full_tensor().clone()
+        with torch.no_grad():
+            computed = model(sync_runs.batch_of(1)[0])
+    plain = sync_runs.small_model()
+    plain.load_state_dict(full_state(model, rank0_only=False)["model"])
+    expected = plain(sync_runs.batch_of(1)[0])
+    after = model[0].weight.full_tensor()
+    return (
+        [torch.equal(outside, inside), torch.equal(outside, shown), torch.equal(before, after)],
+        torch.equal(before, outside),
+        (computed - expected).abs().max().item(),
+        outside,
+    )
+
+
+def test_exports_and_validation_see_the_shared_parameters(ranks):
+    answers = ranks.run(2, _exports)
+    for equal, own_is_shared, difference, _ in answers:
+        assert equal == [True, True, True]
+        assert not own_is_shared
+        assert difference < 1e-12
+    assert torch.equal(answers[0][3], answers[1][3])
+
+
+def _unfrozen(strategy, sync):
+    mesh = build_mesh(MeshSpec(replicate=2, shard=1), strategy)
+    module = sync_runs.small_model()
+    module[3].requires_grad_(False)
+    config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
+    model = parallelize(module, mesh, config)
+    optimizer = sync_runs.adamw(updated_parameters(model))
+    attach_optimizer(model, optimizer)
+    _step(model, optimizer, 1)
+    model[3].requires_grad_(True)
+    _step(model, optimizer, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync"), [("ddp", {"name": "diloco"}), ("hybrid_full", {"wire": "bf16"})], ids=str
+)
+def test_a_parameter_that_is_unfrozen_while_training_is_an_error(ranks, strategy, sync):
+    with pytest.raises(Exception, match=r"3\.(weight|bias).*unfrozen after parallelize"):
+        ranks.run(2, _unfrozen, strategy, sync)
+
+
+def _loaded(strategy, sync):
+    """A value that `load_state_dict` has written, three steps later."""
+    model, optimizer = _trained_model(strategy, sync, steps=3)
+    state = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    for step in range(3):
+        _step(model, optimizer, 4 + step)
+    with outer_parameters(model):
+        return model[0].weight.full_tensor().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync"),
+    [("ddp", {}), ("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})],
+    ids=str,
+)
+def test_what_load_state_dict_has_written_stays(ranks, strategy, sync):
+    for value in ranks.run(2, _loaded, strategy, sync):
+        assert value == pytest.approx(2.0, abs=0.2)
+
+
+def _dropped(strategy):
+    """The norm of a batch after another one was dropped before it was reduced over the replicas."""
+    model, optimizer = _trained_model(strategy, {})
+    with no_sync(model):
+        (1000 * sync_runs.loss_of(model, sync_runs.batch_of(1))).backward()
+    optimizer.zero_grad()
+    sync_runs.loss_of(model, sync_runs.batch_of(2)).backward()
+    return clip_gradient_norm(model.parameters(), 1.0).item()
+
+
+def test_zero_grad_drops_what_is_not_reduced_yet_with_split_updates_too(ranks):
+    whole, split = ranks.run(2, _dropped, "ddp"), ranks.run(2, _dropped, "hybrid_full")
+    assert split == pytest.approx(whole, rel=1e-12)
+
+
+def _attached_twice():
+    model, optimizer = _trained_model("ddp", {"name": "diloco"})
+    attach_optimizer(model, optimizer)
+    for step in range(3):
+        _step(model, optimizer, step)
+    return outer_sync(model).steps
+
+
+def test_an_optimizer_that_is_attached_twice_counts_once(ranks):
+    assert ranks.run(2, _attached_twice) == [3, 3]
+
+
+def _looked_at_from_rank_0():
+    model, _ = _trained_model("ddp", {"name": "diloco"}, steps=2)
+    with summon_full_params(model, rank0_only=True):
+        pass
+
+
+def test_rank_0_does_not_write_over_replicas_that_differ(ranks):
+    with pytest.raises(Exception, match="use writeback=False"):
+        ranks.run(2, _looked_at_from_rank_0)

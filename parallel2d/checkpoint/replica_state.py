@@ -32,7 +32,7 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
     if outer is None:
         return {}
     outer.receive()
-    found: dict[str, Tensor] = {STEPS: torch.tensor([outer.steps])}
+    found: dict[str, Tensor] = {STEPS: torch.tensor([outer.steps, outer.finished_after])}
     for name, momentum in outer.momenta.items():
         found[f"sync/momentum/{name}"] = momentum
     for name, parameter in outer.parameters.items():
@@ -50,7 +50,7 @@ def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     prefix = _prefix(outer.replica)
     found: dict[str, Tensor] = {}
     for name, parameter in outer.parameters.items():
-        found[f"{prefix}/model/{name}"] = parameter.own
+        found[f"{prefix}/model/{name}"] = parameter.own_values
         if parameter.residual is not None:
             found[f"{prefix}/residual/{name}"] = parameter.residual
     if optimizer is not None:
@@ -97,9 +97,9 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
         return
     for name, momentum in outer.momenta.items():
         _fill_if_there(momentum, f"sync/momentum/{name}", checkpoint)
-    steps = int(checkpoint.read(STEPS)[0])
+    steps, finished_after = checkpoint.read(STEPS).tolist()
     arrived = {name for name in outer.parameters if f"sync/mean/{name}" in checkpoint.tensors}
-    for name in outer.resume(steps, arrived):
+    for name in outer.resume(steps, finished_after, arrived):
         parameter = outer.parameters[name]
         parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
         _fill_if_there(parameter.mean, f"sync/mean/{name}", checkpoint)

@@ -133,8 +133,8 @@ class BlockNoise:
         keys = torch.tensor([piece.key for piece in pieces], dtype=torch.int32)
         of_block = starts.repeat_interleave(counts) + torch.arange(int(counts.sum())) * BLOCK
         # Positions wrap around like the products that are made of them.
-        self._starts = of_block.to(torch.int32).to(device)[:, None]
-        self._keys = keys.repeat_interleave(counts).to(device)[:, None]
+        self._starts = _sent_to(device, of_block.to(torch.int32))[:, None]
+        self._keys = _sent_to(device, keys.repeat_interleave(counts))[:, None]
 
     def numbers(self, begin: int, end: int, stage: int) -> Tensor:
         """fp32 [end - begin, 256]: for these blocks; zeros for blocks after the last, which hold
@@ -144,6 +144,13 @@ class BlockNoise:
         numbers = uniform(self._keys[begin:end] ^ stage, starts + within)
         missing = end - begin - len(starts)
         return torch.nn.functional.pad(numbers, (0, 0, 0, missing))
+
+
+def _sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """``tensor``, made on the host, on ``device``, without waiting for what the device does."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def blocks_of(numel: int) -> int:

@@ -146,27 +146,37 @@ class GradientSync:
             self.method.owners.make()
             register_keeper(self._model, self.method.owners)
         if self.method.outer is not None:
-            trained = {}
-            for name, parameter in parameters_by_name(self._model).items():
-                if parameter.requires_grad:
-                    trained[name] = parameter
-            self.method.outer.make(trained)
+            self.method.outer.make(parameters_by_name(self._model))
             register_keeper(self._model, self.method.outer)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets the method follow the updates of ``optimizer``; see
         `parallel2d.attach_optimizer`."""
-        if not self.method.follows_updates:
+        if not self.method.follows_updates or optimizer is self._optimizer:
             return
         for parameter in parameters_by_name(self._model).values():
             _check_updated(parameter, optimizer)
         self._optimizer = optimizer
         optimizer.register_step_post_hook(self._after_step)
+        if self.method.owners is not None:
+            self._clear_with(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         # Only the optimizer that was attached last counts.
         if optimizer is self._optimizer:
             self.method.after_update()
+
+    def _clear_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes ``optimizer.zero_grad()`` drop sums that are not reduced over the replicas too:
+        they are in the sharded parameters, which the optimizer does not have."""
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            clear_gradients(self.groups, set_to_none)
+
+        optimizer.zero_grad = clear  # type: ignore[method-assign]
 
     def _check_attached(self) -> None:
         if self.method.follows_updates and self._optimizer is None:

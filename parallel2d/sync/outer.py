@@ -12,7 +12,7 @@ goes on while a fragment is on its way: what arrives is mixed with the replica's
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -55,6 +55,8 @@ class OuterParameter:
         self.outer = own.detach().clone().to(wide).requires_grad_()
         # The mean that was received and is not applied yet; then the gradient of `outer`.
         self.mean: Tensor | None = None
+        # The replica's own values while the model has the outer ones.
+        self._own_values: Tensor | None = None
         # What was not sent yet.
         self.residual: Tensor | None = None
         if keeps_residual:
@@ -63,7 +65,9 @@ class OuterParameter:
     def change(self) -> Tensor:
         """How far the replica's parameter is from the outer one; with what was not sent before."""
         own = local_part(self.own.detach())
-        change = local_part(self.outer.detach()) - own
+        outer = local_part(self.outer.detach())
+        # Where parameters are stored in a narrower dtype, what rounding took is no change.
+        change = outer.to(own.dtype).to(outer.dtype) - own
         if self.residual is None:
             return change
         kept = local_part(self.residual)
@@ -78,13 +82,21 @@ class OuterParameter:
         else:
             own.lerp_(outer, 1 - mix)
 
-    def swap(self) -> None:
-        """Exchanges the values of both."""
-        own = local_part(self.own.detach())
-        outer = local_part(self.outer.detach())
-        kept = own.clone()
-        own.copy_(outer)
-        outer.copy_(kept)
+    @property
+    def own_values(self) -> Tensor:
+        """What the replica goes on from, also while the model has the outer values."""
+        return self.own if self._own_values is None else self._own_values
+
+    def show_outer(self) -> None:
+        """Gives the model the outer values."""
+        self._own_values = self.own.detach().clone()
+        self.take(0.0)
+
+    def show_own(self) -> None:
+        """Gives the model the replica's own values back."""
+        assert self._own_values is not None
+        local_part(self.own.detach()).copy_(local_part(self._own_values))
+        self._own_values = None
 
 
 class Fragment:
@@ -125,15 +137,23 @@ class OuterSync:
         # This rank's share of the squared norm of the mean change that the last update applied;
         # None where it was no outer step
         self.squared_change: Tensor | None = None
+        # The step at which `finish` was called, if it was.
+        self.finished_after = 0
         self.fragments: list[Fragment] = []
         self.parameters: dict[str, OuterParameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
+        # How many `outer_parameters` are entered.
+        self._shown = 0
         self._outer: torch.optim.SGD | None = None
 
     def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Copies the values that ``parameters`` have now. ``parameters``: those that are trained,
-        by name."""
+        """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
+        of the model's, by name."""
         keeps_residual = self._config.wire == "sparse"
         for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                self._frozen[name] = parameter
+                continue
             self.parameters[name] = OuterParameter(name, parameter, keeps_residual)
         parts = split_in_fragments(self._units, self.parameters, self._config.fragments)
         for number, part in enumerate(parts):
@@ -184,16 +204,16 @@ class OuterSync:
                 self._apply(fragment, 0.0)
             for parameter in fragment.parameters:
                 parameter.take(0.0)
+            fragment.sent_after = self.steps
+        self.finished_after = self.steps
 
     def _check_trained(self) -> None:
-        changed = []
-        for name, parameter in self.parameters.items():
-            if not parameter.own.requires_grad:
-                changed.append(name)
+        changed = [name for name, each in self.parameters.items() if not each.own.requires_grad]
+        changed += [name for name, each in self._frozen.items() if each.requires_grad]
         if changed:
             raise ConfigError(
-                f"sync=diloco: {first_five(changed)} were frozen while training; freeze them "
-                "before parallelize"
+                f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
+                "which decides what replicas share; do it before"
             )
 
     def _send(self, fragment: Fragment) -> None:
@@ -256,18 +276,24 @@ class OuterSync:
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
         """The model has the outer parameters inside, for validation and export."""
-        self._swap()
+        self._shown += 1
+        if self._shown == 1:
+            self._show(OuterParameter.show_outer)
         try:
             yield
         finally:
-            self._swap()
+            self._shown -= 1
+            if self._shown == 0:
+                self._show(OuterParameter.show_own)
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _show(self, show: Callable[[OuterParameter], None]) -> None:
         for parameter in self.parameters.values():
-            parameter.swap()
+            show(parameter)
 
     # As a `parallel2d.weights.kept.Keeper`
+
+    replicas_differ = True
 
     def kept(self) -> dict[str, Tensor]:
         """The outer parameters, by name."""
@@ -304,14 +330,17 @@ class OuterSync:
 
     # Saving and loading
 
-    def resume(self, steps: int, arrived: Container[str]) -> list[str]:
-        """Goes on after ``steps`` updates. ``arrived``: parameters of which a mean was received
-        that is not applied. Returns those of them that are still to be applied."""
+    def resume(self, steps: int, finished_after: int, arrived: Container[str]) -> list[str]:
+        """Goes on after ``steps`` updates, ``finished_after`` as it was. ``arrived``: parameters of
+        which a mean was received that is not applied. Returns those of them that are still to be
+        applied."""
         self.steps = steps
+        self.finished_after = finished_after
         expected: list[str] = []
         for fragment in self.fragments:
             # The last step at which it was sent, which depends on the number of steps alone.
-            fragment.sent_after = max(steps - (steps - fragment.begins) % self._config.every, 0)
+            sent_after = steps - (steps - fragment.begins) % self._config.every
+            fragment.sent_after = max(sent_after, finished_after, 0)
             since = steps - fragment.sent_after
             names = [parameter.name for parameter in fragment.parameters]
             if since < self._config.delay and all(name in arrived for name in names):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from parallel2d.errors import ConfigError, first_five
 from parallel2d.mesh import mesh_shape
 from parallel2d.model_structure import update_as
 from parallel2d.sync.bucket import Bucket, keep_until_done
@@ -75,6 +76,8 @@ class OwnedParameters:
 
     # As a `parallel2d.weights.kept.Keeper`
 
+    replicas_differ = False
+
     def kept(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
         return {parameter.name: self.owned(parameter) for parameter in self._masters}
@@ -82,7 +85,7 @@ class OwnedParameters:
     def kept_was_loaded(self) -> None:
         """Sends the parts to all replicas. Collective."""
         if self._masters:
-            self.after_update()
+            self._gather(self._masters)
 
     def parameters_were_loaded(self) -> None:
         """Makes the parts that are tensors of their own equal to the parameters."""
@@ -171,9 +174,27 @@ class OwnedParameters:
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Sends this replica's updated rows to the others and takes theirs. Collective."""
+        """Sends this replica's updated rows to the others and takes theirs. Collective. Raises
+        `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
+        trained: list[GroupParameter] = []
+        for group in reversed(self._groups):
+            trained.extend(group.trained)
+        if self._wire is not None:
+            known = {id(parameter) for parameter in self._masters}
+            new = [parameter.name for parameter in trained if id(parameter) not in known]
+            if new:
+                raise ConfigError(
+                    f"strategy=hybrid_full sync.wire=bf16: {first_five(new, ', ')}: unfrozen after "
+                    "parallelize, which keeps unrounded rows of trained parameters alone; do it "
+                    "before"
+                )
+        self._gather(trained)
+
+    @torch.no_grad()
+    def _gather(self, parameters: Sequence[GroupParameter]) -> None:
+        """Sends this replica's rows of ``parameters`` and takes those of the others. Collective."""
         pending: list[Wait] = []
-        for batch in self._batches():
+        for batch in self._batches(parameters):
             pending.append(self._start_gather(batch))
             # Two at a time: each holds a copy of its parameters.
             if len(pending) == 2:
@@ -181,21 +202,19 @@ class OwnedParameters:
         for wait in pending:
             wait()
 
-    def _batches(self) -> list[list[GroupParameter]]:
-        """The trained parameters in the order of forward, in pieces of one dtype and of about
-        `bucket_bytes`."""
+    def _batches(self, parameters: Sequence[GroupParameter]) -> list[list[GroupParameter]]:
+        """``parameters`` in pieces of one dtype and of about `bucket_bytes`."""
         batches: list[list[GroupParameter]] = []
         size = 0
         dtype = None
-        for group in reversed(self._groups):
-            for parameter in group.trained:
-                local = local_part(parameter.sharded)
-                if local.dtype != dtype or size + local.nbytes > self._bucket_bytes:
-                    batches.append([])
-                    size = 0
-                    dtype = local.dtype
-                batches[-1].append(parameter)
-                size += local.nbytes
+        for parameter in parameters:
+            local = local_part(parameter.sharded)
+            if local.dtype != dtype or size + local.nbytes > self._bucket_bytes:
+                batches.append([])
+                size = 0
+                dtype = local.dtype
+            batches[-1].append(parameter)
+            size += local.nbytes
         return batches
 
     def _start_gather(self, parameters: Sequence[GroupParameter]) -> Wait:

@@ -3,7 +3,7 @@ parameters: ``strategy=hybrid_full`` and ``sync=diloco``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from parallel2d.sync.comparison import ReplicaComparison
 from parallel2d.sync.engine import engine_of, engines_in
 from parallel2d.sync.gradient_sync import GradientSync
 from parallel2d.sync.outer import OuterSync
+from parallel2d.weights.named_tensors import parameters_by_name, reshard
 
 
 def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -60,8 +61,13 @@ def outer_parameters(model: nn.Module) -> Iterator[None]:
     if outer is None:
         yield
         return
+    # Parameters that a forward has gathered would hide the others.
+    reshard(model)
     with outer.outer_parameters():
-        yield
+        try:
+            yield
+        finally:
+            reshard(model)
 
 
 def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -80,7 +86,16 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
                 if outer is not None and parameter.name in outer.parameters:
                     tensors[parameter.name] = outer.parameters[parameter.name].outer
             found[group.called] = tensors
+    # Parameters without dimensions are in no group.
+    alone = {name: value for name, value in parameters_by_name(model).items() if value.ndim == 0}
+    if alone and found:
+        kept = outer.kept() if outer is not None else {}
+        found["parameters without dimensions"] = {**alone, **_among(kept, alone)}
     return found
+
+
+def _among(values: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if name in names}
 
 
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -100,4 +115,5 @@ def finish_updates(model: nn.Module) -> None:
     not shared yet. Collective."""
     outer = outer_sync(model)
     if outer is not None:
+        reshard(model)
         outer.finish()

@@ -12,11 +12,16 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+# Attributes of modules: of all modules of a model, and of the model itself
 _KEEPERS = "_parallel2d_keepers"
+_KEPT_BY = "_parallel2d_kept_by"
 
 
 class Keeper(Protocol):
     """What keeps such values."""
+
+    replicas_differ: bool
+    """Whether each replica has parameters of its own."""
 
     def kept(self) -> Mapping[str, Tensor]:
         """By canonical name of the parameter, for those that have one."""
@@ -33,21 +38,26 @@ class Keeper(Protocol):
 
 def register_keeper(model: nn.Module, keeper: Keeper) -> None:
     """Lets ``keeper`` keep values for ``model``."""
-    vars(model).setdefault(_KEEPERS, []).append(keeper)
+    vars(model).setdefault(_KEPT_BY, []).append(keeper)
+    # A change through any module of the model must reach it.
+    for module in model.modules():
+        vars(module).setdefault(_KEEPERS, []).append(keeper)
+    model.register_load_state_dict_post_hook(lambda *_: keeper.parameters_were_loaded())
 
 
 def keepers_in(model: nn.Module) -> list[Keeper]:
-    """Those of ``model`` and of models inside it."""
-    found: list[Keeper] = []
+    """Those of ``model``, of the model that it is a part of, and of models inside it."""
+    found: dict[int, Keeper] = {}
     for module in model.modules():
-        found.extend(vars(module).get(_KEEPERS, []))
-    return found
+        for keeper in vars(module).get(_KEEPERS, []):
+            found[id(keeper)] = keeper
+    return list(found.values())
 
 
 def kept_values(model: nn.Module) -> dict[str, Tensor]:
     """By canonical name, the kept values of ``model``."""
     found: dict[str, Tensor] = {}
-    # A keeper of a part of the model has names of that part; `parallelize` makes whole models.
-    for keeper in vars(model).get(_KEEPERS, []):
+    # Their names are those of the whole model.
+    for keeper in vars(model).get(_KEPT_BY, []):
         found.update(keeper.kept())
     return found

@@ -47,6 +47,11 @@ def summon_full_params(
     parameters (and gradients) of what is summoned. Raises `ConfigError` inside another such context
     on the same parameters.
     """
+    if rank0_only and writeback and any(keeper.replicas_differ for keeper in keepers_in(model)):
+        raise ConfigError(
+            "summon_full_params(rank0_only=True) would write rank 0's parameters over those of "
+            "other replicas, which differ with sync=diloco: use writeback=False to look at them"
+        )
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
     summoned = _parameters_of(model, recurse)

@@ -345,6 +345,7 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
         raise DamagedCheckpointError(f"{what}: no node holds a part of it")
     lost = sorted(set(range(common["world_size"])) - ranks)
     tensors = {}
+    gone_replicas: set[str] = set()
     for name, (dtype, shape) in described.items():
         chunks = [
             chunk
@@ -354,6 +355,7 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
         if sum(chunk.region.numel for chunk in chunks) != Region.whole(shape).numel:
             # Training goes on without a replica that is gone.
             if name.startswith(REPLICA):
+                gone_replicas.add(name.split("/")[1])
                 continue
             gone = f"; no copy is left of ranks {lost}" if lost else ""
             raise DamagedCheckpointError(
@@ -361,6 +363,10 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
                 f"left{gone}"
             )
         tensors[name] = StoredTensor(dtype, shape, tuple(chunks))
+    # Half of a replica is of no use: some of its tensors may be on several nodes.
+    for name in [name for name in tensors if name.startswith(REPLICA)]:
+        if name.split("/")[1] in gone_replicas:
+            del tensors[name]
     taken = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
     manifest = Manifest(
         **{
