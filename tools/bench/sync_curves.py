@@ -1,6 +1,6 @@
 """Loss of every sync method against synchronous training, paired over seeds.
 
-    python tools/bench/sync_curves.py [--steps 1200] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER] [--picture FILE]
+    python tools/bench/sync_curves.py [--steps 1200] [--batch 16] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER] [--picture FILE]
 
 Each run is the train command on two ranks of this machine: model, data, schedule and batches are those of the synchronous run with the
 same seed, only the section `sync` differs. The loss is the validation loss of the parameters that replicas share. Runs that are there
@@ -59,12 +59,18 @@ def words_of(method: str) -> list[str]:
     return METHODS[method].split()
 
 
-def run(method: str, seed: int, steps: int, folder: Path) -> list[dict[str, float]]:
+def run(method: str, seed: int, steps: int, batch: int, folder: Path) -> list[dict[str, float]]:
     """The rows of one run."""
-    place = folder / f"{method}-{seed}-{steps}"
+    place = folder / f"{method}-{seed}-{steps}-{batch}"
     rows = place / "metrics.jsonl"
     if not (place / "done").exists():
-        words = [*JOB, f"train.steps={steps}", f"train.seed={seed}", f"hydra.run.dir={place}"]
+        words = [
+            *JOB,
+            f"train.global_batch_size={batch}",
+            f"train.steps={steps}",
+            f"train.seed={seed}",
+            f"hydra.run.dir={place}",
+        ]
         words += [
             f"train.validate_every={max(steps // 20, 1)}",
             f"metrics.log_every={max(steps // 20, 1)}",
@@ -116,6 +122,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a global batch")
     parser.add_argument(
         "--methods",
         default="sync,bf16,int8,split_bf16,diloco,diloco_int4,diloco_sparse,streaming_int4",
@@ -126,7 +133,9 @@ def main() -> int:
     found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
     for seed in range(arguments.seeds):
         for name in names:
-            found[name].append(run(name, seed, arguments.steps, arguments.out.resolve()))
+            found[name].append(
+                run(name, seed, arguments.steps, arguments.batch, arguments.out.resolve())
+            )
             print(
                 f"{name}, seed {seed}: {last_loss(found[name][-1]):.4f}",
                 file=sys.stderr,
