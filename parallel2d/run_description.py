@@ -31,7 +31,7 @@ from parallel2d.model_families import ModelParts
 from parallel2d.optimizer import update_bytes
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.runtime import Runtime
-from parallel2d.sync.outer import describe_sync
+from parallel2d.sync.outer_settings import describe_sync
 
 log = logging.getLogger(__name__)
 

@@ -14,102 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel2d.config import StrategyConfig, SyncConfig
+from parallel2d.config import SyncConfig
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.gradients import squared_norm_share
-from parallel2d.sync.blocks import BlockNoise, Piece
+from parallel2d.sync.blocks import Piece
 from parallel2d.sync.noise import key_of
-from parallel2d.sync.rounded_exchange import Exchange
-from parallel2d.sync.sparse import SparseExchange
-from parallel2d.sync.wire import BlockWire, CastWire
+from parallel2d.sync.outer_exchange import begin_mean
+from parallel2d.sync.outer_parameter import Fragment, OuterParameter, split_in_fragments
+from parallel2d.sync.outer_settings import mix_of, outer_settings
 from parallel2d.weights.geometry import first_position, local_part
-
-# What a replica did not send is added to its next message, times this (error feedback; SparseLoCo)
-RESIDUAL_DECAY = 0.95
-_BITS = {"int8": 8, "int4": 4}
-
-
-class PendingMean(Protocol):
-    """A mean over the replicas that has begun."""
-
-    def send_means(self) -> None:
-        """Does what can be done before `finish`. Collective."""
-
-    def finish(self) -> None:
-        """Waits, and writes the mean into the tensors that were given. Collective."""
-
-
-class OuterParameter:
-    """One parameter: the replica's own, the outer one, and what is on its way."""
-
-    def __init__(self, name: str, own: nn.Parameter, keeps_residual: bool) -> None:
-        self.name = name
-        self.own = own
-        wide = torch.promote_types(own.dtype, torch.float32)
-        self.outer = own.detach().clone().to(wide).requires_grad_()
-        # The mean that was received and is not applied yet; then the gradient of `outer`.
-        self.mean: Tensor | None = None
-        # The replica's own values while the model has the outer ones.
-        self._own_values: Tensor | None = None
-        # What was not sent yet.
-        self.residual: Tensor | None = None
-        if keeps_residual:
-            self.residual = torch.zeros_like(self.outer, requires_grad=False)
-
-    def change(self) -> Tensor:
-        """How far the replica's parameter is from the outer one; with what was not sent before."""
-        own = local_part(self.own.detach())
-        outer = local_part(self.outer.detach())
-        # Where parameters are stored in a narrower dtype, what rounding took is no change.
-        change = outer.to(own.dtype).to(outer.dtype) - own
-        if self.residual is None:
-            return change
-        kept = local_part(self.residual)
-        return kept.mul_(RESIDUAL_DECAY).add_(change)
-
-    def take(self, mix: float) -> None:
-        """Moves the replica's parameter to the outer one, but keeps the share ``mix`` of it."""
-        own = local_part(self.own.detach())
-        outer = local_part(self.outer.detach()).to(own.dtype)
-        if mix == 0:
-            own.copy_(outer)
-        else:
-            own.lerp_(outer, 1 - mix)
-
-    @property
-    def own_values(self) -> Tensor:
-        """What the replica goes on from, also while the model has the outer values."""
-        return self.own if self._own_values is None else self._own_values
-
-    def show_outer(self) -> None:
-        """Gives the model the outer values."""
-        self._own_values = self.own.detach().clone()
-        self.take(0.0)
-
-    def show_own(self) -> None:
-        """Gives the model the replica's own values back."""
-        assert self._own_values is not None
-        local_part(self.own.detach()).copy_(local_part(self._own_values))
-        self._own_values = None
-
-
-class Fragment:
-    """Parameters that are exchanged together. ``begins``: the steps, modulo the period, after which
-    they are sent."""
-
-    def __init__(self, parameters: Sequence[OuterParameter], begins: int) -> None:
-        self.parameters = parameters
-        self.begins = begins
-        self.sent_after = 0  # the step after which it was last sent
-        self.pending: PendingMean | None = None
-        # Whether a mean is here or on its way that is not applied.
-        self.in_flight = False
 
 
 class OuterSync:
@@ -223,27 +141,20 @@ class OuterSync:
             parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
             changes.append(_real(parameter.change()))
         means = [_real(local_part(_given(parameter.mean))) for parameter in fragment.parameters]
-        fragment.pending = self._begin(fragment, changes, means)
+        fragment.pending = begin_mean(
+            self._config.wire,
+            self._group,
+            changes,
+            means,
+            [self._piece_of(parameter) for parameter in fragment.parameters],
+        )
         fragment.sent_after = self.steps
         fragment.in_flight = True
 
-    def _begin(
-        self, fragment: Fragment, changes: Sequence[Tensor], means: Sequence[Tensor]
-    ) -> PendingMean:
-        wire = self._config.wire
-        if wire == "sparse":
-            return SparseExchange(self._group, changes, means)
-        if wire == "bf16":
-            return Exchange(self._group, CastWire(torch.bfloat16), changes, means)
-        if wire in _BITS:
-            pieces = []
-            for parameter in fragment.parameters:
-                key = key_of(self._seed, self.steps, parameter.name)
-                pieces.append(Piece(key, first_position(parameter.outer)))
-            numels = [change.numel() for change in changes]
-            noise = BlockNoise(pieces, numels, changes[0].device)
-            return Exchange(self._group, BlockWire(_BITS[wire], noise), changes, means)
-        return ExactMean(self._group, changes, means)
+    def _piece_of(self, parameter: OuterParameter) -> Piece:
+        """For random numbers that depend on the step and the parameter."""
+        key = key_of(self._seed, self.steps, parameter.name)
+        return Piece(key, first_position(parameter.outer))
 
     def receive(self) -> None:
         """Waits for what is on its way, so that it can be saved. Collective over the replicas."""
@@ -362,101 +273,6 @@ class OuterSync:
                 state["momentum_buffer"] = torch.zeros_like(parameter.outer, requires_grad=False)
             found[name] = state["momentum_buffer"]
         return found
-
-
-class ExactMean:
-    """A mean by one all-reduce in the dtype of the values."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> None:
-        self._results = results
-        self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._work = dist.all_reduce(self._flat, dist.ReduceOp.AVG, group=group, async_op=True)
-
-    def send_means(self) -> None:
-        """Does nothing: there is one message alone."""
-
-    def finish(self) -> None:
-        """Waits, and writes the mean."""
-        self._work.wait()
-        begin = 0
-        for result in self._results:
-            end = begin + result.numel()
-            result.copy_(self._flat[begin:end].view(result.shape))
-            begin = end
-
-
-def mix_of(config: SyncConfig) -> float:
-    """``sync.mix``, or what ``auto`` stands for."""
-    if config.mix == "auto":
-        return 0.5 if config.delay else 0.0
-    return float(config.mix)
-
-
-def outer_settings(config: SyncConfig) -> tuple[float, float]:
-    """The learning rate and the momentum of the outer step, or what ``auto`` stands for."""
-    lr, momentum = (1.0, 0.0) if config.wire == "sparse" else (0.7, 0.6)
-    if config.outer_lr != "auto":
-        lr = float(config.outer_lr)
-    if config.outer_momentum != "auto":
-        momentum = float(config.outer_momentum)
-    return lr, momentum
-
-
-def describe_sync(strategy: StrategyConfig, sync: SyncConfig, replicas: int) -> str:
-    """What crosses the replicate axis, for people, with numbers for ``auto``."""
-    if replicas == 1 and sync.name != "diloco":
-        return "one replica: nothing crosses the replicate axis"
-    wire = "precision.reduce" if sync.wire == "auto" else sync.wire
-    if sync.name != "diloco":
-        what = "gradients and updated parameters" if strategy.splits_updates else "gradients"
-        return f"every step, {what} in {wire}"
-    lr, momentum = outer_settings(sync)
-    wire = "fp32" if sync.wire == "auto" else sync.wire
-    text = f"diloco every {sync.every} steps in {wire}, outer lr {lr:g}, momentum {momentum:g}"
-    if sync.fragments > 1 or sync.delay:
-        text += f", {sync.fragments} fragments, delay {sync.delay}, mix {mix_of(sync):g}"
-    return text
-
-
-def split_in_fragments(
-    units: Sequence[Sequence[str]], parameters: Mapping[str, OuterParameter], count: int
-) -> list[list[OuterParameter]]:
-    """``count`` parts of about equal size: the largest units first, each to the part that has
-    least, so that equal layers are dealt out in turn.
-
-    A unit that is larger than a part is dealt out by parameter. Sizes are those of whole
-    parameters, so that all ranks make the same parts. Raises `ConfigError` for more parts than
-    there are parameters.
-    """
-    sizes = {name: parameter.outer.numel() for name, parameter in parameters.items()}
-    share = sum(sizes.values()) / count
-    pieces: list[list[str]] = []
-    in_units: set[str] = set()
-    for unit in units:
-        names = [name for name in unit if name in sizes]
-        in_units.update(names)
-        if sum(sizes[name] for name in names) > share:
-            pieces.extend([name] for name in names)
-        elif names:
-            pieces.append(names)
-    # Parameters that no group has, such as those without dimensions.
-    pieces.extend([name] for name in sizes if name not in in_units)
-    if count > len(pieces):
-        raise ConfigError(
-            f"sync.fragments={count}: the model has {len(pieces)} parts that can be exchanged one "
-            "by one"
-        )
-    parts: list[list[OuterParameter]] = [[] for _ in range(count)]
-    loads = [0] * count
-    # Sorting is stable: of equal units the first comes first.
-    for piece in sorted(pieces, key=lambda piece: -sum(sizes[name] for name in piece)):
-        smallest = loads.index(min(loads))
-        parts[smallest].extend(parameters[name] for name in piece)
-        # One more, so that parameters without elements are dealt out too.
-        loads[smallest] += sum(sizes[name] for name in piece) + 1
-    return parts
 
 
 def _given(tensor: Tensor | None) -> Tensor:

@@ -24,7 +24,6 @@ JOB = [
     "launch.nproc_per_node=2",
     "model=llama_debug",
     "train.seq_len=64",
-    "train.global_batch_size=16",
     "optimizer.lr=2e-3",
     "scheduler.warmup_steps=60",
     "checkpoint.enabled=false",
