@@ -75,7 +75,8 @@ class ReplicaComparison:
         return (
             f"replicas are not equal any more, in {first_five(groups, ', ')}: {first_five(found)}. "
             "Memory was damaged, or something other than the optimizer has changed a parameter on "
-            "some ranks; nothing was saved since, start again from the last checkpoint"
+            "some ranks. Checkpoints since the last comparison may hold it: go on from an earlier "
+            "one (checkpoint.resume=PATH)"
         )
 
 
