@@ -202,7 +202,7 @@ def reference_in(
     """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision`` names.
 
     The batch goes through in as many parts as there are data ranks. Each computes with a copy of the weights in ``param``; its
-    gradients are cast to ``reduce``, averaged over shards, then over replicas, and cast to ``storage``.
+    gradients are cast to ``reduce``, averaged over shards, then over replicas (one or two), and cast to ``storage``.
     """
     storage, reduce = DTYPES[precision.storage], DTYPES[precision.reduce]
     model = copy.deepcopy(model)
@@ -248,6 +248,11 @@ def reference_in(
             inner = [_mean(each[first : first + shards]) for first in range(0, parts, shards)]
             dtype = reduce if precision.keep_low_precision_gradients else parameter.dtype
             parameter.grad_dtype = dtype
+            # Two replicas exchange what they contribute and add it unrounded; more round the mean too.
+            if len(inner) == 2:
+                inner = [
+                    value.to(torch.promote_types(value.dtype, torch.float32)) for value in inner
+                ]
             parameter.grad = _mean(inner).to(dtype)
         losses.append(total / parts)
         norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
