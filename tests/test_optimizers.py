@@ -164,8 +164,18 @@ CASES = [
     *itertools.product(["adafactor", "muon"], ["ddp", "uneven"]),
     ("adamw", "tensor"),
     *itertools.product(["adam", "sgd", "adamw_foreach"], ["hybrid"]),
-    *itertools.product(("adamw", "sgd", "adafactor", "muon"), ("split", "split_uneven")),
-    *((variant, "split_tensor") for variant in ("adafactor", "muon")),
+    ("adamw", "split"),
+    *itertools.product(("adafactor", "muon"), ("split_uneven", "split_tensor")),
+    *(
+        pytest.param(variant, layout, marks=pytest.mark.slow)
+        for variant, layout in (
+            ("sgd", "split"),
+            ("adafactor", "split"),
+            ("muon", "split"),
+            ("adamw", "split_uneven"),
+            ("sgd", "split_uneven"),
+        )
+    ),
     *(
         pytest.param(variant, "tensor", marks=pytest.mark.slow)
         for variant in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -53,6 +54,8 @@ DILOCO = {
 
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
+# Replicas and shards
+SIZES = [pytest.param((2, 1), marks=pytest.mark.slow), (2, 2), (4, 1)]
 METHODS = {
     "int8": ("hybrid", {"wire": "int8"}),
     "split": ("hybrid_full", {}),
@@ -68,7 +71,7 @@ def largest_difference(found, expected):
     return max(float(np.abs(found[name] - expected[name]).max()) for name in found)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("wire", EVERY_STEP)
 def test_every_wire_equals_its_reference(ranks, wire, sizes):
     replicas, shards = sizes
@@ -86,7 +89,7 @@ def test_every_wire_equals_its_reference(ranks, wire, sizes):
     assert largest_difference(found[0]["parameters"], expected) < 1e-10
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("wire", ["auto", "bf16"])
 def test_split_updates_equal_their_reference(ranks, wire, sizes):
     replicas, shards = sizes
@@ -103,7 +106,7 @@ def test_split_updates_equal_their_reference(ranks, wire, sizes):
     assert largest_difference(found[0]["parameters"], expected) < 1e-10
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("case", DILOCO)
 def test_diloco_equals_its_reference(ranks, case, sizes):
     replicas, shards = sizes
@@ -139,7 +142,9 @@ def test_fragments_take_turns_as_in_the_reference(ranks, wire, delay):
     assert largest_difference(found["parameters"], expected) < 1e-10
 
 
-@pytest.mark.parametrize("mode", ["reduce_scatter_only", "none"])
+@pytest.mark.parametrize(
+    "mode", ["reduce_scatter_only", pytest.param("none", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["int8", "split_bf16", "diloco"])
 def test_accumulation_changes_nothing(ranks, name, mode):
     strategy, sync = METHODS[name]
@@ -169,7 +174,13 @@ def test_parameters_without_dimensions_are_kept_equal_too(ranks, name):
 # Going on from a checkpoint
 
 
-@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("int8", "split_bf16", "sparse", "in_flight"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("split", "diloco")),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, case):
     strategy, sync = METHODS[case]
     whole = ranks.run(4, sync_runs.run, TWO_BY_TWO, strategy, sync, steps=17)
@@ -205,11 +216,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", LAYOUTS)
+# Each layout once as source and once as target; the other pairs take longer than they tell.
+QUICK = {("hybrid", "split"), ("split", "zero3"), ("zero3", "diloco"), ("diloco", "hybrid")}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in itertools.permutations(LAYOUTS, 2)
+    ],
+)
 def test_every_layout_goes_on_from_every_other(ranks, tmp_path, source, target):
-    if source == target:
-        return
     ranks.run(4, sync_runs.run, *LAYOUTS[source], steps=10, folder=str(tmp_path), save_after=[10])
     again = {"folder": str(tmp_path), "resume": "auto"}
     loaded = ranks.run(4, sync_runs.run, *LAYOUTS[target], steps=10, **again)
