@@ -39,14 +39,13 @@ from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.progress import Progress, RankReport, StepOutcome, problems_of_state
 from parallel2d.sync import (
-    GradientSync,
     accumulate,
     finish_updates,
     outer_parameters,
     updated_parameters,
 )
 from parallel2d.sync.comparison import ReplicaComparison
-from parallel2d.sync.engine import engines_in
+from parallel2d.sync.gradient_sync import gradient_syncs
 from parallel2d.sync.updates import outer_sync, replicated_tensors, set_step
 
 
@@ -105,7 +104,7 @@ class Trainer:
         # the same it casts nothing, and the trainer does.
         self._input_dtype = input_dtype(config.precision)
         # Which parameters were used travels in the step's agreement, if the engine can wait so long
-        engines = (engine for engine in engines_in(model) if isinstance(engine, GradientSync))
+        engines = gradient_syncs(model)
         self._engine = next((engine for engine in engines if engine.defer_agreement()), None)
         shape = mesh_shape(mesh)
         # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.

@@ -121,6 +121,8 @@ def run(
             "parameters": {
                 n: p.full_tensor().detach().clone().numpy() for n, p in model.named_parameters()
             },
+            # What this replica did not send yet
+            "residual": residuals_of(model),
             # After which step of a period each parameter is sent
             "begins": begins_of(model),
             "state": sum(
@@ -130,6 +132,15 @@ def run(
                 if hasattr(value, "to_local")
             ),
         }
+
+
+def residuals_of(model: nn.Module) -> dict[str, Any]:
+    outer = outer_sync(model)
+    found = {}
+    for name, parameter in outer.parameters.items() if outer else ():
+        if parameter.residual is not None:
+            found[name] = parameter.residual.to_local().clone().numpy()
+    return found
 
 
 def begins_of(model: nn.Module) -> dict[str, int]:

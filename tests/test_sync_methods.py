@@ -241,21 +241,28 @@ def test_every_layout_goes_on_from_every_other(ranks, tmp_path, source, target):
     assert largest_difference(on[0]["parameters"], expected[0]["parameters"]) < 1e-12
 
 
-def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path, caplog):
-    """Two replicas after four, and four after two: the shared parameters stay, and training goes on."""
+def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path):
+    """Two replicas after four, and four after two: the shared parameters stay, what was not sent yet keeps its mean over the
+    replicas, and training goes on."""
     sync = {"name": "diloco", "every": 5, "wire": "sparse"}
-    four = {"replicate": 4, "shard": 1}
-    two = {"replicate": 2, "shard": 1}
-    first = {"steps": 7, "folder": str(tmp_path), "save_after": [7]}
-    saved = ranks.run(4, sync_runs.run, four, "ddp", sync, **first)
-    shrunk = ranks.run(
-        2, sync_runs.run, two, "ddp", sync, steps=7, folder=str(tmp_path), resume="auto"
+    four, two = {"replicate": 4, "shard": 1}, {"replicate": 2, "shard": 1}
+    again = {"folder": str(tmp_path), "resume": "auto"}
+    saved = ranks.run(
+        4, sync_runs.run, four, "ddp", sync, steps=7, folder=str(tmp_path), save_after=[7]
     )
-    assert largest_difference(shrunk[0]["parameters"], saved[0]["parameters"]) == 0.0
+    unsent = [run["residual"] for run in saved]
+    same = ranks.run(4, sync_runs.run, four, "ddp", sync, steps=7, **again)
+    assert [largest_difference(a["residual"], b) for a, b in zip(same, unsent, strict=True)] == [
+        0.0
+    ] * 4
+    shrunk = ranks.run(2, sync_runs.run, two, "ddp", sync, steps=7, **again)
+    mean = {name: sum(each[name] for each in unsent) / 4 for name in unsent[0]}
+    assert max(float(np.abs(value).max()) for value in mean.values()) > 0.0
+    for run in shrunk:
+        assert largest_difference(run["parameters"], saved[0]["parameters"]) == 0.0
+        assert largest_difference(run["residual"], mean) < 1e-15
     for size, sizes in ((2, two), (4, four)):
-        on = ranks.run(
-            size, sync_runs.run, sizes, "ddp", sync, steps=10, folder=str(tmp_path), resume="auto"
-        )
+        on = ranks.run(size, sync_runs.run, sizes, "ddp", sync, steps=10, **again)
         assert largest_difference(on[0]["parameters"], saved[0]["parameters"]) > 0.0
 
 
@@ -350,7 +357,7 @@ def test_split_updates_divide_the_optimizers_state_by_the_replicas(ranks):
         assert half["state"] <= one["state"] / 2 + rows
 
 
-def _everything_counts(sizes):
+def _through_every_code():
     """NaN and infinities come through every code, in their places."""
     found = {}
     for name, value in (("nan", float("nan")), ("inf", float("inf")), ("-inf", float("-inf"))):
@@ -368,7 +375,7 @@ def _everything_counts(sizes):
 
 
 def test_what_is_not_finite_comes_through_every_code():
-    for (name, bits), values in _everything_counts(()).items():
+    for (name, bits), values in _through_every_code().items():
         broken = ~values.isfinite()
         assert broken.any()
         if bits == "sparse":

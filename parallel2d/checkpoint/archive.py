@@ -20,7 +20,7 @@ from parallel2d.files.tensor_file import (
     read_header,
     read_rows,
 )
-from parallel2d.weights.geometry import Region
+from parallel2d.weights.geometry import Region, local_part, local_region
 
 
 class Checkpoint:
@@ -109,6 +109,13 @@ class Checkpoint:
             destination[common.slices_in(region)].copy_(
                 rows[(slice(None), *wanted[1:])] if wanted else rows
             )
+
+    def fill(self, tensor: Tensor, name: str) -> None:
+        """Copies this rank's part of the stored tensor ``name``, of the same shape, into
+        ``tensor``."""
+        region = local_region(tensor)
+        if region.numel:
+            self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """A tensor, or a rectangle of it, on CPU in its stored dtype."""

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.sync.outer import OuterSync
 from parallel2d.sync.updates import outer_sync
-from parallel2d.weights.geometry import local_part, local_region
 from parallel2d.weights.named_tensors import optimizer_tensors
 
 log = logging.getLogger(__name__)
 
 STEPS = "sync/steps"
+REPLICA = "replica/"  # what one replica alone has
 
 
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -130,17 +130,16 @@ def _report_lost(outer: OuterSync, saved: int, available: list[int]) -> None:
 
 
 def _prefix(replica: int) -> str:
-    return f"replica/{replica:05d}"
+    return f"{REPLICA}{replica:05d}"
 
 
 def _replicas_in(names: Iterable[str]) -> list[int]:
     """The replicas whose state a checkpoint with tensors of these ``names`` has, ascending."""
     found = set()
     for name in names:
-        kind, _, rest = name.partition("/")
-        number = rest.partition("/")[0]
+        number = name.removeprefix(REPLICA).partition("/")[0]
         # A checkpoint may hold any names.
-        if kind == "replica" and len(number) == 5 and number.isdecimal():
+        if name.startswith(REPLICA) and len(number) == 5 and number.isdecimal():
             found.add(int(number))
     return sorted(found)
 
@@ -151,9 +150,7 @@ def _fill_if_there(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
     stored = checkpoint.tensors.get(name)
     if stored is None or stored.shape != tuple(tensor.shape):
         return
-    region = local_region(tensor)
-    if region.numel:
-        checkpoint.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
+    checkpoint.fill(tensor, name)
 
 
 def _fill_with_mean(tensor: Tensor, names: list[str], checkpoint: Checkpoint) -> None:

@@ -18,7 +18,6 @@ from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.replica_state import STEPS, optimizer_prefix, shared_tensors
 from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import DTYPES, DamagedCheckpointError, printable
-from parallel2d.weights.geometry import local_part, local_region
 from parallel2d.weights.named_tensors import (
     SCALARS,
     describe_optimizer,
@@ -195,7 +194,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) ->
     for name, tensor in model_tensors(model).items():
         source = _stored_name(name, checkpoint)
         if source is not None and checkpoint.tensors[source].shape == tuple(tensor.shape):
-            _fill(tensor, source, checkpoint)
+            checkpoint.fill(tensor, source)
     return differences
 
 
@@ -244,7 +243,7 @@ def load_optimizer(
                 raise ConfigError(
                     f"{full}: {list(state[key].shape)} here, {list(shape)} in the checkpoint"
                 )
-            _fill(state[key], full, checkpoint)
+            checkpoint.fill(state[key], full)
         if isinstance(plain, dict):
             known = {
                 k: v
@@ -276,13 +275,6 @@ def _new_state(
     return torch.zeros(
         stored.shape, dtype=DTYPES[stored.dtype], device=parameter.device if on_device else "cpu"
     )
-
-
-def _fill(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
-    region = local_region(tensor)
-    if region.numel:
-        local = local_part(tensor).detach()
-        checkpoint.copy_into(name, region, local.view(region.lengths))
 
 
 def stored_names(checkpoint: Checkpoint, kinds: Iterable[str]) -> list[str]:

@@ -9,11 +9,10 @@ import torch
 from parallel2d.config import SyncConfig
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.fsdp_internals import GroupTraffic
-from parallel2d.sync.blocks import BlockCode, blocks_of
+from parallel2d.sync.blocks import BITS, BlockCode, blocks_of
 from parallel2d.sync.sparse import ROW_BYTES, chunks_of
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2}
-_BITS = {"int8": 8, "int4": 4}
 
 
 def gradient_bytes(traffic: GroupTraffic, wire: str, replicas: int, device_type: str) -> float:
@@ -50,7 +49,7 @@ def outer_bytes(traffic: GroupTraffic, sync: SyncConfig, replicas: int, device_t
             replicas,
             device_type,
         )
-    elif sync.wire in _BITS:
+    elif sync.wire in BITS:
         coded = _coded_bytes(traffic.reduced_shapes, sync.wire)
         sent = sent_bytes("all_reduce", coded, replicas, device_type)
     else:
@@ -63,5 +62,5 @@ def _coded_bytes(shapes: Sequence[torch.Size], wire: str) -> int:
     """Bytes of tensors of these shapes, each of which begins a block or chunk of its own."""
     if wire == "sparse":
         return sum(chunks_of(shape) * ROW_BYTES for shape in shapes)
-    row = BlockCode(_BITS[wire]).row_bytes
+    row = BlockCode(BITS[wire]).row_bytes
     return sum(blocks_of(shape.numel()) * row for shape in shapes)

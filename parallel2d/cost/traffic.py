@@ -22,7 +22,7 @@ from parallel2d.cost.replica_sync import gradient_bytes, outer_bytes, split_byte
 from parallel2d.cost.tensor_twin import on_fake_tensors
 from parallel2d.mesh import MeshShape, mesh_shape
 from parallel2d.sync import GradientSync
-from parallel2d.sync.engine import engines_in
+from parallel2d.sync.gradient_sync import gradient_syncs
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def predict_communication(
     """
     shape, device = mesh_shape(mesh), mesh.device_type
     # Torch's own engine adds narrow gradients in a reduce-scatter, ours exchanges them.
-    engine = next((each for each in engines_in(model) if isinstance(each, GradientSync)), None)
+    engine = next(iter(gradient_syncs(model)), None)
     scatters = 1 if during_accumulation == "none" else accumulation
     reductions = accumulation if during_accumulation == "full" else 1
     replicate = shard = 0.0

@@ -4,8 +4,8 @@ over ``replicate`` (`synchronize`).
 [Note: one engine for every strategy] A mesh with replicate > 1 goes to `fully_shard` as two axes,
 and parameters are placed on both; with shard = 1 that is plain replication; with replicate = 1 only
 the ``shard`` axis goes in. The engine gathers and reduces over the shard axis, `parallel2d.sync`
-reduces over the replicas. So ``ddp``, ``zero2``, ``zero3`` and the hybrids are five readings of one
-code path, with one set of hooks and one kind of parameter. Gradients are averaged over the data
+reduces over the replicas. So ``ddp``, ``zero2``, ``zero3`` and the hybrids are readings of one code
+path, with one set of hooks and one kind of parameter. Gradients are averaged over the data
 ranks, as everywhere in PyTorch; `parallel2d.loss` builds on it.
 """
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel2d.sync.noise import uniform
 
 BLOCK = 256
+BITS = {"int8": 8, "int4": 4}  # of a value, by the words of ``sync.wire``
 _SCALE_BYTES = 4  # of one fp32
 
 

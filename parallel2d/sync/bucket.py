@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.sync.group import GroupParameter, ParameterGroup
+from parallel2d.weights.geometry import as_real, pieces_of
 
 
 class Bucket:
@@ -76,7 +77,7 @@ class Bucket:
     def pieces(self) -> list[Tensor]:
         """Views of `buffer`, one for each parameter in the order of `parameters`; complex ones as
         real numbers."""
-        return [torch.view_as_real(each) if each.is_complex() else each for each in self._pieces]
+        return [as_real(each) for each in self._pieces]
 
     def release(self) -> None:
         """Lets go of the memory; the gradients are elsewhere by now."""
@@ -106,23 +107,16 @@ class Bucket:
         """Makes `buffer` zeros of the bucket's size. The gradients stay as they are."""
         parameters = self.trained
         self._flat = _empty_for(parameters).zero_()
-        self._pieces = []
-        begin = 0
-        for parameter in parameters:
-            end = begin + parameter.local_size.numel()
-            self._pieces.append(self._flat[begin:end].view(parameter.local_size))
-            begin = end
+        shapes = [parameter.local_size for parameter in parameters]
+        self._pieces = list(pieces_of(self._flat, shapes))
 
     def _copied(
         self, parameters: Sequence[GroupParameter], gradients: Sequence[Tensor | None]
     ) -> Tensor:
         """A new flat tensor with these gradients, which become views of it."""
         flat = _empty_for(parameters)
-        begin = 0
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            size = parameter.local_size
-            end = begin + size.numel()
-            view = flat[begin:end].view(size)
+        views = pieces_of(flat, [parameter.local_size for parameter in parameters])
+        for parameter, gradient, view in zip(parameters, gradients, views, strict=True):
             if gradient is None:
                 view.zero_()
             else:
@@ -130,7 +124,6 @@ class Bucket:
                 # Nothing refers to it once `flatten` returns.
                 keep_until_done(gradient)
             parameter.set_gradient(view)
-            begin = end
         return flat
 
 

@@ -37,14 +37,9 @@ class ReplicaComparison:
         self._place = at.get("shard", 0) * shape.tensor + at.get("tensor", 0)
         self._replica = at.get("replicate", 0)
 
-    @property
-    def numel(self) -> int:
-        """Of `vector`."""
-        return 2 * len(self._groups) * self._places
-
     def vector(self) -> Tensor:
-        """fp64 [numel], on CPU, to be summed over all ranks: by group and place the hash of this
-        rank's tensors, and its square."""
+        """fp64 [2 * groups * places], on CPU, to be summed over all ranks: by group and place the
+        hash of this rank's tensors, and its square."""
         vector = torch.zeros(len(self._groups), self._places, 2, dtype=torch.float64)
         for number, tensors in enumerate(self._groups.values()):
             value = _short(hashes_of(list(tensors.values())))

@@ -29,7 +29,7 @@ from parallel2d.errors import ConfigError
 from parallel2d.mesh import has_cpu_backend, mesh_shape, sum_over_data_ranks, without_replicas
 from parallel2d.model_structure import updated_as
 from parallel2d.sync.bucket_reducer import BucketReducer
-from parallel2d.sync.engine import register_engine
+from parallel2d.sync.engine import engines_in, register_engine
 from parallel2d.sync.group import IssueOrder, ParameterGroup, ScalarGradient
 from parallel2d.sync.group_gradients import (
     cast_gradient,
@@ -395,6 +395,11 @@ class GradientSync:
         clear_gradients(self.groups, set_to_none)
         if self.method.owners is not None:
             self.method.owners.clear_gradients(set_to_none)
+
+
+def gradient_syncs(model: nn.Module) -> list[GradientSync]:
+    """The engines of this kind of ``model`` and of modules below it."""
+    return [engine for engine in engines_in(model) if isinstance(engine, GradientSync)]
 
 
 def _check_updated(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:

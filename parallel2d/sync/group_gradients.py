@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.sync.group import GroupParameter, ParameterGroup
+from parallel2d.weights.geometry import pieces_of
 
 
 def refuse_second_derivatives(group: ParameterGroup) -> None:
@@ -81,11 +82,9 @@ def _sum_parts(parameters: Sequence[GroupParameter]) -> None:
     flat = torch.cat([part.flatten().float() for _, part in narrow])
     first, _ = narrow[0]
     dist.all_reduce(flat, group=first.tensor_group)
-    begin = 0
-    for parameter, part in narrow:
-        end = begin + part.numel()
-        parameter.set_sum_of_parts(flat[begin:end].view(part.shape))
-        begin = end
+    totals = pieces_of(flat, [part.shape for _, part in narrow])
+    for (parameter, _), total in zip(narrow, totals, strict=True):
+        parameter.set_sum_of_parts(total)
     # The sums are in `gradient_dtype` now, and the group must have one dtype.
     _accumulate_all(parameters)
 

@@ -23,11 +23,11 @@ from parallel2d.config import SyncConfig
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.gradients import squared_norm_share
 from parallel2d.sync.blocks import Piece
-from parallel2d.sync.noise import key_of
+from parallel2d.sync.noise import RoundingKeys
 from parallel2d.sync.outer_exchange import begin_mean
 from parallel2d.sync.outer_parameter import Fragment, OuterParameter, split_in_fragments
 from parallel2d.sync.outer_settings import mix_of, outer_settings
-from parallel2d.weights.geometry import first_position, local_part
+from parallel2d.weights.geometry import as_real, first_position, local_part
 
 
 class OuterSync:
@@ -137,24 +137,16 @@ class OuterSync:
     def _send(self, fragment: Fragment) -> None:
         """Begins the exchange of ``fragment``."""
         changes: list[Tensor] = []
+        means: list[Tensor] = []
+        pieces: list[Piece] = []
+        keys = RoundingKeys(self._seed, self.steps)
         for parameter in fragment.parameters:
             parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
-            changes.append(_real(parameter.change()))
-        means = [_real(local_part(_given(parameter.mean))) for parameter in fragment.parameters]
-        fragment.pending = begin_mean(
-            self._config.wire,
-            self._group,
-            changes,
-            means,
-            [self._piece_of(parameter) for parameter in fragment.parameters],
-        )
+            changes.append(as_real(parameter.change()))
+            means.append(as_real(local_part(parameter.mean)))
+            pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
+        fragment.pending = begin_mean(self._config.wire, self._group, changes, means, pieces)
         fragment.sent_after = self.steps
-        fragment.in_flight = True
-
-    def _piece_of(self, parameter: OuterParameter) -> Piece:
-        """For random numbers that depend on the step and the parameter."""
-        key = key_of(self._seed, self.steps, parameter.name)
-        return Piece(key, first_position(parameter.outer))
 
     def receive(self) -> None:
         """Waits for what is on its way, so that it can be saved. Collective over the replicas."""
@@ -171,7 +163,7 @@ class OuterSync:
         assert self._outer is not None
         changed: list[Tensor] = []
         for parameter in fragment.parameters:
-            parameter.outer.grad = _given(parameter.mean)
+            parameter.outer.grad = parameter.mean
             parameter.mean = None
             changed.append(parameter.outer)
         share = squared_norm_share(changed, dist.get_world_size())
@@ -182,7 +174,6 @@ class OuterSync:
         self._outer.zero_grad()
         for parameter in fragment.parameters:
             parameter.take(mix)
-        fragment.in_flight = False
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -232,8 +223,6 @@ class OuterSync:
         self.receive()
         assert self._outer is not None
         self._outer.state.clear()
-        for fragment in self.fragments:
-            fragment.in_flight = False
         for parameter in self.parameters.values():
             parameter.mean = None
             if parameter.residual is not None:
@@ -255,7 +244,6 @@ class OuterSync:
             since = steps - fragment.sent_after
             names = [parameter.name for parameter in fragment.parameters]
             if since < self._config.delay and all(name in arrived for name in names):
-                fragment.in_flight = True
                 expected.extend(names)
         return expected
 
@@ -273,13 +261,3 @@ class OuterSync:
                 state["momentum_buffer"] = torch.zeros_like(parameter.outer, requires_grad=False)
             found[name] = state["momentum_buffer"]
         return found
-
-
-def _given(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as a view of real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

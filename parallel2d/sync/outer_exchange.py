@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.sync.blocks import BlockNoise, Piece
+from parallel2d.sync.blocks import BITS, BlockNoise, Piece
 from parallel2d.sync.rounded_exchange import Exchange
 from parallel2d.sync.sparse import SparseExchange
 from parallel2d.sync.wire import BlockWire, CastWire
-
-_BITS = {"int8": 8, "int4": 4}
+from parallel2d.weights.geometry import pieces_of
 
 
 class PendingMean(Protocol):
@@ -40,10 +39,10 @@ def begin_mean(
         return SparseExchange(group, tensors, results)
     if wire == "bf16":
         return Exchange(group, CastWire(torch.bfloat16), tensors, results)
-    if wire in _BITS:
+    if wire in BITS:
         numels = [tensor.numel() for tensor in tensors]
         noise = BlockNoise(pieces, numels, tensors[0].device)
-        return Exchange(group, BlockWire(_BITS[wire], noise), tensors, results)
+        return Exchange(group, BlockWire(BITS[wire], noise), tensors, results)
     return ExactMean(group, tensors, results)
 
 
@@ -63,8 +62,6 @@ class ExactMean:
     def finish(self) -> None:
         """Waits, and writes the mean."""
         self._work.wait()
-        begin = 0
-        for result in self._results:
-            end = begin + result.numel()
-            result.copy_(self._flat[begin:end].view(result.shape))
-            begin = end
+        values = pieces_of(self._flat, [result.shape for result in self._results])
+        for result, value in zip(self._results, values, strict=True):
+            result.copy_(value)

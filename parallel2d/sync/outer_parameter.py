@@ -24,7 +24,7 @@ class OuterParameter:
         self.own = own
         wide = torch.promote_types(own.dtype, torch.float32)
         self.outer = own.detach().clone().to(wide).requires_grad_()
-        # The mean that was received and is not applied yet; then the gradient of `outer`.
+        # The mean change that is on its way, or here and not applied yet.
         self.mean: Tensor | None = None
         # The replica's own values while the model has the outer ones.
         self._own_values: Tensor | None = None
@@ -79,8 +79,11 @@ class Fragment:
         self.begins = begins
         self.sent_after = 0  # the step after which it was last sent
         self.pending: PendingMean | None = None
-        # Whether a mean is here or on its way that is not applied.
-        self.in_flight = False
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a mean is here or on its way that is not applied."""
+        return any(parameter.mean is not None for parameter in self.parameters)
 
 
 def split_in_fragments(

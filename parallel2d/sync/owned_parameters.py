@@ -27,7 +27,7 @@ from parallel2d.model_structure import update_as
 from parallel2d.sync.bucket import Bucket, keep_until_done
 from parallel2d.sync.group import GroupParameter, ParameterGroup
 from parallel2d.sync.reduction import Wait
-from parallel2d.weights.geometry import local_part
+from parallel2d.weights.geometry import as_real, local_part, pieces_of
 
 
 class OwnedParameters:
@@ -56,6 +56,7 @@ class OwnedParameters:
         self._replicas = group.size()
         self._replica = dist.get_group_rank(group, dist.get_rank())
         self._mesh = _from_inside_out(mesh)
+        # By axes: making a mesh of some of them takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
         # Those whose parts are tensors of their own
@@ -122,9 +123,11 @@ class OwnedParameters:
         axes = self._mesh.mesh_dim_names
         assert axes is not None
         used = tuple(axis for axis in axes if axis in by_axis)
+        if used not in self._meshes:
+            self._meshes[used] = self._mesh[used]
         return DTensor.from_local(
             rows,
-            self._mesh if used == axes else self._mesh[used],
+            self._meshes[used],
             [by_axis[axis] for axis in used],
             run_check=False,
             shape=whole.shape,
@@ -222,7 +225,7 @@ class OwnedParameters:
         locals_ = [local_part(parameter.sharded) for parameter in parameters]
         # The first replica never owns fewer rows than another.
         largest = sum(piece.numel() for piece in self.pieces(locals_, 0))
-        sent = torch.cat([_real(rows).reshape(-1) for rows in own])
+        sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
         if self._wire is not None:
             sent = sent.to(self._wire)
         factor = 2 if own[0].is_complex() else 1
@@ -236,12 +239,10 @@ class OwnedParameters:
                 # Views of the owned rows hold their values already.
                 if replica == self._replica and self._wire is None:
                     continue
-                begin = 0
-                for rows in self.pieces(locals_, replica):
-                    target = _real(rows)
-                    end = begin + target.numel()
-                    target.copy_(piece[begin:end].view(target.shape))
-                    begin = end
+                targets = [as_real(rows) for rows in self.pieces(locals_, replica)]
+                values = pieces_of(piece, [target.shape for target in targets])
+                for target, value in zip(targets, values, strict=True):
+                    target.copy_(value)
 
         return wait
 
@@ -297,11 +298,8 @@ class ScatterToOwners:
             for contribution in contributions:
                 mean += contribution
             mean /= replicas
-            begin = 0
-            for parameter, shape in zip(bucket.trained, shapes, strict=True):
-                end = begin + shape.numel()
-                self._owners.take_gradient(parameter, mean[begin:end].view(shape))
-                begin = end
+            for parameter, rows in zip(bucket.trained, pieces_of(mean, shapes), strict=True):
+                self._owners.take_gradient(parameter, rows)
 
         return wait
 
@@ -317,8 +315,3 @@ def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
     names = ("tensor", "shard", "replicate")
     return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as a view of real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

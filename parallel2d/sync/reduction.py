@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.sync.blocks import BlockNoise, Piece
+from parallel2d.sync.blocks import BITS, BlockNoise, Piece
 from parallel2d.sync.bucket import Bucket
 from parallel2d.sync.noise import RoundingKeys
 from parallel2d.sync.rounded_exchange import Exchange
 from parallel2d.sync.wire import BlockWire, CastWire
 
-Wait = Callable[[], None]  # returns when the bucket's buffer holds the mean
+Wait = Callable[[], None]  # returns when the gradients of this replica are the mean
 Hook = Callable[[Any, Any], Any]
 
 
@@ -31,8 +31,8 @@ class Reduction(Protocol):
         no memory."""
 
     def start(self, bucket: Bucket) -> Wait:
-        """Begins to average ``bucket.buffer()`` over the replicas, in place. Collective: every
-        replica starts the same buckets in the same order."""
+        """Begins to average ``bucket.buffer()`` over the replicas: in place, or for the owners of
+        the parameters. Collective: every replica starts the same buckets in the same order."""
 
 
 class AllReduce:
@@ -85,7 +85,7 @@ class BlockExchange:
         pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
         numels = [gradient.numel() for gradient in gradients]
         noise = BlockNoise(pieces, numels, gradients[0].device)
-        return Exchange(self._group, BlockWire(8, noise), gradients).finish
+        return Exchange(self._group, BlockWire(BITS["int8"], noise), gradients).finish
 
 
 class HookReduction:

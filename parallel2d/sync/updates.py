@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.mesh import has_cpu_backend
 from parallel2d.model_structure import updated_as
 from parallel2d.sync.comparison import ReplicaComparison
-from parallel2d.sync.engine import engine_of, engines_in
-from parallel2d.sync.gradient_sync import GradientSync
+from parallel2d.sync.engine import engine_of
+from parallel2d.sync.gradient_sync import gradient_syncs
 from parallel2d.sync.outer import OuterSync
 from parallel2d.weights.named_tensors import parameters_by_name, reshard
 
@@ -39,8 +39,8 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 def outer_sync(model: nn.Module) -> OuterSync | None:
     """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
-    for engine in engines_in(model):
-        if isinstance(engine, GradientSync) and engine.method.outer is not None:
+    for engine in gradient_syncs(model):
+        if engine.method.outer is not None:
             return engine.method.outer
     return None
 
@@ -48,9 +48,8 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
 def set_step(model: nn.Module, step: int) -> None:
     """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
     is rounded at random. Without it the batches of this process are counted."""
-    for engine in engines_in(model):
-        if isinstance(engine, GradientSync):
-            engine.keys.step = step
+    for engine in gradient_syncs(model):
+        engine.keys.step = step
 
 
 @contextmanager
@@ -75,9 +74,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     with ``sync=diloco`` those that the replicas share."""
     outer = outer_sync(model)
     found: dict[str, dict[str, Tensor]] = {}
-    for engine in engines_in(model):
-        if not isinstance(engine, GradientSync):
-            continue
+    for engine in gradient_syncs(model):
         for group in engine.groups:
             tensors: dict[str, Tensor] = {}
             for parameter in group.parameters:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel2d.sync.blocks import BlockCode, BlockNoise, from_blocks, to_blocks
+from parallel2d.weights.geometry import pieces_of
 
 # The dtypes that stand for the words of ``sync.wire`` where gradients are sent
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -55,11 +56,9 @@ class CastWire:
 
     def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copies the values in their order."""
-        begin = 0
-        for tensor in tensors:
-            end = begin + tensor.numel()
-            tensor.copy_(rows[begin:end].view(tensor.shape))
-            begin = end
+        values = pieces_of(rows[:, 0], [tensor.shape for tensor in tensors])
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
 
 
 class BlockWire:

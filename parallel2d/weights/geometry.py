@@ -6,7 +6,7 @@ Tensors are resharded by intersecting the rectangles of one layout with those of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,20 @@ def first_position(tensor: Tensor) -> int:
     for offset, length in zip(local_region(tensor).offsets, tensor.shape, strict=True):
         position = position * length + offset
     return position
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of real numbers; any other one itself."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def pieces_of(flat: Tensor, shapes: Iterable[torch.Size]) -> Iterator[Tensor]:
+    """Views of the flat tensor ``flat``, one after the other, of these shapes."""
+    begin = 0
+    for shape in shapes:
+        end = begin + shape.numel()
+        yield flat[begin:end].view(shape)
+        begin = end
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Loss of every sync method against synchronous training, paired over seeds.
 
-    python tools/bench/sync_curves.py [--steps 1200] [--batch 16] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER] [--picture FILE]
+    python tools/bench/sync_curves.py [--steps 1200] [--batch 16] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER]
 
 Each run is the train command on two ranks of this machine: model, data, schedule and batches are those of the synchronous run with the
 same seed, only the section `sync` differs. The loss is the validation loss of the parameters that replicas share. Runs that are there

@@ -24,7 +24,7 @@ from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTe
 from parallel2d.checkpoint.memory.buffer import Found, check_file, digest, find_copies, map_new_file
 from parallel2d.checkpoint.memory.lineage import Lineage
 from parallel2d.checkpoint.memory.place import remove
-from parallel2d.checkpoint.replica_state import needed_names
+from parallel2d.checkpoint.replica_state import REPLICA, needed_names
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.storage import describe_error, step_name
 from parallel2d.exchange import sendable
@@ -307,7 +307,7 @@ class Search:
             log.log(level, "%s", text)
 
 
-REPLICA = "replica/"
+# Tensors that not every rank has
 _OWN = ("rng/", REPLICA)
 
 
@@ -330,7 +330,6 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> _Chosen:
                 files[name] = StoredFile(file["bytes"], file["digest"]), node
             for name, dtype, shape, offsets, lengths, base_offsets, base_lengths, file in parts:
                 base = Region(tuple(base_offsets), tuple(base_lengths))
-                # Not every rank has these.
                 if name.startswith(_OWN):
                     if file in refused:
                         continue
