@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parallel2d.certification import certify
     from parallel2d.config import ParallelConfig
     from parallel2d.errors import ConfigError
     from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
@@ -53,6 +54,7 @@ _MODULES = {
     "build_mesh": "mesh",
     "build_on_meta": "parallelize",
     "build_optimizer": "optimizer",
+    "certify": "certification",
     "clip_gradient_norm": "gradients",
     "clip_gradient_value": "gradients",
     "compare_replicas": "sync",
@@ -98,6 +100,7 @@ __all__ = [
     "build_mesh",
     "build_on_meta",
     "build_optimizer",
+    "certify",
     "clip_gradient_norm",
     "clip_gradient_value",
     "compare_replicas",
@@ -138,10 +141,11 @@ def __getattr__(name: str) -> Any:
 
 
 class _Face(ModuleType):
-    """This module, in which `parallelize` is the function whatever was imported before.
+    """This module, in which `parallelize` and `certify` are functions whatever was imported before.
 
-    A function and the package that it is in have one name here. Python sets a package's attribute
-    when a module inside it is imported, which would hide the function; a property cannot be hidden.
+    A function and the package that it is in, or the command, have one name here. Python sets a
+    package's attribute when a module inside it is imported, which would hide the function; a
+    property cannot be hidden.
     """
 
     @property
@@ -151,6 +155,14 @@ class _Face(ModuleType):
     @parallelize.setter
     def parallelize(self, _package: ModuleType) -> None:
         """What an import of the package sets is not kept; imports find it without."""
+
+    @property
+    def certify(self) -> Any:
+        return __getattr__("certify")
+
+    @certify.setter
+    def certify(self, _command: ModuleType) -> None:
+        """As of `parallelize`."""
 
 
 sys.modules[__name__].__class__ = _Face

@@ -27,7 +27,7 @@ from parallel2d.run_description import (
     flops_per_sequence,
     predict_activations,
 )
-from parallel2d.runtime import Runtime, check_same_data
+from parallel2d.runtime import Runtime, check_same_data, seed_everything
 from parallel2d.topology import Topology
 from parallel2d.trainer import Trainer
 from parallel2d.training_data import check_position, check_targets, open_training_data
@@ -49,9 +49,12 @@ def check(config: TrainConfig, topology: Topology) -> None:
     check_targets(config, parts, open_training_data(config, parts))
 
 
-def build_trainer(job: Job, runtime: Runtime) -> Trainer:
+def build_trainer(job: Job, runtime: Runtime, *, quiet: bool = False) -> Trainer:
     """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what
-    cannot work."""
+    cannot work.
+
+    ``quiet``: it writes and shows nothing.
+    """
     config, device = job.config, runtime.device
     shape = resolve_mesh(config, runtime.topology)
     mesh = build_mesh(
@@ -61,6 +64,8 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         allow_cross_node=config.mesh.allow_cross_node,
         device_type=device.type,
     )
+    # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
+    seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
     # After a restart there may be another number of ranks, which need not divide the batch.
     pad = job.restarted or config.launch.elastic
     plan = plan_batches(config, shape, data_coordinate(mesh), pad=pad)
@@ -71,7 +76,8 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
 
     # What must be counted on the plain model, before it is sharded.
     sample = data.train.shape
-    flops = flops_per_sequence(job, parts, sample) if runtime.is_first else None
+    writes = runtime.is_first and not quiet
+    flops = flops_per_sequence(job, parts, sample) if writes else None
     tensor_plan = plan_tensor_axis(config, parts, shape)
     activations = predict_activations(config, parts, mesh, plan, tensor_plan, sample)
 
@@ -112,7 +118,7 @@ def build_trainer(job: Job, runtime: Runtime) -> Trainer:
         training=data.train,
         validation=data.validation,
         plan=plan,
-        recorder=build_recorder(config, facts, mesh, first=runtime.is_first),
+        recorder=build_recorder(config, facts, mesh, first=writes),
         checkpointer=checkpointer,
         device=device,
         data_fingerprint=data.fingerprint,

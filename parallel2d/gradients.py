@@ -75,14 +75,14 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
             continue
         if isinstance(gradient, DTensor):
             # A norm of summands would not be the norm of their sum.
-            gradient = _without_partial(gradient)
+            gradient = without_partial(gradient)
             groups[_split_of(gradient)].append(gradient.to_local())
         else:
             groups[()].append(gradient)
     return groups
 
 
-def _without_partial(gradient: DTensor) -> DTensor:
+def without_partial(gradient: DTensor) -> DTensor:
     """``gradient`` itself, or, where its ranks hold summands (`Partial`), a new one that holds
     their sums. Collective in the second case."""
     placements = list(gradient.placements)
@@ -174,7 +174,7 @@ def clip_gradient_value(parameters: Iterable[Tensor], max_value: float) -> None:
     for parameter in parameters:
         gradient = updated_as(parameter).grad
         if isinstance(gradient, DTensor):
-            whole = _without_partial(gradient)
+            whole = without_partial(gradient)
             # The clamp below must reach the tensor that the optimizer will use.
             if whole is not gradient:
                 updated_as(parameter).grad = whole

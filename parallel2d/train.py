@@ -108,7 +108,7 @@ def _train(job: Job, identity: launch.RankIdentity, store: object) -> int:
     signals.listen()
     _log_to(job.run_dir, identity)
     settings = job.config.launch
-    seed_everything(job.config.train.seed + identity.rank, job.config.train.deterministic)
+    seed_everything(job.config.train.seed, job.config.train.deterministic)
     with process_group(
         identity,
         store,
@@ -136,6 +136,10 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
     host = hosts[identity.rank]
     check_shared_run_dir(run_dir)
+    if job.config.train.certify and not job.restarted:
+        _certify(job, runtime)
+    if job.config.train.certify_only:
+        return False
     claim = RunClaim(run_dir) if runtime.is_first else None
     with OutOfMemoryNote(identity.rank, host, run_dir, runtime.device, history=history) as note:
         trainer = build_trainer(job, runtime)
@@ -160,6 +164,19 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
                 raise
         trainer.recorder.close()
     return trainer.preempted
+
+
+def _certify(job: Job, runtime: Runtime) -> None:
+    """Writes a certificate to the run directory. Raises `ConfigError` on every rank if the layout
+    does not compute what one process computes. Collective."""
+    from parallel2d.certification import certify_job
+
+    certificate = certify_job(job, runtime)
+    if runtime.is_first:
+        certificate.write(job.run_dir)
+        print(certificate.table(), flush=True)
+    if not certificate.passed:
+        raise ConfigError(certificate.problems())
 
 
 def _log_to(run_dir: str, identity: launch.RankIdentity) -> None:

@@ -31,7 +31,7 @@ from parallel2d.config import TrainConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
 from parallel2d.errors import ConfigError
 from parallel2d.gradients import scale_gradients, squared_norm_share
-from parallel2d.mesh import mesh_shape, sum_over_data_ranks
+from parallel2d.mesh import data_coordinate, mesh_shape, sum_over_data_ranks
 from parallel2d.metrics.clock import PhaseClock
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.model_families import Loss
@@ -49,7 +49,7 @@ from parallel2d.sync.gradient_sync import gradient_syncs
 from parallel2d.sync.updates import outer_sync, replicated_tensors, set_step
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -88,10 +88,12 @@ class Trainer:
         self.checkpointer = checkpointer
         self.device = device
         self.data_fingerprint = data_fingerprint
-        # Hooks for the command that trains. The second comes before a step is saved and recorded;
-        # if it raises, nothing is written. The third is called once, after this process's first
-        # step.
+        # Hooks for the command that trains. The second gets this rank's summed loss and what the
+        # ranks agreed on, when gradients are complete and not clipped yet. The third comes before a
+        # step is saved and recorded; if it raises, nothing is written. The last is called once,
+        # after this process's first step.
         self.stop_requested: Callable[[], bool] = _never
+        self.gradients_ready: Callable[[Tensor, StepOutcome], object] = _nothing
         self.before_writing: Callable[[], object] = _nothing
         self.after_first_step: Callable[[], object] = _nothing
 
@@ -118,6 +120,7 @@ class Trainer:
         if shape.replicate > 1:
             self._comparison = ReplicaComparison(mesh, replicated_tensors(model))
         self._data_ranks = shape.data_ranks
+        self.data_rank = data_coordinate(mesh)
         # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
         self._counts = float(shape.tensor == 1 or mesh.get_local_rank("tensor") == 0)
         self._upcoming: StepBatch | None = None
@@ -175,6 +178,7 @@ class Trainer:
         self.clock.mark("data_s")
         outcome = self._agree(summed, batch)
         self.clock.mark("sync_s")
+        self.gradients_ready(summed, outcome)
         self._update(outcome)
         if self._upcoming is None:
             finish_updates(self.model)

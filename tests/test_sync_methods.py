@@ -30,7 +30,7 @@ from parallel2d.config.checks import validated
 from parallel2d.errors import ConfigError
 from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, to_blocks
 from parallel2d.sync.noise import key_of
-from parallel2d.sync.one_process import Method
+from parallel2d.sync.one_process import Method, train
 from parallel2d.sync.sparse import decode, encode, to_chunks
 from parallel2d.sync.updates import outer_sync, replicated_tensors
 
@@ -532,3 +532,64 @@ def _looked_at_from_rank_0():
 def test_rank_0_does_not_write_over_replicas_that_differ(ranks):
     with pytest.raises(Exception, match="use writeback=False"):
         ranks.run(2, _looked_at_from_rank_0)
+
+
+def language(steps, replicas, rows):
+    """Batches of sequences in which two tokens decide what the next one probably is, [rows, 33] per replica."""
+    generator = torch.Generator().manual_seed(9)
+    table = torch.randint(0, 32, (32, 32, 4), generator=generator)
+
+    def sequences():
+        tokens = torch.randint(0, 32, (rows, 33), generator=generator)
+        for place in range(2, 33):
+            choices = table[tokens[:, place - 2], tokens[:, place - 1]]
+            # The first choice three times of four
+            number = torch.randint(0, 16, (rows,), generator=generator)
+            number = torch.where(number < 12, 0, number - 12)
+            tokens[:, place] = choices.gather(1, number[:, None])[:, 0]
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return [[sequences() for _ in range(replicas)] for _ in range(steps)]
+
+
+class Reader(torch.nn.Module):
+    """A network that reads the last two tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 24)
+        self.hidden = torch.nn.Linear(48, 96)
+        self.head = torch.nn.Linear(96, 32)
+
+    def forward(self, tokens):
+        here = self.embedding(tokens)
+        before = torch.cat([torch.zeros_like(here[:, :1]), here[:, :-1]], 1)
+        return self.head(torch.relu(self.hidden(torch.cat([before, here], 2))))
+
+
+@pytest.mark.soak
+def test_momentum_must_fall_with_the_period():
+    """The negative control of docs/sync.md, in the reference: momentum 0.9 loses at H = 16, on three seeds."""
+    batches = language(648, 2, 16)
+    steps, held_out = batches[:640], [pair for each in batches[640:] for pair in each]
+
+    def loss(model, batch):
+        tokens, targets = batch
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    def last_loss(seed, method):
+        torch.manual_seed(seed)
+        model = Reader()
+        found = train(
+            model, steps, loss, lambda p: torch.optim.AdamW(p, lr=2e-2), method, seed=seed
+        )
+        model.load_state_dict(found)
+        with torch.no_grad():
+            return float(np.mean([loss(model, batch).item() for batch in held_out]))
+
+    for seed in range(3):
+        synchronous = last_loss(seed, Method())
+        without = last_loss(seed, Method("diloco", every=16, lr=0.7, momentum=0.0))
+        much = last_loss(seed, Method("diloco", every=16, lr=0.7, momentum=0.9))
+        print(f"seed {seed}: synchronous {synchronous:.4f}, 0: {without:.4f}, 0.9: {much:.4f}")
+        assert much > without * 1.01

@@ -104,6 +104,9 @@ class LoopConfig:
     # steps between collections, on all ranks at once, instead of at random
     gc_every: int = option(100, minimum=1)
     deterministic: bool = False  # torch.use_deterministic_algorithms; slower on GPU
+    # compare a few steps with one process before the first one, and refuse to go on if they differ
+    certify: bool = False
+    certify_only: bool = False  # end after that; `python -m parallel2d.certify` sets it
 
 
 @dataclass

@@ -52,6 +52,7 @@ class BatchPlan:
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro
         self.accumulation = -(-global_batch_size // (micro * data_ranks))
+        self.pads = allow_padding
         self._data_rank, self._data_ranks = data_rank, data_ranks
 
     def positions(self, first: int) -> list[list[Position]]:

@@ -125,7 +125,7 @@ def _traffic_of(group: FSDPParamGroup) -> GroupTraffic:
     policy = group.mp_policy
     gathered = 0
     reduced = 0
-    narrowest = 4
+    items: list[int] = []
     shapes: list[torch.Size] = []
     stored = 4
     for parameter in group.fsdp_params:
@@ -140,11 +140,11 @@ def _traffic_of(group: FSDPParamGroup) -> GroupTraffic:
             reduced += size * reduced_dtype.itemsize
             shapes.append(parameter.sharded_size)
             stored = parameter.sharded_param.dtype.itemsize
-            narrowest = min(narrowest, reduced_dtype.itemsize)
+            items.append(reduced_dtype.itemsize)
     return GroupTraffic(
         gathered_bytes=gathered,
         reduced_bytes=reduced,
-        reduced_itemsize=narrowest,
+        reduced_itemsize=min(items, default=4),
         reduced_shapes=tuple(shapes),
         stored_itemsize=stored,
         frees_after_forward=group.post_forward_mesh_info is not None,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,15 @@ class _Tally:
         self.calls = 0
         self.seconds = 0.0
         self.events.clear()
+
+
+class LoggedCollective(NamedTuple):
+    """A collective that ran. ``sent``: bytes that this rank sent."""
+
+    axis: str
+    collective: str
+    dtype: str
+    sent: float
 
 
 class _Done:
@@ -97,6 +106,8 @@ class CommunicationMeter:
         # Other asynchronous ones, by the id of their handle: handle, axis, device type
         self._works: dict[int, tuple[Any, _Tally, str]] = {}
         self._last: tuple[str, str] | None = None  # collective and axis
+        # Every collective in order, where somebody wants to look at them
+        self.log: list[LoggedCollective] | None = None
         self._originals: list[tuple[Any, str, Any]] = []
 
     def install(self) -> CommunicationMeter:
@@ -281,7 +292,10 @@ class CommunicationMeter:
             return original(*args, **kwargs)
         tally.calls += 1
         self._last = (collective, tally.axis)
-        tally.bytes += sent_bytes(collective, whole, tally.size, device_type)
+        sent = sent_bytes(collective, whole, tally.size, device_type)
+        tally.bytes += sent
+        if self.log is not None:
+            self.log.append(LoggedCollective(tally.axis, collective, str(tensor.dtype), sent))
         if self._dry:
             if original.__module__ == functional.__name__:
                 return original(*args, **kwargs)  # sends nothing for tensors without storage

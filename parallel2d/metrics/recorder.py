@@ -99,7 +99,8 @@ class Recorder:
         self.profiler = profiler
         self._goodput = Goodput()
         self._stragglers = Stragglers(hosts)
-        self._deviation = Deviation(predicted or {})
+        self.predicted = dict(predicted or {})
+        self._deviation = Deviation(self.predicted)
         self._exact_bytes = exact_bytes
         # Over the replicate axis, and the steps that took them
         self._crossed_bytes = 0.0

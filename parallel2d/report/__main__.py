@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from parallel2d import files
 from parallel2d.errors import ConfigError
@@ -51,10 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell_apart(runs: list[Run]) -> list[Run]:
     """Replaces names that several runs have by the runs' paths."""
     names = [run.name for run in runs]
-    return [
-        Run(run.path, run.path, run.rows, run.layout) if names.count(run.name) > 1 else run
-        for run in runs
-    ]
+    return [replace(run, name=run.path) if names.count(run.name) > 1 else run for run in runs]
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ SHOWN = frozenset(
 )
 _MOST_ROWS = 20_000
 _LONGEST_ROW = 1 << 16  # bytes
+_LARGEST_CERTIFICATE = 2**24
+_CERTIFIED = {"True": "yes", "False": "no"}
 _LARGEST_LAYOUT = 2**20
 _LARGEST_FILE = 16 * 2**30
 _LARGEST_NUMBER = 1e30
@@ -60,6 +62,7 @@ class Run:
     path: str
     rows: list[dict[str, float]]
     layout: dict[str, Any]
+    certificate: dict[str, Any]  # empty where there is none
 
     def series(self, key: str) -> Points:
         """(step, value) of the rows that have a finite ``key``."""
@@ -102,20 +105,22 @@ def read_run(path: str) -> Run:
     if not rows:
         raise ConfigError(f"{shown}/metrics.jsonl: no finished step in it")
     name = files.printable(os.path.basename(os.path.abspath(path)))
-    return Run(name, shown, rows, _read_layout(path, shown))
+    layout = _read_object(path, shown, "layout.json", _LARGEST_LAYOUT)
+    certificate = _read_object(path, shown, "certificate.json", _LARGEST_CERTIFICATE)
+    return Run(name, shown, rows, layout, certificate)
 
 
-def _read_layout(path: str, shown: str) -> dict[str, Any]:
-    """The contents of ``layout.json``. Empty if there is none, as in older runs."""
+def _read_object(path: str, shown: str, name: str, largest: int) -> dict[str, Any]:
+    """The contents of the file ``name`` of a run. Empty if there is none, as in older runs."""
     try:
-        layout = files.read_json(os.path.join(path, "layout.json"), _LARGEST_LAYOUT)
+        found = files.read_json(os.path.join(path, name), largest)
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ConfigError(f"{shown}/layout.json cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{shown}/{name} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{shown}/layout.json is not JSON: {files.printable(error)}") from None
-    return layout if isinstance(layout, dict) else {}
+        raise ConfigError(f"{shown}/{name} is not JSON: {files.printable(error)}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def _read_rows(path: str) -> list[dict[str, float]]:
@@ -189,6 +194,7 @@ def figures(run: Run) -> dict[str, str]:
         "run": run.name,
         "strategy": files.printable(run.layout.get("strategy", "-"), 40),
         "mesh": " x ".join(files.printable(mesh.get(axis, "?"), 20) for axis in keys.AXES),
+        "certified": _CERTIFIED.get(str(run.certificate.get("passed")), "-"),
         "steps": str(run.rows[-1][keys.STEP]),
         "loss": number_text(run.last(keys.LOSS), "{:.4f}"),
         "tokens/s": number_text(run.median(keys.TOKENS_PER_S), "{:,.0f}"),

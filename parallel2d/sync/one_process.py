@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
+# How the ranks of a replica cut a parameter: in so many parts along dim 0, or in these rectangles
+Cut = int | Sequence[tuple[slice, ...]]
 
 
 @dataclass
@@ -42,7 +44,7 @@ def train(
     method: Method,
     *,
     clip: float = math.inf,
-    shards: int = 1,
+    shards: Cut = 1,
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """Trains ``model``; returns its parameters, with diloco those that replicas share.
@@ -141,23 +143,30 @@ class _Replica:
         torch.nn.utils.clip_grad_norm_(list(self.own.values()), clip)
         self.optimizer.step()
 
-    def message(self, name: str, shared: Tensor, wire: str, shards: int) -> Tensor:
+    def message(self, name: str, shared: Tensor, wire: str, shards: Cut) -> Tensor:
         """How far it has gone from ``shared``; with a sparse code the largest of that and of what
         it did not send before."""
         change = shared - self.own[name]
         if wire != "sparse":
             return change
-        residual = self.residual[name]
-        residual.mul_(0.95).add_(change)
-        message = torch.cat([_largest(part) for part in _parts(residual, shards)])
-        residual -= message
-        return message
+        return sparse_message(change, self.residual[name], shards)
+
+
+def sparse_message(change: Tensor, residual: Tensor, cut: Cut) -> Tensor:
+    """The largest of ``change`` and of what was not sent before, ``residual``, which then holds the
+    rest."""
+    residual.mul_(0.95).add_(change)
+    message = torch.empty_like(residual)
+    for place in _places(residual, cut):
+        message[place] = _largest(residual[place])
+    residual -= message
+    return message
 
 
 def mean(
     values: Sequence[Tensor],
     wire: str,
-    shards: int,
+    cut: Cut,
     key: tuple[int, int, str],
     unrounded: bool = False,
 ) -> Tensor:
@@ -165,21 +174,35 @@ def mean(
     and name; ``unrounded``: the mean itself is not sent."""
     count = len(values)
     unrounded = unrounded or count == 2
-    parts = []
-    start = 0
-    for pieces in zip(*(_parts(value, shards) for value in values), strict=True):
+    found = torch.empty_like(values[0])
+    for place in _places(found, cut):
+        start = _first_position(found, place)
         sent = [
-            _rounded(piece, wire, key, start, f"contribution/{replica}")
-            for replica, piece in enumerate(pieces)
+            _rounded(value[place].contiguous(), wire, key, start, f"contribution/{replica}")
+            for replica, value in enumerate(values)
         ]
         total = sum(sent[1:], sent[0]) / count
-        parts.append(total if unrounded else _rounded(total, wire, key, start, "mean"))
-        start += pieces[0].numel()
-    return torch.cat([part.reshape(-1) for part in parts]).view(values[0].shape)
+        found[place] = total if unrounded else _rounded(total, wire, key, start, "mean")
+    return found
 
 
-def _parts(value: Tensor, shards: int) -> list[Tensor]:
-    return list(value.chunk(shards)) if value.ndim else [value]
+def _places(value: Tensor, cut: Cut) -> list[tuple[slice, ...]]:
+    """The rectangles in which ``value`` is cut."""
+    if not isinstance(cut, int):
+        return list(cut)
+    if not value.ndim:
+        return [()]
+    size = max(-(-value.shape[0] // cut), 1)
+    return [(slice(begin, begin + size),) for begin in range(0, value.shape[0], size)]
+
+
+def _first_position(value: Tensor, place: tuple[slice, ...]) -> int:
+    """The position in ``value``, flattened, of the first value of a rectangle."""
+    position = 0
+    for dim, length in enumerate(value.shape):
+        start = place[dim].start or 0 if dim < len(place) else 0
+        position = position * length + start
+    return position
 
 
 def _rounded(value: Tensor, wire: str, key: tuple[int, int, str], start: int, stage: str) -> Tensor:

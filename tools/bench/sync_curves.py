@@ -1,6 +1,6 @@
 """Loss of every sync method against synchronous training, paired over seeds.
 
-    python tools/bench/sync_curves.py [--steps 1200] [--batch 16] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER]
+    python tools/bench/sync_curves.py [--steps 1200] [--batch 64] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER] [--json FILE]
 
 Each run is the train command on two ranks of this machine: model, data, schedule and batches are those of the synchronous run with the
 same seed, only the section `sync` differs. The loss is the validation loss of the parameters that replicas share. Runs that are there
@@ -17,12 +17,18 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = [
     "strategy=ddp",
     "launch.nproc_per_node=2",
     "model=llama_debug",
+    "model.dim=64",
+    "model.n_layers=2",
+    "model.n_heads=4",
+    "model.n_kv_heads=2",
+    "model.hidden_dim=176",
     "train.seq_len=64",
     "optimizer.lr=2e-3",
     "scheduler.warmup_steps=60",
@@ -90,24 +96,34 @@ def last_loss(rows: list[dict[str, float]]) -> float:
     return [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
 
 
-def table(found: dict[str, list[list[dict[str, float]]]]) -> str:
+def summary(found: dict[str, list[list[dict[str, float]]]]) -> dict[str, dict[str, object]]:
+    """By method its losses by seed, their gaps to synchronous, and how many times fewer bytes."""
     exact = [last_loss(rows) for rows in found["sync"]]
+    methods: dict[str, dict[str, object]] = {}
+    for method, runs in found.items():
+        losses = [last_loss(rows) for rows in runs]
+        saved = [row["sync/compression"] for row in runs[0] if "sync/compression" in row]
+        methods[method] = {
+            "losses": losses,
+            "gaps": [loss / base - 1 for loss, base in zip(losses, exact, strict=False)],
+            "saved": saved[-1] if saved else 1.0,
+        }
+    return methods
+
+
+def table(methods: dict[str, dict[str, Any]]) -> str:
     lines = [
         "| method | loss | gap to synchronous | spread of the gap | bytes saved |",
         "|---|---|---|---|---|",
-        f"| sync | {statistics.fmean(exact):.4f} | | "
-        f"{_spread([loss / statistics.fmean(exact) for loss in exact])} (of the losses) | 1.0 |",
     ]
-    for method, runs in found.items():
+    for method, each in methods.items():
+        losses, gaps = each["losses"], each["gaps"]
         if method == "sync":
-            continue
-        losses = [last_loss(rows) for rows in runs]
-        gaps = [loss / base - 1 for loss, base in zip(losses, exact, strict=False)]
-        saved = [row["sync/compression"] for row in runs[0] if "sync/compression" in row]
-        lines.append(
-            f"| {method} | {statistics.fmean(losses):.4f} | {statistics.fmean(gaps):+.2%} | "
-            f"{_spread(gaps)} | {saved[-1] if saved else 1:.1f} |"
-        )
+            mean = statistics.fmean(losses)
+            gap = f"| | {_spread([loss / mean for loss in losses])} (of the losses)"
+        else:
+            gap = f"| {statistics.fmean(gaps):+.2%} | {_spread(gaps)}"
+        lines.append(f"| {method} | {statistics.fmean(losses):.4f} {gap} | {each['saved']:.1f} |")
     return "\n".join(lines)
 
 
@@ -121,12 +137,14 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a global batch")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a global batch")
     parser.add_argument(
         "--methods",
-        default="sync,bf16,int8,split_bf16,diloco,diloco_int4,diloco_sparse,streaming_int4",
+        default="sync,diloco,bf16,int8,split_bf16,diloco_int8,diloco_int4,streaming_int4,"
+        "diloco_sparse,every_16_momentum_0.9,every_16_momentum_0",
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/sync_curves"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
     arguments = parser.parse_args()
     names = ["sync", *(name for name in arguments.methods.split(",") if name != "sync")]
     found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
@@ -141,7 +159,10 @@ def main() -> int:
                 flush=True,
             )
     print(f"{arguments.steps} steps, {arguments.seeds} seeds")
-    print(table(found))
+    methods = summary(found)
+    print(table(methods))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(methods, indent=1))
     return 0
 
 

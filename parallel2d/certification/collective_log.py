@@ -1,0 +1,202 @@
+"""Every collective of a step on every rank, compared with the policy and among the ranks:
+`CollectiveLog`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d import exchange
+from parallel2d.certification.certificate import Discrepancy
+from parallel2d.config import AXES, ParallelConfig
+from parallel2d.metrics.communication import CommunicationMeter, LoggedCollective
+from parallel2d.parallelize.precision import DTYPES
+
+_SHARE_OF_BYTES = 0.02
+# Bytes of a value of what replicas send
+_WIRE_BYTES = {"bf16": 2, "int8": 1, "int4": 1, "sparse": 1}
+
+
+class CollectiveLog:
+    """``meter``: of this rank, installed. ``predicted``: bytes by axis of a step as configured;
+    ``update_bytes``: of a value that the optimizer sends."""
+
+    def __init__(
+        self,
+        meter: CommunicationMeter,
+        mesh: DeviceMesh,
+        config: ParallelConfig,
+        predicted: Mapping[str, float],
+        update_bytes: int = 8,
+    ) -> None:
+        self._meter = meter
+        self._mesh = mesh
+        self._config = config
+        self._predicted = predicted
+        self._update_bytes = update_bytes
+        self.lines: dict[str, list[str]] = {}
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._meter.log = []
+
+    def check(self, step: int, *, as_configured: bool) -> list[Discrepancy]:
+        """What is wrong with the collectives since `start`; on rank 0, empty elsewhere. Collective.
+
+        ``as_configured``: the step has as many micro-batches as training has.
+        """
+        logged = self._meter.log or []
+        self._meter.log = None
+        found = self._against_policy(logged, step)
+        everywhere = exchange.gather(found)
+        if everywhere is not None:
+            merged = _merged(everywhere)
+        order = self._order(logged, step)
+        if everywhere is None:
+            return []
+        self._describe(logged)
+        if as_configured and self._config.sync.name == "every_step":
+            merged += self._bytes(logged, step)
+        return merged + order
+
+    def _against_policy(self, logged: Sequence[LoggedCollective], step: int) -> list[Discrepancy]:
+        found: dict[tuple[str, str, str], Discrepancy] = {}
+        for each in logged:
+            least = self._least_bytes(each)
+            dtype = DTYPES_BY_NAME.get(each.dtype)
+            if dtype is None or dtype.itemsize >= least:
+                continue
+            key = (each.axis, each.collective, each.dtype)
+            found[key] = Discrepancy(
+                "collective",
+                step,
+                f"{each.collective} over the {each.axis} axis sends {each.dtype}; the "
+                f"configuration asks for {8 * least} bits",
+                axis=each.axis,
+                collective=each.collective,
+            )
+        return list(found.values())
+
+    def _least_bytes(self, each: LoggedCollective) -> int:
+        """How wide what is sent must be, in bytes of a value."""
+        precision, sync = self._config.precision, self._config.sync
+        param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
+        if each.axis == "replicate":
+            if sync.name == "diloco":
+                return _WIRE_BYTES.get(sync.wire, 4)
+            return min(_WIRE_BYTES.get(sync.wire, 8), reduce)
+        if each.axis == "shard" and each.collective == "reduce_scatter":
+            return reduce
+        if precision.float8 != "none":
+            return 1
+        return min(param, reduce, self._update_bytes)
+
+    def _order(self, logged: Sequence[LoggedCollective], step: int) -> list[Discrepancy]:
+        """Ranks of one group must begin the same collectives in the same order. Collective."""
+        sequences: dict[str, list[str]] = defaultdict(list)
+        for each in logged:
+            sequences[each.axis].append(f"{each.collective} in {each.dtype}")
+        names = self._mesh.mesh_dim_names or ()
+        coordinate = list(self._mesh.get_coordinate() or ())
+        own: dict[str, tuple[list[int], str, list[str]]] = {}
+        for axis, sequence in sequences.items():
+            index = names.index(axis)
+            group = [place for number, place in enumerate(coordinate) if number != index]
+            digest = hashlib.sha256(json.dumps(sequence).encode()).hexdigest()
+            own[axis] = (group, digest, sequence[:2000])
+        ranks = exchange.gather(own)
+        found: list[Discrepancy] = []
+        for axis in AXES:
+            seen: dict[tuple[int, ...], tuple[int, str, list[str]]] = {}
+            for rank, each_rank in enumerate(ranks or []):
+                group, digest, sequence = each_rank.get(axis, ([], "", []))
+                first = seen.setdefault(tuple(group), (rank, digest, sequence))
+                if first[1] != digest:
+                    found.append(_out_of_order(step, axis, first, (rank, sequence)))
+        return found
+
+    def _bytes(self, logged: Sequence[LoggedCollective], step: int) -> list[Discrepancy]:
+        sent: dict[str, float] = defaultdict(float)
+        for each in logged:
+            sent[each.axis] += each.sent
+        found: list[Discrepancy] = []
+        for axis in AXES:
+            predicted = self._predicted.get(f"comm/{axis}/bytes")
+            if not predicted:
+                continue
+            if abs(sent[axis] / predicted - 1) > _SHARE_OF_BYTES:
+                found.append(
+                    Discrepancy(
+                        "bytes",
+                        step,
+                        f"{sent[axis]:.0f} bytes were sent over the {axis} axis, {predicted:.0f} "
+                        "were predicted",
+                        axis=axis,
+                    )
+                )
+        return found
+
+    def _describe(self, logged: Sequence[LoggedCollective]) -> None:
+        kinds: dict[str, dict[str, list[float]]] = defaultdict(dict)
+        for each in logged:
+            total = kinds[each.axis].setdefault(f"{each.collective} in {each.dtype}", [0, 0.0])
+            total[0] += 1
+            total[1] += each.sent
+        for axis, by_kind in kinds.items():
+            self.lines[axis] = [
+                f"{kind}: {calls:.0f} calls, {sent:.0f} bytes"
+                for kind, (calls, sent) in sorted(by_kind.items())
+            ]
+
+
+def _merged(everywhere: Sequence[Sequence[Discrepancy]]) -> list[Discrepancy]:
+    """Each deviation once, with the ranks that have it."""
+    ranks: dict[Discrepancy, list[int]] = defaultdict(list)
+    for rank, found in enumerate(everywhere):
+        for each in found:
+            ranks[each].append(rank)
+    return [
+        Discrepancy(
+            each.check,
+            each.step,
+            each.what,
+            axis=each.axis,
+            collective=each.collective,
+            ranks=tuple(numbers),
+        )
+        for each, numbers in ranks.items()
+    ]
+
+
+def _out_of_order(
+    step: int, axis: str, first: tuple[int, str, list[str]], other: tuple[int, list[str]]
+) -> Discrepancy:
+    rank, _, sequence = first
+    number = next(
+        (
+            place
+            for place, (ours, theirs) in enumerate(zip(sequence, other[1], strict=False))
+            if ours != theirs
+        ),
+        min(len(sequence), len(other[1])),
+    )
+    ours = sequence[number] if number < len(sequence) else "nothing more"
+    theirs = other[1][number] if number < len(other[1]) else "nothing more"
+    return Discrepancy(
+        "order of collectives",
+        step,
+        f"collective {number + 1} over the {axis} axis is {ours} on rank {rank} and {theirs} on "
+        f"rank {other[0]}",
+        axis=axis,
+        ranks=(rank, other[0]),
+    )
+
+
+DTYPES_BY_NAME = {
+    str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}

@@ -1,0 +1,241 @@
+"""Shows an `Examiner` on rank 0 what the ranks have, step by step: `Session`. Each rank has one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel2d import exchange
+from parallel2d.certification.examiner import Examiner
+from parallel2d.certification.expected_run import StepInputs
+from parallel2d.certification.gathered import gather_whole
+from parallel2d.certification.output_norms import OutputNorms
+from parallel2d.certification.plain_model import RandomState, gathered_modules, random_state
+from parallel2d.gradients import without_partial
+from parallel2d.mesh import data_coordinate, mesh_shape
+from parallel2d.model_structure import canonical_name
+from parallel2d.sync.comparison import hashes_of
+from parallel2d.sync.updates import outer_sync
+from parallel2d.weights.geometry import local_region
+from parallel2d.weights.named_tensors import parameters_by_name, reshard, updated_by_name
+
+
+class Session:
+    """All methods are collective over the world. ``examiner``: on rank 0; ``compares_outputs``:
+    whether modules of the parallel model return what they return in one process."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        optimizer: torch.optim.Optimizer,
+        examiner: Examiner | None,
+        compares_outputs: bool,
+    ) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._optimizer = optimizer
+        self.examiner = examiner
+        self._shape = mesh_shape(mesh)
+        self._outer = outer_sync(model)
+        self._parameters = parameters_by_name(model)
+        self._updated = updated_by_name(model)
+        # Whether replicas update parts of the parameters
+        self._splits = any(
+            self._updated[name] is not value for name, value in self._parameters.items()
+        )
+        # Those whose values are gathered, by track
+        self._replicas: list[int] = [0]
+        if self._outer:
+            self._replicas = list(range(self._shape.replicate))
+        self._random: list[RandomState] = []
+        model.register_forward_pre_hook(self._note_random_state, prepend=True)
+        self._outputs = None
+        if compares_outputs:
+            self._outputs = OutputNorms(model, gathered_modules(model))
+        self._buffer_hashes = self._hash_buffers()
+        self._is_updated = False
+
+    def begin(self) -> None:
+        """Before the first step."""
+        self._compare_copies("initial weights", self._parameters)
+        for replica in self._replicas:
+            found = gather_whole(self._parameters, self._mesh, replica)
+            if self.examiner is not None:
+                self.examiner.initial_weights(found)
+
+    def start_step(self, number: int) -> None:
+        """``number``: from 1."""
+        self._random = []
+        if self.examiner is not None:
+            self.examiner.step = number
+
+    def gradients_ready(
+        self, inputs: StepInputs | None, own_loss: float, norm: float, finite: bool
+    ) -> None:
+        """When gradients are complete, and not clipped yet.
+
+        ``inputs``: on rank 0; ``own_loss``: this rank's, summed; ``norm``: that the run has found;
+        ``finite``: whether the step will be made.
+        """
+        self._is_updated = finite
+        states = self._drawn_with()
+        losses = exchange.gather(own_loss)
+        outputs = exchange.gather(self._outputs.take() if self._outputs else [])
+        gradients = self._gradients()
+        unequal: list[str] = []
+        if finite and not self._outer:
+            unequal = self._compare_copies("gradients", gradients)
+        used = {name for name, value in self._updated.items() if value.grad is not None}
+        examiner = self.examiner
+        expected: Any = None
+        if examiner is not None:
+            assert inputs is not None
+            inputs.random = states
+            expected, wanted = examiner.run.gradients(inputs)
+            if finite and self._outputs is not None:
+                examiner.outputs(outputs or [], wanted)
+            examiner.losses(losses or [], wanted, inputs.divisor, finite)
+        norms: list[float] = []
+        for track, replica in enumerate(self._replicas):
+            found = gather_whole(gradients, self._mesh, None if self._splits else replica)
+            if examiner is None or inputs is None or not finite:
+                continue
+            examiner.gradients(track, found, expected[track], inputs, replica)
+            settings = self._optimizer.param_groups
+            norms.append(examiner.update(track, found, used, inputs.loss_scale, settings))
+        # What the other replicas have where they differ.
+        for replica in range(1, self._shape.replicate) if unequal and not self._splits else ():
+            found = gather_whole({n: gradients[n] for n in unequal}, self._mesh, replica)
+            if examiner is not None and inputs is not None:
+                examiner.gradients(0, found, expected[0], inputs, replica)
+        if examiner is not None and norms:
+            examiner.remember(expected)
+            examiner.norm(norm, norms)
+
+    def end_step(self) -> None:
+        """After the update."""
+        reshard(self._model)
+        if self._outer is None:
+            self._compare_copies("weights", self._parameters)
+        else:
+            self._outer_step()
+        for track, replica in enumerate(self._replicas):
+            updated = gather_whole(self._updated, self._mesh, None if self._splits else replica)
+            weights = updated
+            if self._splits:
+                weights = gather_whole(self._parameters, self._mesh)
+            if self.examiner is not None:
+                self._examine_weights(self.examiner, track, weights, updated)
+        self._compare_buffers()
+
+    def _outer_step(self) -> None:
+        """Compares the parameters that replicas share."""
+        assert self._outer is not None
+        shared: dict[str, Tensor] = {
+            name: each.outer for name, each in self._outer.parameters.items()
+        }
+        self._compare_copies("shared weights", shared)
+        found = gather_whole(shared, self._mesh)
+        if self.examiner is not None:
+            outer = self.examiner.run.outer
+            if self._is_updated:
+                outer.after_update(self._outer.steps)
+            self.examiner.weights("shared weight", found, outer.shared, outer.before)
+            outer.take(found)
+
+    def _examine_weights(
+        self,
+        examiner: Examiner,
+        track: int,
+        weights: Mapping[str, Tensor],
+        updated: Mapping[str, Tensor],
+    ) -> None:
+        expected = examiner.run.tracks[track]
+        examiner.weights("update", updated, expected.parameters, expected.before)
+        examiner.frozen(weights, examiner.run.weights[track])
+        if self._splits:
+            examiner.owned(weights, updated)
+        examiner.run.take(track, weights, updated)
+
+    # What the ranks have
+
+    def _note_random_state(self, *_: Any) -> None:
+        if self._model.training:
+            self._random.append(random_state())
+
+    def _drawn_with(self) -> list[list[RandomState]]:
+        """By data rank and micro-batch the states in which forwards began, on rank 0; empty where
+        no random numbers were drawn."""
+        now = random_state()
+        begin = self._random[0] if self._random else now
+        drew = any(not torch.equal(a, b) for a, b in zip(begin, now, strict=True))
+        if not any(exchange.all_gather(drew)):
+            return []
+        own = [[each.numpy().tobytes() for each in states] for states in self._random]
+        drawn = exchange.gather((data_coordinate(self._mesh), own))
+        if drawn is None or self.examiner is None:
+            return []
+        self.examiner.random_numbers(drawn)
+        by_data_rank = dict(reversed(drawn))
+        return [
+            [[_as_state(each) for each in states] for states in by_data_rank[data_rank]]
+            for data_rank in sorted(by_data_rank)
+        ]
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of this rank, by name; zeros where there is none, so that all ranks list the same."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._updated.items():
+            if not parameter.requires_grad:
+                continue
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter.detach())
+            found[name] = without_partial(gradient) if isinstance(gradient, DTensor) else gradient
+        return found
+
+    def _compare_copies(self, what: str, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names of tensors whose copies differ, on every rank."""
+        hashes = hashes_of(list(tensors.values()))
+        own: dict[str, tuple[str, int]] = {}
+        for (name, tensor), value in zip(tensors.items(), hashes, strict=True):
+            own[name] = (str(local_region(tensor)), value)
+        held = exchange.gather(own)
+        unequal: list[str] = []
+        if self.examiner is not None and held is not None:
+            unequal = self.examiner.copies(what, held)
+        found: list[str] = exchange.broadcast(unequal)
+        return found
+
+    def _hash_buffers(self) -> dict[str, int]:
+        buffers = self._buffers()
+        return dict(zip(buffers, hashes_of(list(buffers.values())), strict=True))
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {canonical_name(name): value for name, value in self._model.named_buffers()}
+
+    def _compare_buffers(self) -> None:
+        """Those that a forward has changed."""
+        hashes = self._hash_buffers()
+        changed = [name for name, value in hashes.items() if value != self._buffer_hashes[name]]
+        self._buffer_hashes = hashes
+        names = sorted(set().union(*exchange.all_gather(changed)))
+        buffers = self._buffers()
+        for data_rank in range(self._shape.data_ranks if names else 0):
+            source = int(self._mesh.mesh.view(self._shape.data_ranks, -1)[data_rank, 0])
+            found = {name: buffers[name].detach().clone() for name in names}
+            for value in found.values():
+                c10d.broadcast(value, source)
+            if self.examiner is not None:
+                self.examiner.buffers(data_rank, found)
+
+
+def _as_state(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
