@@ -336,8 +336,8 @@ def test_a_report_compares_runs_and_needs_no_network(tmp_path, capsys):
     runs = [make_run(tmp_path / "first"), make_run(tmp_path / "second", "zero3", 2.0)]
     assert report([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| first | hybrid | 2 x 2 x 1 | 10 | 0.3000 | 50 |" in text
-    assert "| second | zero3 | 2 x 2 x 1 | 10 | 0.6000 | 50 |" in text
+    assert "| first | hybrid | 2 x 2 x 1 | - | 10 | 0.3000 | 50 |" in text
+    assert "| second | zero3 | 2 x 2 x 1 | - | 10 | 0.6000 | 50 |" in text
     assert "| first | shard | 10 | 8 | +25.00% |" in text
     assert "75.0%" in text
     page = (tmp_path / "out" / "report.html").read_text()
@@ -353,7 +353,7 @@ def test_a_report_of_one_run_lies_in_it(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "layout.json").unlink()  # an older run
     assert report([str(run)]) == 0
-    assert "| run | - | ? x ? x ? | 10 |" in (run / "report.md").read_text()
+    assert "| run | - | ? x ? x ? | - | 10 |" in (run / "report.md").read_text()
 
 
 def test_a_report_follows_no_link_out_of_the_run(tmp_path):
