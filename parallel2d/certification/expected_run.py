@@ -136,6 +136,9 @@ class ExpectedRun:
         self, step: int, per_replica: Sequence[Mapping[str, ExpectedGradient]]
     ) -> dict[str, ExpectedGradient]:
         """What arrives of the mean over replicas."""
+        # Nothing crosses where there is one replica.
+        if len(per_replica) == 1:
+            return dict(per_replica[0])
         found: dict[str, ExpectedGradient] = {}
         for name, first in per_replica[0].items():
             values = [each[name].value for each in per_replica]
