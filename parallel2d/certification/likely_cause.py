@@ -26,6 +26,7 @@ _EXPLAINED = 0.02
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_PARTNERS = 64  # parameters of the same shape that are looked at
 _MOST_ROWS = 512
+_MISSING = 0.02  # a contribution that counts less is not there
 _MOST_CONTRIBUTIONS = 256
 
 
@@ -182,22 +183,23 @@ class Causes:
         fitted = torch.stack(basis).mul(_along_first(weights, basis[0])).sum(0)
         if not self._explains(fitted, found, expected):
             return None
-        missing = [part for part, weight in zip(parts, weights, strict=True) if weight < 0.02]
-        others = [weight for weight in weights if weight >= 0.02]
+        counted = list(zip(parts, weights, strict=True))
+        missing = [part for part, weight in counted if weight < _MISSING]
         if not missing:
-            least = 0.3 * max(abs(weight - 1) for weight in weights)
-            wrong = [
-                (part, weight)
-                for part, weight in zip(parts, weights, strict=True)
-                if abs(weight - 1) >= least
-            ]
-            listed = ", ".join(f"{self._called(each)} counts {w:.6g} times" for each, w in wrong)
-            return Cause(listed, ranks=self._ranks_of(each for each, _ in wrong))
+            return self._counted_otherwise(counted)
         words = "missing: " + ", ".join(self._called(part) for part in missing)
+        others = [weight for weight in weights if weight >= _MISSING]
         if others and max(others) - min(others) < 0.02 and abs(others[0] - 1) > 0.02:
             words += f"; the others count {others[0]:.3g} times"
         axis = self._axis_of({part.data_rank for part in missing})
         return Cause(words, axis, self._ranks_of(missing))
+
+    def _counted_otherwise(self, counted: Sequence[tuple[Contribution, float]]) -> Cause:
+        """``counted``: contributions, and how often each is in the gradient."""
+        least = 0.3 * max(abs(weight - 1) for _, weight in counted)
+        wrong = [(part, weight) for part, weight in counted if abs(weight - 1) >= least]
+        listed = ", ".join(f"{self._called(part)} counts {w:.6g} times" for part, w in wrong)
+        return Cause(listed, ranks=self._ranks_of(part for part, _ in wrong))
 
     def _has_contributions_of_another(
         self, name: str, found: Tensor, expected: Tensor

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d import exchange
 from parallel2d.certification.examiner import Examiner
-from parallel2d.certification.expected_run import StepInputs
+from parallel2d.certification.expected_run import ExpectedGradient, StepInputs
 from parallel2d.certification.gathered import gather_whole
 from parallel2d.certification.output_norms import OutputNorms
 from parallel2d.certification.plain_model import RandomState, gathered_modules, random_state
@@ -85,39 +85,55 @@ class Session:
         ``finite``: whether the step will be made.
         """
         self._is_updated = finite
-        states = self._drawn_with()
-        losses = exchange.gather(own_loss)
-        outputs = exchange.gather(self._outputs.take() if self._outputs else [])
+        expected = self._examine_forwards(inputs, own_loss, finite)
         gradients = self._gradients()
         unequal: list[str] = []
         if finite and not self._outer:
             unequal = self._compare_copies("gradients", gradients)
-        used = {name for name, value in self._updated.items() if value.grad is not None}
-        examiner = self.examiner
-        expected: Any = None
-        if examiner is not None:
-            assert inputs is not None
-            inputs.random = states
-            expected, wanted = examiner.run.gradients(inputs)
-            if finite and self._outputs is not None:
-                examiner.outputs(outputs or [], wanted)
-            examiner.losses(losses or [], wanted, inputs.divisor, finite)
         norms: list[float] = []
         for track, replica in enumerate(self._replicas):
             found = gather_whole(gradients, self._mesh, None if self._splits else replica)
-            if examiner is None or inputs is None or not finite:
-                continue
-            examiner.gradients(track, found, expected[track], inputs, replica)
-            settings = self._optimizer.param_groups
-            norms.append(examiner.update(track, found, used, inputs.loss_scale, settings))
-        # What the other replicas have where they differ.
-        for replica in range(1, self._shape.replicate) if unequal and not self._splits else ():
-            found = gather_whole({n: gradients[n] for n in unequal}, self._mesh, replica)
-            if examiner is not None and inputs is not None:
-                examiner.gradients(0, found, expected[0], inputs, replica)
-        if examiner is not None and norms:
-            examiner.remember(expected)
-            examiner.norm(norm, norms)
+            if self.examiner is not None and inputs is not None and finite:
+                norms.append(self._examine_track(track, found, expected, inputs))
+        # What the other replicas have, where they differ.
+        others = range(1, self._shape.replicate) if unequal and not self._splits else range(0)
+        for replica in others:
+            found = gather_whole({name: gradients[name] for name in unequal}, self._mesh, replica)
+            if self.examiner is not None and inputs is not None:
+                self.examiner.gradients(0, found, expected[0], inputs, replica)
+        if self.examiner is not None and norms:
+            self.examiner.remember(expected)
+            self.examiner.norm(norm, norms)
+
+    def _examine_forwards(
+        self, inputs: StepInputs | None, own_loss: float, finite: bool
+    ) -> list[dict[str, ExpectedGradient]]:
+        """Compares losses and outputs; returns by track the gradients to expect, on rank 0."""
+        states = self._drawn_with()
+        losses = exchange.gather(own_loss)
+        outputs = exchange.gather(self._outputs.take() if self._outputs else [])
+        if self.examiner is None or inputs is None:
+            return []
+        inputs.random = states
+        expected, forwards = self.examiner.run.gradients(inputs)
+        if finite and self._outputs is not None:
+            self.examiner.outputs(outputs or [], forwards)
+        self.examiner.losses(losses or [], forwards, inputs.divisor, finite)
+        return expected
+
+    def _examine_track(
+        self,
+        track: int,
+        found: dict[str, Tensor],
+        expected: list[dict[str, ExpectedGradient]],
+        inputs: StepInputs,
+    ) -> float:
+        """Compares the gradients of a track; returns their norm."""
+        assert self.examiner is not None
+        self.examiner.gradients(track, found, expected[track], inputs, self._replicas[track])
+        used = {name for name, value in self._updated.items() if value.grad is not None}
+        settings = self._optimizer.param_groups
+        return self.examiner.update(track, found, used, inputs.loss_scale, settings)
 
     def end_step(self) -> None:
         """After the update."""

@@ -1,0 +1,97 @@
+"""Draws the pictures of docs/sync.md from the measurements beside it.
+
+    python -m tools.docs.sync_pictures
+
+docs/benchmarks/sync_rates.json holds by Mbit/s what `tools/bench/sync.py --json` writes, docs/benchmarks/sync_curves.json what
+`tools/bench/sync_curves.py --json` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+
+from matplotlib import pyplot
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RATES, CURVES = DOCS / "benchmarks" / "sync_rates.json", DOCS / "benchmarks" / "sync_curves.json"
+SHOWN = {
+    "flat": "flat sharding",
+    "fp32": "the default",
+    "bf16": "sync.wire=bf16",
+    "int8": "sync.wire=int8",
+    "split_bf16": "hybrid_full, bf16",
+    "diloco": "diloco",
+    "diloco_int4": "diloco, int4",
+    "streaming_int4": "diloco, int4, 3 fragments, delay 5",
+}
+NAMES = {
+    "sync": "synchronous",
+    "diloco_sparse": "diloco, sparse",
+    "diloco_int8": "diloco, int8",
+    **SHOWN,
+}
+
+
+def draw_rates() -> None:
+    """Seconds of a step by bandwidth."""
+    measured = json.loads(RATES.read_text())
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
+    for method, label in SHOWN.items():
+        points = [
+            (int(rate), rows[method]["step_s"]) for rate, rows in measured.items() if method in rows
+        ]
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=label)
+    rates = sorted(map(int, measured))
+    axes.set(xscale="log", yscale="log", xlabel="Mbit/s between nodes", ylabel="seconds of a step")
+    axes.set_xticks(rates, [str(rate) for rate in rates])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, frameon=False)
+    _save(figure, "sync_rates.svg")
+
+
+def draw_curves() -> None:
+    """The gap of the loss to synchronous training by bytes, over the seeds."""
+    measured = json.loads(CURVES.read_text())
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
+    for method, each in measured.items():
+        if method not in NAMES or method == "sync":
+            continue
+        gaps = [100 * gap for gap in each["gaps"]]
+        middle = statistics.fmean(gaps)
+        spread = [[middle - min(gaps)], [max(gaps) - middle]]
+        axes.errorbar(each["saved"], middle, yerr=spread, marker="o", capsize=3)
+        axes.annotate(
+            NAMES[method],
+            (each["saved"], middle),
+            xytext=(6, 5),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.axhline(0, color="#888888", linewidth=0.8)
+    axes.set(
+        xscale="log",
+        xlabel="times fewer bytes than exact fp32 gradients",
+        ylabel="loss above synchronous (%)",
+    )
+    axes.margins(x=0.25, y=0.15)
+    axes.grid(alpha=0.3)
+    _save(figure, "sync_curves.svg")
+
+
+def _save(figure: pyplot.Figure, name: str) -> None:
+    mpl.rcParams["svg.hashsalt"] = name  # the same picture from the same numbers
+    figure.tight_layout()
+    figure.savefig(DOCS / "images" / name, metadata={"Date": None})
+    print(f"wrote {DOCS / 'images' / name}")
+
+
+if __name__ == "__main__":
+    draw_rates()
+    draw_curves()
