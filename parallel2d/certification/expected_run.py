@@ -243,12 +243,14 @@ class ExpectedOuter:
 
     def _mean_change(self, name: str, step: int) -> Tensor:
         messages = []
-        for track, unsent in zip(self._tracks, self._unsent, strict=True):
-            change = self.shared[name] - track.parameters[name]
-            if self._sync.wire == "sparse":
-                change = one_process.sparse_message(change, unsent[name], self._cuts[name])
-            messages.append(change)
         key = (self._seed, step, name)
+        for number, (track, unsent) in enumerate(zip(self._tracks, self._unsent, strict=True)):
+            change = self.shared[name] - track.parameters[name]
+            messages.append(
+                one_process.message_with_rest(
+                    change, unsent[name], self._sync.wire, self._cuts[name], key, number
+                )
+            )
         return one_process.mean(messages, self._sync.wire, self._cuts[name], key)
 
     @torch.no_grad()

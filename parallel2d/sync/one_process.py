@@ -99,8 +99,13 @@ def _train_apart(  # type: ignore[no-untyped-def]
         for name, shared in outer.items():
             begins = method.begins.get(name, 0)
             if step % method.every == begins:
-                sent = [replica.message(name, shared, method.wire, shards) for replica in replicas]
-                arriving[name] = mean(sent, method.wire, shards, (seed, step, name))
+                key = (seed, step, name)
+                sent = []
+                for number, replica in enumerate(replicas):
+                    change, rest = shared - replica.own[name], replica.rest[name]
+                    message = message_with_rest(change, rest, method.wire, shards, key, number)
+                    sent.append(message)
+                arriving[name] = mean(sent, method.wire, shards, key)
             if name not in arriving or (step - method.delay) % method.every != begins:
                 continue
             change = arriving.pop(name)
@@ -121,7 +126,7 @@ class _Replica:
         new_optimizer: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
     ) -> None:
         self.own = {name: value.clone() for name, value in values.items()}
-        self.residual = {name: torch.zeros_like(value) for name, value in values.items()}
+        self.rest = {name: torch.zeros_like(value) for name, value in values.items()}
         self.optimizer = new_optimizer(list(self.own.values()))
 
     def step(
@@ -143,23 +148,23 @@ class _Replica:
         torch.nn.utils.clip_grad_norm_(list(self.own.values()), clip)
         self.optimizer.step()
 
-    def message(self, name: str, shared: Tensor, wire: str, shards: Cut) -> Tensor:
-        """How far it has gone from ``shared``; with a sparse code the largest of that and of what
-        it did not send before."""
-        change = shared - self.own[name]
-        if wire != "sparse":
-            return change
-        return sparse_message(change, self.residual[name], shards)
 
-
-def sparse_message(change: Tensor, residual: Tensor, cut: Cut) -> Tensor:
-    """The largest of ``change`` and of what was not sent before, ``residual``, which then holds the
-    rest."""
-    residual.mul_(0.95).add_(change)
-    message = torch.empty_like(residual)
-    for place in _places(residual, cut):
-        message[place] = _largest(residual[place])
-    residual -= message
+def message_with_rest(
+    change: Tensor, rest: Tensor, wire: str, cut: Cut, key: tuple[int, int, str], replica: int
+) -> Tensor:
+    """What ``replica`` has to send: ``change``, and with the coarse codes 0.95 of ``rest``, which
+    it did not send before and which then holds what is not sent now. Of a sparse code the part that
+    is sent."""
+    if wire not in ("int4", "sparse"):
+        return change
+    rest.mul_(0.95).add_(change)
+    message = rest.clone()
+    if wire == "sparse":
+        for place in _places(rest, cut):
+            message[place] = _largest(rest[place])
+        rest -= message
+    else:
+        rest -= _sent(message, wire, cut, key, f"contribution/{replica}")
     return message
 
 
@@ -173,16 +178,22 @@ def mean(
     """The mean over replicas of what they send of ``values``, one per replica. ``key``: seed, step
     and name; ``unrounded``: the mean itself is not sent."""
     count = len(values)
-    unrounded = unrounded or count == 2
-    found = torch.empty_like(values[0])
-    for place in _places(found, cut):
-        start = _first_position(found, place)
-        sent = [
-            _rounded(value[place].contiguous(), wire, key, start, f"contribution/{replica}")
-            for replica, value in enumerate(values)
-        ]
-        total = sum(sent[1:], sent[0]) / count
-        found[place] = total if unrounded else _rounded(total, wire, key, start, "mean")
+    sent = [
+        _sent(value, wire, cut, key, f"contribution/{replica}")
+        for replica, value in enumerate(values)
+    ]
+    total = sum(sent[1:], sent[0]) / count
+    if unrounded or count == 2:
+        return total
+    return _sent(total, wire, cut, key, "mean")
+
+
+def _sent(value: Tensor, wire: str, cut: Cut, key: tuple[int, int, str], stage: str) -> Tensor:
+    """What arrives of ``value``."""
+    found = torch.empty_like(value)
+    for place in _places(value, cut):
+        start = _first_position(value, place)
+        found[place] = _rounded(value[place].contiguous(), wire, key, start, stage)
     return found
 
 
@@ -206,7 +217,7 @@ def _first_position(value: Tensor, place: tuple[slice, ...]) -> int:
 
 
 def _rounded(value: Tensor, wire: str, key: tuple[int, int, str], start: int, stage: str) -> Tensor:
-    """What arrives of ``value``."""
+    """``value``, as it is read from what was sent."""
     if wire == "bf16":
         return value.bfloat16().to(value.dtype)
     if wire in ("int8", "int4"):

@@ -34,7 +34,10 @@ def begin_mean(
     pieces: Sequence[Piece],
 ) -> PendingMean:
     """Begins to average ``tensors`` over the replicas of ``group``, written as ``sync.wire`` says,
-    into ``results``. ``pieces``: for the random numbers of each tensor. Collective."""
+    into ``results``. ``pieces``: for the random numbers of each tensor. Collective.
+
+    With ``int4`` and ``sparse`` what is not sent stays in ``tensors``.
+    """
     if wire == "sparse":
         return SparseExchange(group, tensors, results)
     if wire == "bf16":
@@ -42,7 +45,8 @@ def begin_mean(
     if wire in BITS:
         numels = [tensor.numel() for tensor in tensors]
         noise = BlockNoise(pieces, numels, tensors[0].device)
-        return Exchange(group, BlockWire(BITS[wire], noise), tensors, results)
+        coded = BlockWire(BITS[wire], noise)
+        return Exchange(group, coded, tensors, results, keeps_rest=wire == "int4")
     return ExactMean(group, tensors, results)
 
 

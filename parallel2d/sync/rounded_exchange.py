@@ -32,7 +32,8 @@ class Exchange:
     make them, and call their methods, in the same order.
 
     ``tensors``: this replica's values. `finish` writes the mean into ``results``, by default into
-    ``tensors``.
+    ``tensors``. ``keeps_rest``: what rounding takes from this replica's values stays in
+    ``tensors``, for its next message.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Exchange:
         wire: Wire,
         tensors: Sequence[Tensor],
         results: Sequence[Tensor] | None = None,
+        *,
+        keeps_rest: bool = False,
     ) -> None:
         self._group = group
         self._wire = wire
@@ -55,14 +58,22 @@ class Exchange:
         stage = contribution_stage(self._replica)
         if self._replicas == 2:
             sent = wire.encode(rows, 0, stage)
+            if keeps_rest:
+                self._keep_rest(rows, sent, tensors)
             self._received = sent.new_empty(2 * len(sent), sent.shape[1])
             self._work = dist.all_gather_single(self._received, sent, group=group, async_op=True)
             return
         # Every replica owns a piece of the same number of rows.
         rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self._replicas))
         sent = wire.encode(rows, 0, stage)
+        if keeps_rest:
+            self._keep_rest(rows, sent, tensors)
         self._received = torch.empty_like(sent)
         self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+
+    def _keep_rest(self, rows: Tensor, sent: Tensor, tensors: Sequence[Tensor]) -> None:
+        rest = rows - self._wire.decode(sent, rows.dtype)
+        self._wire.put_back(rest[: self._count], tensors)
 
     def send_means(self) -> None:
         """Waits for the contributions to this replica's piece, and begins to send their mean."""
