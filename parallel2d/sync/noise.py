@@ -33,6 +33,15 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+MEAN_STAGE = key_of("mean")
+
+
+def contribution_stage(replica: int) -> int:
+    """The stage of `parallel2d.sync.wire.Wire.encode` at which ``replica`` rounds its
+    contribution; that of the mean is `MEAN_STAGE`."""
+    return key_of("contribution", replica)
+
+
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """fp32 numbers in [0, 1), one for each pair of ``keys`` and ``positions``, which are int32 and
     broadcast against each other.

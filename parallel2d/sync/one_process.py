@@ -221,15 +221,16 @@ def _rounded(value: Tensor, wire: str, key: tuple[int, int, str], start: int, st
     if wire == "bf16":
         return value.bfloat16().to(value.dtype)
     if wire in ("int8", "int4"):
-        return _in_blocks(value, 126 if wire == "int8" else 6, key, start, stage)
+        return _in_blocks(value, wire, key, start, stage)
     return value
 
 
 def _in_blocks(
-    value: Tensor, largest: int, key: tuple[int, int, str], start: int, stage: str
+    value: Tensor, wire: str, key: tuple[int, int, str], start: int, stage: str
 ) -> Tensor:
-    """Blocks of 256 in whole multiples of their largest magnitude over ``largest``, rounded up or
-    down at random."""
+    """Blocks of 256 in whole multiples of their largest magnitude over 126, rounded up or down at
+    random; in 4 bits over 6, contributions to the nearest."""
+    largest = 126 if wire == "int8" else 6
     flat = value.detach().numpy().reshape(-1)
     found = np.empty_like(flat)
     number = _hash("/".join(map(str, key))) ^ _hash(stage)
@@ -237,6 +238,9 @@ def _in_blocks(
         block = flat[begin : begin + 256]
         scale = np.float32(np.abs(block).max() / largest)
         noise = _noise(number, start + begin + np.arange(len(block)))
+        # What rounding takes of a contribution in 4 bits is sent later.
+        if wire == "int4" and stage != "mean":
+            noise = np.full_like(noise, 0.5)
         codes = np.floor(block / (scale or 1) + noise).clip(-largest, largest)
         found[begin : begin + 256] = codes * scale
     return torch.from_numpy(found).view(value.shape)

@@ -45,8 +45,11 @@ def begin_mean(
     if wire in BITS:
         numels = [tensor.numel() for tensor in tensors]
         noise = BlockNoise(pieces, numels, tensors[0].device)
-        coded = BlockWire(BITS[wire], noise)
-        return Exchange(group, coded, tensors, results, keeps_rest=wire == "int4")
+        # What rounding takes of a contribution in 4 bits is sent later. So it may be rounded to the
+        # nearest code, which takes half as much as rounding at random.
+        is_coarse = wire == "int4"
+        coded = BlockWire(BITS[wire], noise, nearest=is_coarse)
+        return Exchange(group, coded, tensors, results, keeps_rest=is_coarse)
     return ExactMean(group, tensors, results)
 
 

@@ -16,15 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.sync.noise import key_of
+from parallel2d.sync.noise import MEAN_STAGE, contribution_stage
 from parallel2d.sync.wire import Wire
-
-MEAN_STAGE = key_of("mean")
-
-
-def contribution_stage(replica: int) -> int:
-    """The stage of `Wire.encode` at which ``replica`` rounds its contribution."""
-    return key_of("contribution", replica)
 
 
 class Exchange:

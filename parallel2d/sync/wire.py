@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel2d.sync.blocks import BlockCode, BlockNoise, from_blocks, to_blocks
+from parallel2d.sync.noise import MEAN_STAGE
 from parallel2d.weights.geometry import pieces_of
 
 # The dtypes that stand for the words of ``sync.wire`` where gradients are sent
@@ -64,12 +65,14 @@ class CastWire:
 class BlockWire:
     """Blocks of 256 values with one scale each; see [Note: block codes].
 
-    ``noise``: for the stochastic rounding of the tensors that are sent.
+    ``noise``: for the stochastic rounding of the tensors that are sent; ``nearest``: contributions
+    are rounded to the nearest code instead.
     """
 
-    def __init__(self, bits: int, noise: BlockNoise) -> None:
+    def __init__(self, bits: int, noise: BlockNoise, nearest: bool = False) -> None:
         self._code = BlockCode(bits)
         self._noise = noise
+        self._nearest = nearest
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """[blocks, 256]."""
@@ -77,7 +80,11 @@ class BlockWire:
 
     def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
         """uint8 [blocks, bytes of a block]."""
-        noise = self._noise.numbers(first, first + len(rows), stage)
+        if self._nearest and stage != MEAN_STAGE:
+            # Added before rounding down
+            noise = torch.full_like(rows, 0.5, dtype=torch.float32)
+        else:
+            noise = self._noise.numbers(first, first + len(rows), stage)
         return self._code.encode(rows, noise)
 
     def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
