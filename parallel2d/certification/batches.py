@@ -12,12 +12,15 @@ from parallel2d.data.batch import IGNORED, Batch
 Read = Callable[[int], list[Batch]]
 
 
-def batches_of(read: Read, global_batch_size: int, steps: int) -> list[StepBatch]:
+def batches_of(
+    read: Read, global_batch_size: int, steps: int, data_rank: int, data_ranks: int
+) -> list[StepBatch]:
     """What one data rank reads in ``steps`` steps; every data rank must be asked alike.
 
     Of every four steps the first and the last are as training has them. The second joins two global
     batches, so that gradients are accumulated; the third joins them in the other order, and its
-    last micro-batch has fewer targets than the others.
+    last micro-batch has fewer targets than the others, on each data rank another number, on the
+    last none.
     """
     found: list[StepBatch] = []
     position = 0
@@ -29,7 +32,9 @@ def batches_of(read: Read, global_batch_size: int, steps: int) -> list[StepBatch
             micro_batches = [*first, *second]
             if kind == 2:
                 micro_batches.reverse()
-                micro_batches[-1] = _with_fewer_targets(micro_batches[-1])
+                micro_batches[-1] = _with_fewer_targets(
+                    micro_batches[-1], (data_rank + 1) / data_ranks
+                )
             # The third step reads what the second has read.
             position += 0 if kind == 1 else 2 * global_batch_size
         else:
@@ -67,11 +72,11 @@ def _step_batch(micro_batches: list[Batch], position: int) -> StepBatch:
     )
 
 
-def _with_fewer_targets(batch: Batch) -> Batch:
-    """The first half of each sequence, or of the images, has no target."""
+def _with_fewer_targets(batch: Batch, share: float) -> Batch:
+    """The first ``share`` of each sequence, or of the images, has no target."""
     targets = batch.targets.clone()
     if targets.dim() > 1:
-        targets[:, : targets.shape[1] // 2] = IGNORED
+        targets[:, : round(targets.shape[1] * share)] = IGNORED
     else:
-        targets[: len(targets) // 2] = IGNORED
+        targets[: round(len(targets) * share)] = IGNORED
     return replace(batch, targets=targets, valid_tokens=int((targets != IGNORED).sum()))

@@ -129,7 +129,12 @@ class Certificate:
         # Those that are understood come first.
         for each in sorted(self.discrepancies, key=lambda each: UNEXPLAINED in each.cause):
             by_check[each.step, each.check].append(each)
+        seen: set[str] = set()
         for (step, check), found in sorted(by_check.items(), key=lambda item: item[0][0]):
+            # An error has consequences in later steps.
+            if check in seen:
+                continue
+            seen.add(check)
             lines += [f"  {each.line()}" for each in found[:_SHOWN]]
             if len(found) > _SHOWN:
                 lines.append(f"  step {step}: {check}: {len(found) - _SHOWN} more in {FILE}")

@@ -45,10 +45,11 @@ class CollectiveLog:
         """Begins a step."""
         self._meter.log = []
 
-    def check(self, step: int, *, as_configured: bool) -> list[Discrepancy]:
+    def check(self, step: int, *, predictable: bool) -> list[Discrepancy]:
         """What is wrong with the collectives since `start`; on rank 0, empty elsewhere. Collective.
 
-        ``as_configured``: the step has as many micro-batches as training has.
+        ``predictable``: the step has as many micro-batches as training has, and each group of
+        modules runs once in each.
         """
         logged = self._meter.log or []
         self._meter.log = None
@@ -60,7 +61,7 @@ class CollectiveLog:
         if everywhere is None:
             return []
         self._describe(logged)
-        if as_configured and self._config.sync.name == "every_step":
+        if predictable and self._config.sync.name == "every_step":
             merged += self._bytes(logged, step)
         return merged + order
 

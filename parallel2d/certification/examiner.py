@@ -25,11 +25,6 @@ from parallel2d.certification.output_norms import Norms, first_difference
 from parallel2d.certification.plain_model import Contribution
 from parallel2d.mesh import mesh_shape
 
-# A parameter's gradient is measured by this share of what one of its size has on average, at least:
-# some gradients are zero but for rounding.
-_SMALLEST = 1e-4
-_NARROW = (torch.bfloat16, torch.float16)
-
 
 class Examiner:
     """``run``: what is expected; ``clip``: the largest norm of a gradient."""
@@ -79,6 +74,10 @@ class Examiner:
 
     def random_numbers(self, drawn: Sequence[tuple[int, Any]]) -> None:
         """``drawn``: by rank its data rank, and the states of its generators."""
+        if len(drawn) > 1 and all(states == drawn[0][1] for _, states in drawn):
+            note = "all ranks draw the same random numbers, as for dropout"
+            if self._shape.data_ranks > 1 and note not in self.certificate.notes:
+                self.certificate.notes.append(note)
         first: dict[int, tuple[int, Any]] = {}
         for rank, (data_rank, states) in enumerate(drawn):
             leader, expected = first.setdefault(data_rank, (rank, states))
@@ -120,14 +119,14 @@ class Examiner:
         )
 
     def outputs(self, found: Sequence[list[Norms]], wanted: Sequence[ExpectedForward]) -> None:
-        """``found``: by rank and micro-batch. Only where ranks compute whole outputs."""
+        """``found``: by rank and forward. Only where ranks compute whole outputs."""
         for data_rank, ranks in enumerate(self.data_ranks):
             expected = len(wanted[data_rank].outputs)
             for rank in ranks:
                 if len(found[rank]) != expected:
                     self.differs(
                         "forward",
-                        f"rank {rank} ran {len(found[rank])} of {expected} micro-batches",
+                        f"rank {rank} ran {len(found[rank])} of {expected} forwards",
                         cause="a micro-batch was missed, or ran twice",
                         ranks=(rank,),
                     )
@@ -143,13 +142,25 @@ class Examiner:
         called = f"what {name} returns" if name else "what the model returns"
         self.differs(
             "forward",
-            f"on rank {rank}, in micro-batch {number}, {called} has norm {ours:.8g}, in one "
+            f"on rank {rank}, in forward {number}, {called} has norm {ours:.8g}, in one "
             f"process {theirs:.8g}",
             cause="the model, its weights or the batch are others there"
             if not name
             else f"{name} or its weights are others there",
             ranks=(rank,),
         )
+
+    def settings(self, found: Sequence[Any]) -> None:
+        """``found``: by rank, those of the optimizer's groups."""
+        wrong = [rank for rank, each in enumerate(found) if each != found[0]]
+        if wrong:
+            self.differs(
+                "optimizer",
+                f"{_listed(wrong)} has other settings than rank 0: {found[wrong[0]]} instead of "
+                f"{found[0]}",
+                cause="learning rate, weight decay or another setting was changed there",
+                ranks=tuple(wrong),
+            )
 
     def samples(self, found: int, wanted: int | None) -> None:
         """The sums of the samples' hashes."""
@@ -171,11 +182,12 @@ class Examiner:
             each = expected[name]
             row = self.certificate.parameters[name]
             error = _size(found[name].to(each.value.dtype) - each.value)
-            least = _SMALLEST * typical * math.sqrt(each.value.numel())
+            least = self._bounds.least_share * typical * math.sqrt(each.value.numel())
             error /= max(each.size, least, 1e-30)
             row.gradient = max(row.gradient, error if math.isfinite(error) else math.inf)
             row.gradient_bound = self._bounds.gradient
-            if not error <= self._bounds.gradient or self._is_narrower(found[name], each.value):
+            is_off = not error <= self._bounds.gradient
+            if is_off or (error > _ROUNDED and self._is_narrower(found[name], each.value)):
                 wrong[name] = error
             self._note_use(row, each.used_by)
         causes = self._causes(track, expected, inputs) if wrong else None
@@ -202,7 +214,8 @@ class Examiner:
         if self._bounds.rounds_gradients:
             return False
         return any(
-            is_rounded_to(found, dtype) and not is_rounded_to(expected, dtype) for dtype in _NARROW
+            is_rounded_to(found, dtype) and not is_rounded_to(expected, dtype)
+            for dtype in self._bounds.narrow
         )
 
     def _causes(
@@ -268,17 +281,16 @@ class Examiner:
         gradients: Mapping[str, Tensor],
         used: set[str],
         loss_scale: float,
-        settings: Sequence[Mapping[str, Any]],
     ) -> float:
         """Updates what is expected with the gradients that the ranks have, clipped; returns their
-        norm. ``settings``: of the optimizer's groups."""
+        norm. ``used``: names of those that have one."""
         self._squares = {
             name: (_size(value) / loss_scale) ** 2 for name, value in gradients.items()
         }
         norm = math.sqrt(sum(self._squares.values()))
         factor = min(1.0, self._clip / (norm + 1e-6)) / loss_scale
         kept = {name: value for name, value in gradients.items() if name in used}
-        self.run.tracks[track].update(kept, factor, settings)
+        self.run.tracks[track].update(kept, factor)
         return norm
 
     def weights(
@@ -317,7 +329,9 @@ class Examiner:
     def owned(self, weights: Mapping[str, Tensor], updated: Mapping[str, Tensor]) -> None:
         """With split updates: all replicas compute with what the owners have."""
         for name, value in updated.items():
-            rounded = value.bfloat16().to(value.dtype) if self._bounds.gathers_bf16 else value
+            # One without dimensions is not gathered.
+            is_narrow = self._bounds.gathers_bf16 and value.ndim > 0
+            rounded = value.bfloat16().to(value.dtype) if is_narrow else value
             if self.certificate.parameters[name].trained and not is_equal(weights[name], rounded):
                 self.differs(
                     "update",
@@ -395,6 +409,10 @@ class Examiner:
         self.certificate.add(
             Discrepancy(check, self.step, what, cause, parameter, axis, None, ranks)
         )
+
+
+# Errors below are rounding.
+_ROUNDED = 1e-5
 
 
 def new_rows(module: nn.Module) -> dict[str, ParameterRow]:

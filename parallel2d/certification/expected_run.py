@@ -61,7 +61,7 @@ class ExpectedForward:
     """What the forwards of one data rank give in a step."""
 
     loss: float = 0.0  # summed
-    outputs: list[Norms] = field(default_factory=list)  # by micro-batch
+    outputs: list[Norms] = field(default_factory=list)  # of each forward
 
 
 class ExpectedRun:
@@ -124,7 +124,7 @@ class ExpectedRun:
         before = random_state()
         for each in self.contributions(inputs, weights or self.weights):
             forwards[each.data_rank].loss += each.loss
-            forwards[each.data_rank].outputs.append(each.outputs)
+            forwards[each.data_rank].outputs += each.outputs
             sums[each.data_rank // self.shape.shard].add(each)
         set_random_state(before)
         per_replica = [each.means(self.shape.shard) for each in sums]
@@ -173,16 +173,8 @@ class Track:
         return {name: value.detach().clone() for name, value in self.parameters.items()}
 
     @torch.no_grad()
-    def update(
-        self,
-        gradients: Mapping[str, Tensor],
-        factor: float,
-        settings: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """One step with ``gradients`` times ``factor``. ``settings``: of the parallel optimizer's
-        groups."""
-        for own, other in zip(self.optimizer.param_groups, settings, strict=True):
-            own.update({key: other[key] for key in ("lr", "weight_decay") if key in other})
+    def update(self, gradients: Mapping[str, Tensor], factor: float) -> None:
+        """One step with ``gradients`` times ``factor``."""
         for name, parameter in self.parameters.items():
             gradient = gradients.get(name)
             parameter.grad = None

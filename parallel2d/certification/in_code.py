@@ -72,7 +72,7 @@ def certify(
     notes: list[str] = []
     shorten_period(config.sync, notes)
     batches = _Batches(batch, shape.data_ranks)
-    bounds = Bounds.of(config, shape, settings.name)
+    bounds = Bounds.of(config, shape, settings.name, mesh.device_type)
     parallel = parallelize(
         copy.deepcopy(model), mesh, config, seed=seed, init=init, tensor_plan=tensor_plan
     )
@@ -140,8 +140,8 @@ class _Batches:
         parts = [places[: share // 2], places[share // 2 :]]
         if kind == 2:
             parts.reverse()
-            # One sample is not read by anybody.
-            parts[-1] = parts[-1][1:] or parts[-1]
+            # Some samples are not read by anybody, on each data rank another number.
+            parts[-1] = parts[-1][data_rank % len(parts[-1]) :]
         return [self._take(part) for part in parts]
 
     def samples(self, step: int) -> int:
@@ -209,6 +209,7 @@ class _Loop:
         for micro in accumulate(
             self._model, batches.micro_batches(number, self._data_rank), self._mode
         ):
+            self._session.note_random_state()
             loss = self._loss(self._model, micro)
             (loss * scale).backward()
             summed += loss.item()
@@ -227,7 +228,9 @@ class _Loop:
             scale_gradients(parameters, min(1.0, self._clip / (norm + 1e-6)))
             self._optimizer.step()
         self._optimizer.zero_grad()
-        found = self._collectives.check(number, as_configured=is_as_configured(number))
+        found = self._collectives.check(
+            number, predictable=is_as_configured(number) and self._session.runs_each_group_once
+        )
         self._session.end_step()
         if self._session.examiner is not None:
             for each in found:

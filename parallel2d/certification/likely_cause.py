@@ -23,7 +23,6 @@ from parallel2d.weights.geometry import as_real
 
 # A kind explains a difference when it leaves less than this share of it.
 _EXPLAINED = 0.02
-_NARROW = (torch.bfloat16, torch.float16)
 _MOST_PARTNERS = 64  # parameters of the same shape that are looked at
 _MOST_ROWS = 512
 _MISSING = 0.02  # a contribution that counts less is not there
@@ -118,18 +117,14 @@ class Causes:
         ):
             return None
         words = f"it is {float(near):.4g} times what it should be"
-        axis = None
-        for size, name in (
-            (self.shape.replicate, "replicate"),
-            (self.shape.shard, "shard"),
-            (self.shape.tensor, "tensor"),
-        ):
-            if size > 1 and near in (Fraction(size), Fraction(1, size)):
-                axis = name
-                how = "summed instead of averaged" if near > 1 else "divided once too often"
-                words += f", as if {how} over the {size} ranks of the {name} axis"
-                break
-        return Cause(words, axis)
+        sizes = {axis: getattr(self.shape, axis) for axis in ("replicate", "shard", "tensor")}
+        axes = [axis for axis, size in sizes.items() if near in (size, Fraction(1, size))]
+        axes = [axis for axis in axes if sizes[axis] > 1]
+        if axes:
+            how = "summed instead of averaged" if near > 1 else "divided once too often"
+            named = " or ".join(f"the {sizes[axis]} ranks of the {axis} axis" for axis in axes)
+            words += f", as if {how} over {named}"
+        return Cause(words, axes[0] if len(axes) == 1 else None)
 
     def _is_scaled_somehow(self, _name: str, found: Tensor, expected: Tensor) -> Cause | None:
         factor = _factor(found, expected)
@@ -138,12 +133,11 @@ class Causes:
         return Cause(f"it is {factor:.6g} times what it should be")
 
     def _is_narrow(self, _name: str, found: Tensor, expected: Tensor) -> Cause | None:
-        for dtype in _NARROW:
-            if is_rounded_to(found, dtype) and not is_rounded_to(expected, dtype):
-                return Cause(
-                    f"all of its values are {_word(dtype)} numbers: it was added or sent in "
-                    f"{_word(dtype)}"
-                )
+        if is_rounded_to(found, torch.bfloat16) and not is_rounded_to(expected, torch.bfloat16):
+            return Cause("all of its values are bfloat16 numbers: it was added or sent in bfloat16")
+        # The mean of a few bfloat16 numbers needs a bit more, and looks like float16.
+        if is_rounded_to(found, torch.float16) and not is_rounded_to(expected, torch.float16):
+            return Cause("all of its values have 11 bits: it was added or sent in 16 bits")
         return None
 
     def _is_another(self, name: str, found: Tensor, expected: Tensor) -> Cause | None:
@@ -354,7 +348,8 @@ def _fit(basis: Sequence[Tensor], found: Tensor) -> list[float] | None:
     numbers to tell."""
     rows = torch.stack([as_real(each).reshape(-1) for each in basis]).double().cpu()
     right = as_real(found).reshape(-1).double().cpu()
-    if rows.shape[1] < len(basis):
+    # With as many unknowns as numbers anything fits.
+    if rows.shape[1] < 4 * len(basis):
         return None
     weights = torch.linalg.lstsq(rows.T, right[:, None], driver="gelsd").solution[:, 0]
     return [float(weight) for weight in weights]

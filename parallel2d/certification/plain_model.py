@@ -39,7 +39,7 @@ class Contribution:
     data_rank: int
     number: int  # of the micro-batch
     loss: float  # summed
-    outputs: Norms
+    outputs: list[Norms]  # of each forward of the model
     gradients: dict[str, Tensor | None]  # None: the parameter was not used
 
 
@@ -92,13 +92,22 @@ class PlainModel:
         if trained and loss.requires_grad:
             gradients = torch.autograd.grad(loss * scale, list(trained.values()), allow_unused=True)
         self._buffers_of[data_rank] = self._buffers()
-        (outputs,) = self._outputs.take()
+        outputs = self._outputs.take()
         by_name = dict(zip(trained, gradients, strict=True))
         return Contribution(data_rank, number, loss.item(), outputs, by_name)
 
     def buffers_of(self, data_rank: int) -> dict[str, Tensor]:
         """What the buffers of a data rank should hold by now."""
         return self._buffers_of.get(data_rank, self._initial_buffers)
+
+    def changed_buffers(self) -> list[str]:
+        """Names of those that forwards have changed."""
+        names = set()
+        for buffers in self._buffers_of.values():
+            for name, value in buffers.items():
+                if not torch.equal(value, self._initial_buffers[name]):
+                    names.add(name)
+        return sorted(names)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}

@@ -24,6 +24,7 @@ from parallel2d.sync.comparison import hashes_of
 from parallel2d.sync.updates import outer_sync
 from parallel2d.weights.geometry import local_region
 from parallel2d.weights.named_tensors import parameters_by_name, reshard, updated_by_name
+from parallel2d.weights.optimizer_settings import plain_settings
 
 
 class Session:
@@ -55,12 +56,13 @@ class Session:
         if self._outer:
             self._replicas = list(range(self._shape.replicate))
         self._random: list[RandomState] = []
-        model.register_forward_pre_hook(self._note_random_state, prepend=True)
         self._outputs = None
         if compares_outputs:
             self._outputs = OutputNorms(model, gathered_modules(model))
         self._buffer_hashes = self._hash_buffers()
         self._is_updated = False
+        # On rank 0, of the last step; otherwise bytes are not as predicted
+        self.runs_each_group_once = True
 
     def begin(self) -> None:
         """Before the first step."""
@@ -72,7 +74,7 @@ class Session:
 
     def start_step(self, number: int) -> None:
         """``number``: from 1."""
-        self._random = []
+        self._random.clear()
         if self.examiner is not None:
             self.examiner.step = number
 
@@ -87,16 +89,23 @@ class Session:
         self._is_updated = finite
         expected = self._examine_forwards(inputs, own_loss, finite)
         gradients = self._gradients()
+        self._compare_settings()
         unequal: list[str] = []
-        if finite and not self._outer:
+        if finite:
             unequal = self._compare_copies("gradients", gradients)
+        used = exchange.gather([n for n, value in self._updated.items() if value.grad is not None])
         norms: list[float] = []
         for track, replica in enumerate(self._replicas):
             found = gather_whole(gradients, self._mesh, None if self._splits else replica)
             if self.examiner is not None and inputs is not None and finite:
-                norms.append(self._examine_track(track, found, expected, inputs))
+                self.examiner.gradients(track, found, expected[track], inputs, replica)
+                first = int(self._mesh.mesh.view(self._shape.replicate, -1)[replica, 0])
+                names = set((used or [])[first])
+                norms.append(self.examiner.update(track, found, names, inputs.loss_scale))
         # What the other replicas have, where they differ.
-        others = range(1, self._shape.replicate) if unequal and not self._splits else range(0)
+        others = range(0)
+        if unequal and not self._splits and not self._outer:
+            others = range(1, self._shape.replicate)
         for replica in others:
             found = gather_whole({name: gradients[name] for name in unequal}, self._mesh, replica)
             if self.examiner is not None and inputs is not None:
@@ -116,31 +125,22 @@ class Session:
             return []
         inputs.random = states
         expected, forwards = self.examiner.run.gradients(inputs)
+        groups = sorted(gathered_modules(self._model))
+        self.runs_each_group_once = all(
+            sorted(name for name, _ in each) == groups
+            for forward in forwards
+            for each in forward.outputs
+        )
         if finite and self._outputs is not None:
             self.examiner.outputs(outputs or [], forwards)
         self.examiner.losses(losses or [], forwards, inputs.divisor, finite)
         return expected
 
-    def _examine_track(
-        self,
-        track: int,
-        found: dict[str, Tensor],
-        expected: list[dict[str, ExpectedGradient]],
-        inputs: StepInputs,
-    ) -> float:
-        """Compares the gradients of a track; returns their norm."""
-        assert self.examiner is not None
-        self.examiner.gradients(track, found, expected[track], inputs, self._replicas[track])
-        used = {name for name, value in self._updated.items() if value.grad is not None}
-        settings = self._optimizer.param_groups
-        return self.examiner.update(track, found, used, inputs.loss_scale, settings)
-
     def end_step(self) -> None:
         """After the update."""
         reshard(self._model)
-        if self._outer is None:
-            self._compare_copies("weights", self._parameters)
-        else:
+        self._compare_copies("weights", self._parameters)
+        if self._outer is not None:
             self._outer_step()
         for track, replica in enumerate(self._replicas):
             updated = gather_whole(self._updated, self._mesh, None if self._splits else replica)
@@ -157,7 +157,7 @@ class Session:
         shared: dict[str, Tensor] = {
             name: each.outer for name, each in self._outer.parameters.items()
         }
-        self._compare_copies("shared weights", shared)
+        self._compare_copies("shared weights", shared, over_replicas=True)
         found = gather_whole(shared, self._mesh)
         if self.examiner is not None:
             outer = self.examiner.run.outer
@@ -182,7 +182,8 @@ class Session:
 
     # What the ranks have
 
-    def _note_random_state(self, *_: Any) -> None:
+    def note_random_state(self, *_: Any) -> None:
+        """Before each micro-batch."""
         if self._model.training:
             self._random.append(random_state())
 
@@ -217,18 +218,35 @@ class Session:
             found[name] = without_partial(gradient) if isinstance(gradient, DTensor) else gradient
         return found
 
-    def _compare_copies(self, what: str, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names of tensors whose copies differ, on every rank."""
+    def _compare_settings(self) -> None:
+        groups = [plain_settings(group) for group in self._optimizer.param_groups]
+        for group in groups:
+            group.pop("params", None)
+        found = exchange.gather([str(sorted(group.items())) for group in groups])
+        if self.examiner is not None and found is not None:
+            self.examiner.settings(found)
+
+    def _compare_copies(
+        self, what: str, tensors: Mapping[str, Tensor], over_replicas: bool | None = None
+    ) -> list[str]:
+        """Names of tensors whose copies differ, on every rank. ``over_replicas``: whether replicas
+        hold copies; default: unless they train on their own."""
+        if over_replicas is None:
+            over_replicas = self._outer is None
+        place = "" if over_replicas or self._shape.replicate == 1 else self._replica()
         hashes = hashes_of(list(tensors.values()))
         own: dict[str, tuple[str, int]] = {}
         for (name, tensor), value in zip(tensors.items(), hashes, strict=True):
-            own[name] = (str(local_region(tensor)), value)
+            own[name] = (f"{place} {local_region(tensor)}", value)
         held = exchange.gather(own)
         unequal: list[str] = []
         if self.examiner is not None and held is not None:
             unequal = self.examiner.copies(what, held)
         found: list[str] = exchange.broadcast(unequal)
         return found
+
+    def _replica(self) -> str:
+        return f"replica {self._mesh.get_local_rank('replicate')}"
 
     def _hash_buffers(self) -> dict[str, int]:
         buffers = self._buffers()
@@ -242,6 +260,9 @@ class Session:
         hashes = self._hash_buffers()
         changed = [name for name, value in hashes.items() if value != self._buffer_hashes[name]]
         self._buffer_hashes = hashes
+        # Also those that should have changed.
+        if self.examiner is not None:
+            changed += self.examiner.run.plain.changed_buffers()
         names = sorted(set().union(*exchange.all_gather(changed)))
         buffers = self._buffers()
         for data_rank in range(self._shape.data_ranks if names else 0):

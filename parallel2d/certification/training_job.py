@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor, nn
 
@@ -30,13 +31,13 @@ from parallel2d.certification.plain_model import (
 from parallel2d.certification.session import Session
 from parallel2d.certification.size import fitting_model
 from parallel2d.certification.steps import layout_of, shorten_period, steps_of
-from parallel2d.config import Job, TrainConfig
+from parallel2d.config import Job, OptimizerConfig, SchedulerConfig, TrainConfig
 from parallel2d.config.serialization import to_yaml
 from parallel2d.data import StepBatch
 from parallel2d.exchange import broadcast
 from parallel2d.mesh import MeshShape
 from parallel2d.model_families import ModelParts, build_model
-from parallel2d.optimizer import build_optimizer
+from parallel2d.optimizer import build_optimizer, set_learning_rate
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.progress import StepOutcome
 from parallel2d.runtime import Runtime
@@ -80,6 +81,8 @@ def _certified(config: TrainConfig, notes: list[str]) -> TrainConfig:
     config.profile.steps = []
     config.train.validate_every = 0
     config.sync.compare_every = 0
+    # Updates that are large enough to be seen.
+    config.scheduler = SchedulerConfig("constant")
     config.data.epochs = 0
     shorten_period(config.sync, notes)
     config.train.steps = max(config.train.steps, _most_steps(config) + 1)
@@ -97,7 +100,7 @@ def _compare(
 ) -> Certificate | None:
     shape = resolve_mesh(config, runtime.topology)
     parallel = config.parallel()
-    bounds = Bounds.of(parallel, shape, config.optimizer.name)
+    bounds = Bounds.of(parallel, shape, config.optimizer.name, runtime.device.type)
     examiner = certificate = None
     parts = build_model(config.model)
     if shape.tensor > 1 and switch_dropout_off(trainer.model):
@@ -115,7 +118,9 @@ def _compare(
         )
         clip = config.optimizer.clip_norm
         examiner = Examiner(expected, certificate, bounds, trainer.mesh, clip)
+    # One forward for each micro-batch
     session = Session(trainer.model, trainer.mesh, trainer.optimizer, examiner, bounds.same_kernels)
+    trainer.model.register_forward_pre_hook(session.note_random_state, prepend=True)
     meter = trainer.recorder.meter
     assert meter is not None
     # Muon gathers matrices in bf16.
@@ -133,7 +138,9 @@ def _compare(
         session.start_step(number)
         collectives.start()
         trainer.step(feed)
-        found = collectives.check(number, as_configured=is_as_configured(number))
+        found = collectives.check(
+            number, predictable=is_as_configured(number) and session.runs_each_group_once
+        )
         session.end_step()
         if certificate is not None:
             for each in found:
@@ -149,6 +156,12 @@ def _compare(
                 Discrepancy("steps", compared, "too few steps were finite to compare them")
             )
     return certificate
+
+
+def _new_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(module, config)
+    set_learning_rate(optimizer, config.lr)
+    return optimizer
 
 
 def _gradients_ready(
@@ -195,7 +208,9 @@ def _batches(
             batches = [trainer.training.read(each) for each in plan.positions(position)]
             return [batch.to(runtime.device) for batch in batches]
 
-        found.append(batches_of(read, config.train.global_batch_size, steps))
+        found.append(
+            batches_of(read, config.train.global_batch_size, steps, data_rank, shape.data_ranks)
+        )
     return found
 
 
@@ -224,7 +239,7 @@ def _expected_run(
     plain = PlainModel(module, loss_of, config.precision, gathered_modules(trainer.model))
     return ExpectedRun(
         plain,
-        functools.partial(build_optimizer, config=config.optimizer),
+        functools.partial(_new_optimizer, config=config.optimizer),
         shape,
         config.sync,
         seed=config.train.seed,

@@ -161,7 +161,7 @@ def message_with_rest(
     message = rest.clone()
     if wire == "sparse":
         for place in _places(rest, cut):
-            message[place] = _largest(rest[place])
+            _as_real(message[place])[...] = _largest(_as_real(rest[place]))
         rest -= message
     else:
         rest -= _sent(message, wire, cut, key, f"contribution/{replica}")
@@ -193,8 +193,14 @@ def _sent(value: Tensor, wire: str, cut: Cut, key: tuple[int, int, str], stage: 
     found = torch.empty_like(value)
     for place in _places(value, cut):
         start = _first_position(value, place)
-        found[place] = _rounded(value[place].contiguous(), wire, key, start, stage)
+        part = _as_real(value[place].contiguous())
+        _as_real(found[place])[...] = _rounded(part, wire, key, start, stage)
     return found
+
+
+def _as_real(value: Tensor) -> Tensor:
+    """Complex numbers are sent as two real ones."""
+    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def _places(value: Tensor, cut: Cut) -> list[tuple[slice, ...]]:
@@ -231,7 +237,7 @@ def _in_blocks(
     """Blocks of 256 in whole multiples of their largest magnitude over 126, rounded up or down at
     random; in 4 bits over 6, contributions to the nearest."""
     largest = 126 if wire == "int8" else 6
-    flat = value.detach().numpy().reshape(-1)
+    flat = value.detach().cpu().numpy().reshape(-1)
     found = np.empty_like(flat)
     number = _hash("/".join(map(str, key))) ^ _hash(stage)
     for begin in range(0, len(flat), 256):
@@ -243,7 +249,7 @@ def _in_blocks(
             noise = np.full_like(noise, 0.5)
         codes = np.floor(block / (scale or 1) + noise).clip(-largest, largest)
         found[begin : begin + 256] = codes * scale
-    return torch.from_numpy(found).view(value.shape)
+    return torch.from_numpy(found).view(value.shape).to(value.device)
 
 
 def _hash(text: str) -> int:
