@@ -7,10 +7,13 @@ of the module that the user wrote.
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -187,8 +190,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def random_state() -> RandomState:
-    """Of the generators that a forward on this rank draws from."""
-    states = [torch.get_rng_state()]
+    """Of the generators that a forward on this rank may draw from: torch's, Python's and numpy's,
+    each as bytes."""
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    of_numpy = [kind, keys.tolist(), *rest]
+    states = [torch.get_rng_state(), _as_bytes(random.getstate()), _as_bytes(of_numpy)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
@@ -197,8 +203,19 @@ def random_state() -> RandomState:
 def set_random_state(states: RandomState) -> None:
     """Undoes what was drawn since `random_state`."""
     torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+    version, internal, gauss = _from_bytes(states[1])
+    random.setstate((version, tuple(internal), gauss))
+    numpy.random.set_state(tuple(_from_bytes(states[2])))
+    if len(states) > 3:
+        torch.cuda.set_rng_state(states[3])
+
+
+def _as_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(state: Tensor) -> Any:
+    return json.loads(state.numpy().tobytes())
 
 
 def gathered_modules(model: nn.Module) -> list[str]:
