@@ -192,8 +192,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def random_state() -> RandomState:
     """Of the generators that a forward on this rank may draw from: torch's, Python's and numpy's,
     each as bytes."""
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
-    of_numpy = [kind, keys.tolist(), *rest]
+    of_numpy: Any = list(numpy.random.get_state(legacy=True))
+    of_numpy[1] = of_numpy[1].tolist()
     states = [torch.get_rng_state(), _as_bytes(random.getstate()), _as_bytes(of_numpy)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())

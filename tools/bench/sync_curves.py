@@ -64,7 +64,9 @@ def words_of(method: str) -> list[str]:
     return METHODS[method].split()
 
 
-def run(method: str, seed: int, steps: int, batch: int, folder: Path) -> list[dict[str, float]]:
+def run(
+    method: str, seed: int, steps: int, batch: int, more: list[str], folder: Path
+) -> list[dict[str, float]]:
     """The rows of one run."""
     place = folder / f"{method}-{seed}-{steps}-{batch}"
     rows = place / "metrics.jsonl"
@@ -80,7 +82,7 @@ def run(method: str, seed: int, steps: int, batch: int, folder: Path) -> list[di
             f"train.validate_every={max(steps // 20, 1)}",
             f"metrics.log_every={max(steps // 20, 1)}",
         ]
-        words += words_of(method)
+        words += [*more, *words_of(method)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         subprocess.run(
             [sys.executable, "-m", "parallel2d.train", *words, "checkpoint.resume=never"],
@@ -143,6 +145,7 @@ def main() -> int:
         default="sync,diloco,bf16,int8,split_bf16,diloco_int8,diloco_int4,streaming_int4,"
         "diloco_sparse,every_16_momentum_0.9,every_16_momentum_0",
     )
+    parser.add_argument("--words", default="", help="overrides of every run, such as model.dim=128")
     parser.add_argument("--out", type=Path, default=Path("outputs/sync_curves"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
     arguments = parser.parse_args()
@@ -151,7 +154,14 @@ def main() -> int:
     for seed in range(arguments.seeds):
         for name in names:
             found[name].append(
-                run(name, seed, arguments.steps, arguments.batch, arguments.out.resolve())
+                run(
+                    name,
+                    seed,
+                    arguments.steps,
+                    arguments.batch,
+                    arguments.words.split(),
+                    arguments.out.resolve(),
+                )
             )
             print(
                 f"{name}, seed {seed}: {last_loss(found[name][-1]):.4f}",
