@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.certification import certify
-    from parallel2d.config import ParallelConfig
+    from parallel2d.checkpoint import Checkpointer
+    from parallel2d.config import (
+        BucketingConfig,
+        CheckpointConfig,
+        MeshConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        PrecisionConfig,
+        PrefetchConfig,
+        StrategyConfig,
+        SyncConfig,
+    )
     from parallel2d.errors import ConfigError
     from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.loss import cross_entropy_sum, token_weight
@@ -42,9 +54,18 @@ if TYPE_CHECKING:
     from parallel2d.weights.summon import apply_full, sharded_modules
 
 _MODULES = {
+    "BucketingConfig": "config",
+    "CheckpointConfig": "config",
+    "Checkpointer": "checkpoint",
     "ConfigError": "errors",
     "MeshSpec": "mesh",
+    "MeshConfig": "config",
+    "OptimizerConfig": "config",
     "ParallelConfig": "config",
+    "PrecisionConfig": "config",
+    "PrefetchConfig": "config",
+    "StrategyConfig": "config",
+    "SyncConfig": "config",
     "Runtime": "runtime",
     "Topology": "topology",
     "accumulate": "sync",
@@ -88,11 +109,21 @@ _MODULES = {
 }
 
 __all__ = [
+    "BucketingConfig",
+    "CheckpointConfig",
+    "Checkpointer",
     "ConfigError",
+    "MeshConfig",
     "MeshSpec",
+    "OptimizerConfig",
     "ParallelConfig",
+    "PrecisionConfig",
+    "PrefetchConfig",
     "Runtime",
+    "StrategyConfig",
+    "SyncConfig",
     "Topology",
+    "__version__",
     "accumulate",
     "apply_full",
     "attach_optimizer",
@@ -134,7 +165,13 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("parallel2d")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -27,8 +27,10 @@ def nearest_words(
     word: object, choices: Iterable[object], *, count: int = 3, alike: float = 0.6
 ) -> list[str]:
     """Up to ``count`` of ``choices``, those spelled most like ``word`` first; see `nearest`."""
-    words = [str(choice) for choice in choices]
-    return difflib.get_close_matches(str(word), words, n=count, cutoff=alike)
+    # Upper and lower case are alike.
+    words = {str(choice).lower(): str(choice) for choice in choices}
+    found = difflib.get_close_matches(str(word).lower(), words, n=count, cutoff=alike)
+    return [words[each] for each in found]
 
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:

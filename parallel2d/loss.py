@@ -9,6 +9,7 @@ numerator, so that what remains is exactly the gradient of the global mean.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel2d.errors import ConfigError
 from parallel2d.mesh import mesh_shape, sum_over_data_ranks
 
 IGNORED = -100  # a target that is not a valid token, as in torch's cross_entropy
@@ -29,8 +31,11 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
 
     ``valid_tokens``: those of this rank in the whole global batch (all of its micro-batches).
     Collective over the data ranks. Returns an fp64 scalar tensor on the mesh's device; zero when no
-    rank has a valid token.
+    rank has a valid token. Raises `ConfigError` for a negative number.
     """
+    # A tensor may be on a device, and reading it would wait for that.
+    if isinstance(valid_tokens, int) and valid_tokens < 0:
+        raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
     total = torch.as_tensor(valid_tokens, dtype=torch.float64, device=mesh.device_type).clone()
     sum_over_data_ranks(total, mesh)
     return torch.where(total > 0, mesh_shape(mesh).data_ranks / total.clamp(min=1), 0.0)
@@ -43,10 +48,11 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
     ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
     leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...]. Beside the
     logits and their gradient only one chunk is ever held in full precision: softmax is computed
-    again in backward from a saved log-sum-exp per token. Raises RuntimeError for a target that has
-    no logit.
+    again in backward from a saved log-sum-exp per token. Raises `ConfigError` for shapes that do
+    not match, and RuntimeError for a target that has no logit.
     """
     logits = getattr(logits, "logits", logits)
+    _check_shapes(logits, targets)
     _check_targets(targets, logits.shape[-1])
     if not isinstance(logits, DTensor):
         return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0)
@@ -60,6 +66,20 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
     first = per_rank * mesh.get_local_rank()
     local = logits.to_local()
     return _CrossEntropySum.apply(local.flatten(0, -2), targets.flatten(), mesh.get_group(), first)
+
+
+def _check_shapes(logits: Any, targets: Any) -> None:
+    for name, value in (("logits", logits), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"cross_entropy_sum: {name} are a {type(value).__name__}, no tensor")
+    wanted = tuple(logits.shape[:-1])
+    # Flat targets are taken as well.
+    if tuple(targets.shape) in (wanted, (math.prod(wanted),)):
+        return
+    raise ConfigError(
+        f"cross_entropy_sum: logits of shape {tuple(logits.shape)} have one target for each of "
+        f"{wanted}, and targets have shape {tuple(targets.shape)}"
+    )
 
 
 def _check_targets(targets: Tensor, columns: int) -> None:

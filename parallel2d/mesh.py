@@ -271,6 +271,11 @@ def build_mesh(
     Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
     by accident, and for another strategy than those of `parallel2d.config.STRATEGIES`.
     """
+    if not isinstance(spec, MeshSpec | MeshConfig | None):
+        raise ConfigError(
+            f"build_mesh({spec!r}, ...): the first argument is a MeshSpec, such as "
+            "MeshSpec(replicate=2, shard=4)"
+        )
     strategy = named_strategy(strategy)
     if isinstance(spec, MeshConfig):
         allow_cross_node = allow_cross_node or spec.allow_cross_node

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 import torch
+import torch.distributed as dist
 import training
 from torch import nn
 from workers import WorkerError
 
+import parallel2d
 from parallel2d import (
     ConfigError,
     MeshSpec,
+    OptimizerConfig,
     ParallelConfig,
     build_mesh,
     build_on_meta,
@@ -18,6 +23,7 @@ from parallel2d import (
     data_coordinate,
     no_sync,
     parallelize,
+    token_weight,
 )
 from parallel2d.config import BucketingConfig
 from parallel2d.parallelize.sharding import check_offload
@@ -410,3 +416,51 @@ def test_a_norm_of_type_zero_and_an_unknown_strategy_are_refused(ranks):
 def test_offloading_with_replicas_is_refused_as_long_as_torch_corrupts_it():
     with pytest.raises(ConfigError, match="cpu_offload=true with 2 replicas .*pull request 180665"):
         check_offload(True, "cuda", replicate=2)
+
+
+def _raw_errors():
+    """What calls with wrong arguments say on a rank."""
+    told = []
+
+    def keep(call, *arguments):
+        with pytest.raises(ConfigError) as error:
+            call(*arguments)
+        told.append(str(error.value))
+
+    keep(build_mesh, 2, 2)
+    mesh = build_mesh(MeshSpec(), "zero3")
+    keep(token_weight, -3, mesh)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = parallelize(plain, mesh, ParallelConfig("zero3"))
+    keep(model.load_state_dict, state)
+    parallel2d.load_state(model, state if dist.get_rank() == 0 else None)
+    # What the model has given itself is still taken.
+    model.load_state_dict(model.state_dict())
+    return told
+
+
+def test_raw_errors_are_messages(ranks):
+    spec, tokens, whole = ranks.run(2, _raw_errors)[0]
+    assert "MeshSpec(replicate=2, shard=4)" in spec
+    assert tokens == "token_weight(-3): a number of tokens is at least 0"
+    assert "0.weight is sharded" in whole
+    assert "load_state" in whole
+    with pytest.raises(ConfigError, match="adamW is not one of .*did you mean adamw"):
+        parallel2d.build_optimizer(nn.Linear(2, 2), OptimizerConfig("adamW"))
+    with pytest.raises(ConfigError, match="did you mean hybrid"):
+        ParallelConfig("hybird")
+    logits = torch.zeros(2, 3, 5)
+    with pytest.raises(ConfigError, match=r"\(2, 3, 5\).*\(2, 4\)"):
+        parallel2d.cross_entropy_sum(logits, torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="logits are a str"):
+        parallel2d.cross_entropy_sum("logits", torch.zeros(2, 4, dtype=torch.int64))
+    flat = parallel2d.cross_entropy_sum(logits, torch.zeros(6, dtype=torch.int64))
+    assert flat == parallel2d.cross_entropy_sum(logits, torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_the_package_shows_what_it_has():
+    assert set(parallel2d.__all__) <= set(dir(parallel2d))
+    assert parallel2d.__version__ == metadata.version("parallel2d")
+    for name in parallel2d.__all__:
+        assert getattr(parallel2d, name) is not None

@@ -52,6 +52,12 @@ def check_data(data: DataConfig) -> None:
     _refuse([*field_problems(data, "data."), *_data_problems(data)])
 
 
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """Raises `ConfigError` with one line per field of an `OptimizerConfig` that breaks its own
+    constraint."""
+    _refuse(list(field_problems(optimizer, "optimizer.")))
+
+
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError("\n".join(problems))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from parallel2d.config import OptimizerConfig
+from parallel2d.config.checks import check_optimizer
 from parallel2d.optimizer.adafactor import Adafactor
 from parallel2d.optimizer.groups import describe_group, plan_groups
 from parallel2d.optimizer.muon import Muon
@@ -46,9 +47,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or
     plain on one process.
 
-    Raises `ConfigError` without trainable parameters, for a pattern of ``config.groups`` that
+    Raises `ConfigError` for a word or number that ``config`` may not have, without trainable
+    parameters, for a pattern of ``config.groups`` that
     matches nothing, and where Muon cannot tell hidden matrices from others.
     """
+    check_optimizer(config)
     optimizer = _new_optimizer(plan_groups(model, config), config)
     # A plain model on one process has no engine.
     for engine in engines_in(model):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from parallel2d import fsdp_internals
@@ -30,7 +31,24 @@ def guard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Installs the errors on ``model``, after `fully_shard`."""
     refuse_direct_forward(model)
     explain_calls(model)
+    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     check_tensor_ranks_share_data(model, mesh)
+
+
+def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before ``load_state_dict``: raises `ConfigError` for plain tensors in the place of sharded
+    ones, which torch would refuse one by one."""
+    if prefix:  # a part of another model, whose state this is
+        return
+    for name, parameter in model.named_parameters():
+        value = state.get(name)
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if is_whole and isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"load_state_dict: {name} is sharded, and the state holds a whole tensor; use "
+                "parallel2d.load_state(model, state), which sends rank 0's tensors to their "
+                'places, or load_full_state(model, optimizer, {"model": ..., "optimizer": ...})'
+            )
 
 
 def explain_calls(model: nn.Module) -> None:
