@@ -31,6 +31,7 @@ from parallel2d.errors import ConfigError
 from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, to_blocks
 from parallel2d.sync.noise import key_of
 from parallel2d.sync.one_process import Method, train
+from parallel2d.sync.outer_parameter import OuterParameter
 from parallel2d.sync.sparse import decode, encode, to_chunks
 from parallel2d.sync.updates import outer_sync, replicated_tensors
 
@@ -593,3 +594,13 @@ def test_momentum_must_fall_with_the_period():
         much = last_loss(seed, Method("diloco", every=16, lr=0.7, momentum=0.9))
         print(f"seed {seed}: synchronous {synchronous:.4f}, 0: {without:.4f}, 0.9: {much:.4f}")
         assert much > without * 1.01
+
+
+def test_what_rounding_takes_of_a_narrow_parameter_is_no_change():
+    parameter = OuterParameter("narrow", torch.nn.Parameter(torch.ones(3).bfloat16()), False)
+    with torch.no_grad():
+        parameter.outer += torch.tensor([1e-4, 0.3, -1e-3])
+        parameter.take(0.0)
+        assert not parameter.change().any()
+        parameter.own -= 0.25
+    assert parameter.change().tolist() == [0.25, 0.25, 0.25]
