@@ -103,12 +103,11 @@ def _run_rank(identity: launch.RankIdentity, words: Sequence[str]) -> int:
 
 def _train(job: Job, identity: launch.RankIdentity, store: object) -> int:
     from parallel2d.launch import signals
-    from parallel2d.runtime import process_group, seed_everything
+    from parallel2d.runtime import process_group
 
     signals.listen()
     _log_to(job.run_dir, identity)
     settings = job.config.launch
-    seed_everything(job.config.train.seed, job.config.train.deterministic)
     with process_group(
         identity,
         store,
@@ -136,9 +135,10 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
     host = hosts[identity.rank]
     check_shared_run_dir(run_dir)
-    if job.config.train.certify and not job.restarted:
+    loop = job.config.train
+    if loop.certify_only or (loop.certify and not job.restarted):
         _certify(job, runtime)
-    if job.config.train.certify_only:
+    if loop.certify_only:
         return False
     claim = RunClaim(run_dir) if runtime.is_first else None
     with OutOfMemoryNote(identity.rank, host, run_dir, runtime.device, history=history) as note:

@@ -13,6 +13,7 @@ import torch
 
 from parallel2d.config import ParallelConfig
 from parallel2d.mesh import MeshShape
+from parallel2d.optimizer import Muon
 from parallel2d.parallelize.precision import DTYPES
 
 # What one more rounding costs in the 2-norm of a tensor, in units of the dtype's eps
@@ -50,7 +51,11 @@ class Bounds:
 
     @classmethod
     def of(
-        cls, config: ParallelConfig, shape: MeshShape, optimizer: str, device_type: str
+        cls,
+        config: ParallelConfig,
+        shape: MeshShape,
+        optimizer: torch.optim.Optimizer,
+        device_type: str,
     ) -> Bounds:
         """For ``config`` on a mesh of ``shape``."""
         precision = config.precision
@@ -67,7 +72,7 @@ class Bounds:
         rounding = _ROUNDINGS * torch.finfo(sums).eps
         gradient = compute + sent + rounding + (wire if config.sync.name == "every_step" else 0.0)
         # Muon multiplies in bf16, in another order where a matrix is split.
-        update = 0.05 if optimizer == "muon" else 200 * rounding
+        update = 0.05 if isinstance(optimizer, Muon) else 200 * rounding
         words = {
             "gradient": f"{gradient:.1e}: kernels {compute:.1e}, sums in {sums} {rounding:.1e}, "
             f"sent in {reduce} {sent:.1e}, sync.wire={config.sync.wire} {wire:.1e}; in units of "

@@ -102,17 +102,14 @@ class Certificate:
         return not self.discrepancies
 
     def as_json(self) -> str:
-        values = asdict(self)
-        content = json.dumps(self.configuration, sort_keys=True, default=str)
-        return json.dumps(
-            {
-                "passed": self.passed,
-                "configuration_sha256": hashlib.sha256(content.encode()).hexdigest(),
-                **values,
-            },
-            indent=1,
-            default=str,
-        )
+        """Numbers that are not finite, which JSON does not have, are strings."""
+        content = json.dumps(self.configuration, sort_keys=True)
+        values = {
+            "passed": self.passed,
+            "configuration_sha256": hashlib.sha256(content.encode()).hexdigest(),
+            **asdict(self),
+        }
+        return json.dumps(_in_json(values), indent=1, allow_nan=False)
 
     def write(self, folder: str) -> None:
         """Writes `FILE` and `PICTURE` to ``folder``."""
@@ -164,6 +161,16 @@ class Certificate:
         """SVG: the relative gradient error of each parameter beside its bound, on a logarithmic
         scale."""
         return draw_errors(self.parameters, {each.parameter for each in self.discrepancies})
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _share(row: ParameterRow) -> float:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +16,7 @@ from parallel2d import exchange
 from parallel2d.certification.certificate import Discrepancy
 from parallel2d.config import AXES, ParallelConfig
 from parallel2d.metrics.communication import CommunicationMeter, LoggedCollective
+from parallel2d.optimizer import Muon
 from parallel2d.parallelize.precision import DTYPES
 
 _SHARE_OF_BYTES = 0.02
@@ -24,7 +26,7 @@ _WIRE_BYTES = {"bf16": 2, "int8": 1, "int4": 1, "sparse": 1}
 
 class CollectiveLog:
     """``meter``: of this rank, installed. ``predicted``: bytes by axis of a step as configured;
-    ``update_bytes``: of a value that the optimizer sends."""
+    ``optimizer``: the parallel run's."""
 
     def __init__(
         self,
@@ -32,13 +34,14 @@ class CollectiveLog:
         mesh: DeviceMesh,
         config: ParallelConfig,
         predicted: Mapping[str, float],
-        update_bytes: int = 8,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self._meter = meter
         self._mesh = mesh
         self._config = config
         self._predicted = predicted
-        self._update_bytes = update_bytes
+        # Muon gathers matrices in bf16.
+        self._update_bytes = 2 if isinstance(optimizer, Muon) else 8
         self.lines: dict[str, list[str]] = {}
 
     def start(self) -> None:
@@ -66,14 +69,13 @@ class CollectiveLog:
         return merged + order
 
     def _against_policy(self, logged: Sequence[LoggedCollective], step: int) -> list[Discrepancy]:
-        found: dict[tuple[str, str, str], Discrepancy] = {}
+        found: dict[tuple[str, str, torch.dtype], Discrepancy] = {}
         for each in logged:
             least = self._least_bytes(each)
-            dtype = DTYPES_BY_NAME.get(each.dtype)
-            if dtype is None or dtype.itemsize >= least:
+            # Codes are bytes.
+            if not each.dtype.is_floating_point or each.dtype.itemsize >= least:
                 continue
-            key = (each.axis, each.collective, each.dtype)
-            found[key] = Discrepancy(
+            found[each.axis, each.collective, each.dtype] = Discrepancy(
                 "collective",
                 step,
                 f"{each.collective} over the {each.axis} axis sends {each.dtype}; the "
@@ -156,22 +158,12 @@ class CollectiveLog:
 
 
 def _merged(everywhere: Sequence[Sequence[Discrepancy]]) -> list[Discrepancy]:
-    """Each deviation once, with the ranks that have it."""
+    """Each discrepancy once, with the ranks that have it."""
     ranks: dict[Discrepancy, list[int]] = defaultdict(list)
     for rank, found in enumerate(everywhere):
         for each in found:
             ranks[each].append(rank)
-    return [
-        Discrepancy(
-            each.check,
-            each.step,
-            each.what,
-            axis=each.axis,
-            collective=each.collective,
-            ranks=tuple(numbers),
-        )
-        for each, numbers in ranks.items()
-    ]
+    return [replace(each, ranks=tuple(numbers)) for each, numbers in ranks.items()]
 
 
 def _out_of_order(
@@ -196,8 +188,3 @@ def _out_of_order(
         axis=axis,
         ranks=(rank, other[0]),
     )
-
-
-DTYPES_BY_NAME = {
-    str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}

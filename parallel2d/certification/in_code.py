@@ -10,33 +10,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel2d import exchange
-from parallel2d.certification.batches import is_as_configured
-from parallel2d.certification.bounds import Bounds
-from parallel2d.certification.certificate import Certificate, versions
+from parallel2d.certification.certificate import Certificate
 from parallel2d.certification.collective_log import CollectiveLog
-from parallel2d.certification.examiner import Examiner, new_rows
-from parallel2d.certification.expected_run import ExpectedRun, StepInputs, outer_begins
-from parallel2d.certification.gathered import cuts_of
-from parallel2d.certification.plain_model import LossOf, PlainModel, fill, gathered_modules
-from parallel2d.certification.session import Session
-from parallel2d.certification.steps import layout_of, shorten_period, steps_of
+from parallel2d.certification.expected_run import StepInputs
+from parallel2d.certification.plain_model import LossOf, fill
+from parallel2d.certification.session import Session, open_session
+from parallel2d.certification.steps import shorten_period, steps_of
 from parallel2d.config import OptimizerConfig, ParallelConfig
 from parallel2d.cost.traffic import predict_communication
 from parallel2d.errors import ConfigError
 from parallel2d.gradients import gradient_norm, scale_gradients
 from parallel2d.mesh import data_coordinate, mesh_shape
 from parallel2d.metrics.communication import CommunicationMeter
-from parallel2d.optimizer import Muon, build_optimizer, update_bytes
+from parallel2d.optimizer import build_optimizer, update_bytes
 from parallel2d.parallelize import parallelize
 from parallel2d.sync import accumulate, set_step, updated_parameters
 from parallel2d.weights.initial_values import Initializer
-from parallel2d.weights.named_tensors import parameters_by_name
 
 
 def certify(
@@ -72,44 +66,41 @@ def certify(
     notes: list[str] = []
     shorten_period(config.sync, notes)
     batches = _Batches(batch, shape.data_ranks)
-    bounds = Bounds.of(config, shape, settings.name, mesh.device_type)
     parallel = parallelize(
         copy.deepcopy(model), mesh, config, seed=seed, init=init, tensor_plan=tensor_plan
     )
     trained_by = build_optimizer(parallel, settings)
-    cuts = cuts_of(parameters_by_name(parallel), mesh)
-    examiner = None
-    if dist.get_rank() == 0:
-        plain = fill(copy.deepcopy(model), config.precision, init, seed).to(mesh.device_type)
-        run = ExpectedRun(
-            PlainModel(plain, loss, config.precision, gathered_modules(parallel)),
-            functools.partial(build_optimizer, config=settings),
-            shape,
-            config.sync,
-            seed=seed,
-            splits_updates=config.strategy.splits_updates,
-            begins=outer_begins(parallel),
-            cuts=cuts,
-        )
-        certificate = Certificate(
-            layout_of(config.strategy, config.sync, config.precision.name, shape),
-            type(model).__name__,
-            new_rows(plain),
-            bounds.words,
-            notes=notes,
-            versions=versions(),
-        )
-        examiner = Examiner(run, certificate, bounds, mesh, settings.clip_norm)
-    session = Session(parallel, mesh, trained_by, examiner, bounds.same_kernels)
+    meter = CommunicationMeter(mesh)
+    predicted = predict_communication(
+        parallel, mesh, accumulation=1, during_accumulation=config.sync.during_accumulation
+    )
+    for axis, sent in update_bytes(trained_by).items():
+        predicted[f"comm/{axis}/bytes"] = predicted.get(f"comm/{axis}/bytes", 0.0) + sent
+    # The tensor axis depends on what the model computes.
+    predicted.pop("comm/tensor/bytes", None)
+    session = open_session(
+        parallel,
+        mesh,
+        config,
+        trained_by,
+        CollectiveLog(meter, mesh, config, predicted, trained_by),
+        plain=lambda: fill(copy.deepcopy(model), config.precision, init, seed),
+        loss_of=loss,
+        make_optimizer=functools.partial(build_optimizer, config=settings),
+        seed=seed,
+        clip=settings.clip_norm,
+        notes=notes,
+    )
     loop = _Loop(parallel, mesh, config, trained_by, loss, session, settings.clip_norm)
-    loop.run(steps_of(config.sync), batches)
-    found = None
-    if examiner is not None:
-        found = examiner.certificate
-        found.steps = steps_of(config.sync)
-        found.seconds = time.perf_counter() - begin
-    on_all_ranks: Certificate = exchange.broadcast(found)
-    return on_all_ranks
+    meter.install()
+    try:
+        session.begin()
+        for number in range(1, steps_of(config.sync) + 1):
+            meter.start()
+            loop.step(number, batches)
+    finally:
+        meter.remove()
+    return session.certificate(steps_of(config.sync), config, time.perf_counter() - begin)
 
 
 class _Batches:
@@ -176,33 +167,11 @@ class _Loop:
         self._mode = config.sync.during_accumulation
         self._data_rank = data_coordinate(mesh)
         self._data_ranks = mesh_shape(mesh).data_ranks
-        self._meter = CommunicationMeter(mesh)
-        predicted = predict_communication(
-            model, mesh, accumulation=1, during_accumulation=self._mode
-        )
-        # The tensor axis depends on what the model computes.
-        predicted.pop("comm/tensor/bytes", None)
-        is_muon = isinstance(optimizer, Muon)
-        for axis, sent in update_bytes(optimizer).items():
-            predicted[f"comm/{axis}/bytes"] = predicted.get(f"comm/{axis}/bytes", 0.0) + sent
-        self._collectives = CollectiveLog(self._meter, mesh, config, predicted, 2 if is_muon else 8)
 
-    def run(self, steps: int, batches: _Batches) -> None:
-        self._meter.install()
-        try:
-            self._session.begin()
-            for number in range(1, steps + 1):
-                self._step(number, batches)
-        finally:
-            self._meter.remove()
-        if self._session.examiner is not None:
-            self._session.examiner.certificate.collectives = self._collectives.lines
-
-    def _step(self, number: int, batches: _Batches) -> None:
+    def step(self, number: int, batches: _Batches) -> None:
+        """One step, from 1. Collective."""
         set_step(self._model, number)
         self._session.start_step(number)
-        self._meter.start()
-        self._collectives.start()
         samples = batches.samples(number)
         scale = self._data_ranks / samples
         summed = 0.0
@@ -228,10 +197,4 @@ class _Loop:
             scale_gradients(parameters, min(1.0, self._clip / (norm + 1e-6)))
             self._optimizer.step()
         self._optimizer.zero_grad()
-        found = self._collectives.check(
-            number, predictable=is_as_configured(number) and self._session.runs_each_group_once
-        )
         self._session.end_step()
-        if self._session.examiner is not None:
-            for each in found:
-                self._session.examiner.certificate.add(each)

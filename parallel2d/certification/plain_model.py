@@ -57,13 +57,13 @@ class PlainModel:
         precision: PrecisionConfig,
         gathered: Iterable[str],
     ) -> None:
-        self.precision = Precision.of(precision, module)
+        dtypes = Precision.of(precision, module)
         self.module = module
         self._whole = _LossOf(module, loss_of)
         self.parameters = dict(module.named_parameters())
-        self._computed_in = _dtypes_of(module, self.precision)
+        self._computed_in = _dtypes_of(module, dtypes)
         gathered = list(gathered)
-        _cast_at(module, self.precision, gathered)
+        _cast_at(module, dtypes, gathered)
         self._outputs = OutputNorms(module, gathered)
         # Statistics that a forward changes are each data rank's own.
         self._initial_buffers = self._buffers()

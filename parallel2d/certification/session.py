@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel2d import exchange
-from parallel2d.certification.examiner import Examiner
-from parallel2d.certification.expected_run import ExpectedGradient, StepInputs
-from parallel2d.certification.gathered import gather_whole
+from parallel2d.certification.batches import is_as_configured
+from parallel2d.certification.bounds import Bounds
+from parallel2d.certification.certificate import Certificate, versions
+from parallel2d.certification.collective_log import CollectiveLog
+from parallel2d.certification.examiner import Examiner, new_rows
+from parallel2d.certification.expected_run import (
+    ExpectedGradient,
+    ExpectedRun,
+    MakeOptimizer,
+    StepInputs,
+    outer_begins,
+)
+from parallel2d.certification.gathered import cuts_of, gather_whole
 from parallel2d.certification.output_norms import OutputNorms
-from parallel2d.certification.plain_model import RandomState, gathered_modules, random_state
+from parallel2d.certification.plain_model import (
+    LossOf,
+    PlainModel,
+    RandomState,
+    gathered_modules,
+    random_state,
+)
+from parallel2d.certification.steps import layout_of
+from parallel2d.config import ParallelConfig, TrainConfig
 from parallel2d.gradients import without_partial
 from parallel2d.mesh import data_coordinate, mesh_shape
 from parallel2d.model_structure import canonical_name
@@ -36,12 +57,14 @@ class Session:
         model: nn.Module,
         mesh: DeviceMesh,
         optimizer: torch.optim.Optimizer,
+        collectives: CollectiveLog,
         examiner: Examiner | None,
         compares_outputs: bool,
     ) -> None:
         self._model = model
         self._mesh = mesh
         self._optimizer = optimizer
+        self._collectives = collectives
         self.examiner = examiner
         self._shape = mesh_shape(mesh)
         self._outer = outer_sync(model)
@@ -61,8 +84,9 @@ class Session:
             self._outputs = OutputNorms(model, gathered_modules(model))
         self._buffer_hashes = self._hash_buffers()
         self._is_updated = False
+        self._step = 0
         # On rank 0, of the last step; otherwise bytes are not as predicted
-        self.runs_each_group_once = True
+        self._runs_each_group_once = True
 
     def begin(self) -> None:
         """Before the first step."""
@@ -74,7 +98,9 @@ class Session:
 
     def start_step(self, number: int) -> None:
         """``number``: from 1."""
+        self._step = number
         self._random.clear()
+        self._collectives.start()
         if self.examiner is not None:
             self.examiner.step = number
 
@@ -126,7 +152,7 @@ class Session:
         inputs.random = states
         expected, forwards = self.examiner.run.gradients(inputs)
         groups = sorted(gathered_modules(self._model))
-        self.runs_each_group_once = all(
+        self._runs_each_group_once = all(
             sorted(name for name, _ in each) == groups
             for forward in forwards
             for each in forward.outputs
@@ -138,6 +164,11 @@ class Session:
 
     def end_step(self) -> None:
         """After the update."""
+        predictable = is_as_configured(self._step) and self._runs_each_group_once
+        found = self._collectives.check(self._step, predictable=predictable)
+        if self.examiner is not None:
+            for each in found:
+                self.examiner.certificate.add(each)
         reshard(self._model)
         self._compare_copies("weights", self._parameters)
         if self._outer is not None:
@@ -150,6 +181,22 @@ class Session:
             if self.examiner is not None:
                 self._examine_weights(self.examiner, track, weights, updated)
         self._compare_buffers()
+
+    def certificate(
+        self, steps: int, configuration: TrainConfig | ParallelConfig, seconds: float
+    ) -> Certificate:
+        """At the end, on every rank. ``steps``: that were compared."""
+        found = None
+        if self.examiner is not None:
+            found = self.examiner.certificate
+            found.steps = steps
+            found.seconds = seconds
+            found.collectives = self._collectives.lines
+            # What is no plain value, such as a function, by its name.
+            content = json.dumps(dataclasses.asdict(configuration), default=str)
+            found.configuration = json.loads(content)
+        on_all_ranks: Certificate = exchange.broadcast(found)
+        return on_all_ranks
 
     def _outer_step(self) -> None:
         """Compares the parameters that replicas share."""
@@ -272,6 +319,53 @@ class Session:
                 c10d.broadcast(value, source)
             if self.examiner is not None:
                 self.examiner.buffers(data_rank, found)
+
+
+def open_session(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    optimizer: torch.optim.Optimizer,
+    collectives: CollectiveLog,
+    plain: Callable[[], nn.Module],
+    loss_of: LossOf,
+    make_optimizer: MakeOptimizer,
+    *,
+    seed: int,
+    clip: float,
+    notes: list[str],
+) -> Session:
+    """The session of ``model``, which ``optimizer`` trains. Collective.
+
+    ``plain``: makes the model in one process, with its initial weights; called on rank 0, as
+    ``make_optimizer`` is.
+    """
+    shape = mesh_shape(mesh)
+    bounds = Bounds.of(config, shape, optimizer, mesh.device_type)
+    cuts = cuts_of(parameters_by_name(model), mesh)
+    examiner = None
+    if dist.get_rank() == 0:
+        module = plain().to(mesh.device_type)
+        run = ExpectedRun(
+            PlainModel(module, loss_of, config.precision, gathered_modules(model)),
+            make_optimizer,
+            shape,
+            config.sync,
+            seed=seed,
+            splits_updates=config.strategy.splits_updates,
+            begins=outer_begins(model),
+            cuts=cuts,
+        )
+        certificate = Certificate(
+            layout_of(config, shape),
+            type(module).__name__,
+            new_rows(module),
+            bounds.words,
+            notes=notes,
+            versions=versions(),
+        )
+        examiner = Examiner(run, certificate, bounds, mesh, clip)
+    return Session(model, mesh, optimizer, collectives, examiner, bounds.same_kernels)
 
 
 def _as_state(data: bytes) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel2d.config import StrategyConfig, SyncConfig
+from parallel2d.config import ParallelConfig, SyncConfig
 from parallel2d.mesh import MeshShape
 from parallel2d.sync.outer_settings import describe_sync
 
@@ -26,10 +26,10 @@ def steps_of(sync: SyncConfig) -> int:
     return max(FEWEST, 2 * sync.every + sync.delay + 1)
 
 
-def layout_of(strategy: StrategyConfig, sync: SyncConfig, precision: str, shape: MeshShape) -> str:
+def layout_of(config: ParallelConfig, shape: MeshShape) -> str:
     """For people."""
-    crosses = describe_sync(strategy, sync, shape.replicate)
+    crosses = describe_sync(config.strategy, config.sync, shape.replicate)
     return (
         f"replicate={shape.replicate} shard={shape.shard} tensor={shape.tensor} "
-        f"strategy={strategy.name} precision={precision} ({crosses})"
+        f"strategy={config.strategy.name} precision={config.precision.name} ({crosses})"
     )

@@ -106,7 +106,7 @@ class LoopConfig:
     deterministic: bool = False  # torch.use_deterministic_algorithms; slower on GPU
     # compare a few steps with one process before the first one, and refuse to go on if they differ
     certify: bool = False
-    certify_only: bool = False  # end after that; `python -m parallel2d.certify` sets it
+    certify_only: bool = False  # that alone; `python -m parallel2d.certify` sets it
 
 
 @dataclass

@@ -57,7 +57,7 @@ class LoggedCollective(NamedTuple):
 
     axis: str
     collective: str
-    dtype: str
+    dtype: torch.dtype
     sent: float
 
 
@@ -295,7 +295,7 @@ class CommunicationMeter:
         sent = sent_bytes(collective, whole, tally.size, device_type)
         tally.bytes += sent
         if self.log is not None:
-            self.log.append(LoggedCollective(tally.axis, collective, str(tensor.dtype), sent))
+            self.log.append(LoggedCollective(tally.axis, collective, tensor.dtype, sent))
         if self._dry:
             if original.__module__ == functional.__name__:
                 return original(*args, **kwargs)  # sends nothing for tensors without storage

@@ -48,8 +48,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     plain on one process.
 
     Raises `ConfigError` for a word or number that ``config`` may not have, without trainable
-    parameters, for a pattern of ``config.groups`` that
-    matches nothing, and where Muon cannot tell hidden matrices from others.
+    parameters, for a pattern of ``config.groups`` that matches nothing, and where Muon cannot tell
+    hidden matrices from others.
     """
     check_optimizer(config)
     optimizer = _new_optimizer(plan_groups(model, config), config)
