@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from parallel2d.cost.equal_blocks import by_blocks
 from parallel2d.cost.tensor_twin import on_fake_tensors
+from parallel2d.loss import loss_chunks
+
+_ALL_AT_ONCE = 2**62  # logits
 
 log = logging.getLogger(__name__)
 
@@ -37,21 +41,38 @@ def count_flops(
     None for a model that tensors without storage cannot run.
 
     ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not
-    counted (model FLOPs).
+    counted (model FLOPs). Of equal blocks few are run; see [Note: few of the equal blocks].
     """
+
+    def measure(part: nn.Module) -> dict[str, float] | None:
+        flops = _count(part, example, loss)
+        return None if flops is None else {"flops": flops}
+
+    counted = by_blocks(model, measure)
+    if counted is None:
+        log.info("the model's FLOPs are not known: it does not run on tensors without storage")
+        return None
+    return int(counted["flops"])
+
+
+def _count(
+    model: nn.Module,
+    example: Callable[[str], tuple[Tensor, Tensor]],
+    loss: Callable[[Any, Tensor], Tensor],
+) -> int | None:
+    """Of all blocks; None where it does not run."""
     # Plain meta tensors are twice as fast, and some models only run on fake tensors.
     for fake in (False, True):
         try:
             twin = copy.deepcopy(model).to("meta")
             mode = on_fake_tensors(twin, "meta") if fake else nullcontext()
-            with mode, FlopCounterMode(display=False) as counter:
+            with mode, loss_chunks(_ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
                 inputs, targets = example("meta")
                 loss(twin(inputs), targets).backward()
             return int(counter.get_total_flops())
         # A model may look at values, which neither kind of tensor has.
         except Exception:
             continue
-    log.info("the model's FLOPs are not known: it does not run on tensors without storage")
     return None
 
 

@@ -30,11 +30,24 @@ def gradient_bytes(traffic: GroupTraffic, wire: str, replicas: int, device_type:
 def split_bytes(traffic: GroupTraffic, wire: str, replicas: int, device_type: str) -> float:
     """As `gradient_bytes`, where replicas split the updates: gradients to their owners, updated
     parameters to all."""
-    gradients = _ITEM_BYTES.get(wire, traffic.reduced_itemsize)
-    parameters = _ITEM_BYTES["bf16"] if wire == "bf16" else traffic.stored_itemsize
-    numel = traffic.reduced_numel
-    scattered = sent_bytes("all_to_all", numel * gradients, replicas, device_type)
-    return scattered + sent_bytes("all_gather", numel * parameters, replicas, device_type)
+    scattered = owned_gradient_bytes(traffic, wire, replicas, device_type)
+    return scattered + updated_parameter_bytes(traffic, wire, replicas, device_type)
+
+
+def owned_gradient_bytes(
+    traffic: GroupTraffic, wire: str, replicas: int, device_type: str
+) -> float:
+    """The gradients that `split_bytes` counts."""
+    item = _ITEM_BYTES.get(wire, traffic.reduced_itemsize)
+    return sent_bytes("all_to_all", traffic.reduced_numel * item, replicas, device_type)
+
+
+def updated_parameter_bytes(
+    traffic: GroupTraffic, wire: str, replicas: int, device_type: str
+) -> float:
+    """The updated parameters that `split_bytes` counts."""
+    item = _ITEM_BYTES["bf16"] if wire == "bf16" else traffic.stored_itemsize
+    return sent_bytes("all_gather", traffic.reduced_numel * item, replicas, device_type)
 
 
 def outer_bytes(traffic: GroupTraffic, sync: SyncConfig, replicas: int, device_type: str) -> float:

@@ -6,7 +6,6 @@ sharded: what it computes costs nothing, and what it would send over the tensor 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from parallel2d.config import ParallelConfig
+from parallel2d.cost.model_shapes import without_storage
 from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallelize.bucketing import bucket_modules
@@ -28,20 +28,24 @@ from parallel2d.parallelize.tensor_parallel import split_layers
 
 
 def tensor_twin(
-    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, plan: Mapping[str, object]
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    config: ParallelConfig,
+    plan: Mapping[str, object] | None,
 ) -> nn.Module:
-    """``model``: before `parallelize`, on meta. The copy computes in the dtypes that sharding would
-    cast to: those of ``precision.param`` but for ``precision.fp32_modules``; its blocks are
-    recomputed as ``activation_checkpointing`` says.
+    """``model``: before `parallelize`, on meta. The copy stays whole without ``plan``. It computes
+    in the dtypes that sharding would cast to: those of ``precision.param`` but for
+    ``precision.fp32_modules``; its blocks are recomputed as ``activation_checkpointing`` says.
 
     Raises `ConfigError` for what `parallelize` would refuse.
     """
-    twin = copy.deepcopy(model).to("meta")
+    twin = without_storage(model)
     precision = Precision.of(config.precision, twin)
     cast_storage(twin, dataclasses.replace(precision, storage=precision.param))
     blocks = find_blocks(twin, config.bucketing.blocks, config.bucketing.policy)
     groups = bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules)
-    split_layers(twin, mesh, plan)
+    if mesh is not None and plan is not None:
+        split_layers(twin, mesh, plan)
     checkpoint_activations(twin, blocks, config.activation_checkpointing)
     if precision.param == precision.storage:
         return twin

@@ -1,15 +1,17 @@
 """Bytes that each mesh axis must move per step, known before the first one.
 
-`predict_communication` computes those of the shard and replicate axes from a sharded model;
+`predict_communication` computes those of the shard and replicate axes from a sharded model,
+`predict_layout` the same from shapes alone;
 `count_tensor_axis` counts those of the tensor axis in a step without storage.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +19,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel2d import fsdp_internals
+from parallel2d.config import OptimizerConfig, ParallelConfig, SyncConfig
 from parallel2d.cost.collectives import sent_bytes
+from parallel2d.cost.model_shapes import ModelShapes
 from parallel2d.cost.replica_sync import gradient_bytes, outer_bytes, split_bytes
+from parallel2d.cost.state_memory import splits_updates
 from parallel2d.cost.tensor_twin import on_fake_tensors
+from parallel2d.cost.update_traffic import predict_updates
+from parallel2d.loss import loss_chunks
 from parallel2d.mesh import MeshShape, mesh_shape
-from parallel2d.sync import GradientSync
 from parallel2d.sync.gradient_sync import gradient_syncs
 
+_ALL_AT_ONCE = 2**62  # logits
+
 log = logging.getLogger(__name__)
+
+# How often the collectives of a step go round a ring of the tensor axis, beside its bytes
+RING_PASSES = "comm/tensor/ring_passes"
 
 
 class CollectiveCounter(Protocol):
@@ -38,6 +49,8 @@ class CollectiveCounter(Protocol):
     def start(self) -> None: ...
 
     def sent_over(self, axis: str) -> float: ...
+
+    def ring_passes_over(self, axis: str) -> int: ...
 
 
 def predict_communication(
@@ -60,22 +73,80 @@ def predict_communication(
     axis and, with an all-gather of the means, over the replicas. The ``tensor`` axis moves
     activations, which depend on the model's plan: `count_tensor_axis`.
     """
-    shape, device = mesh_shape(mesh), mesh.device_type
-    # Torch's own engine adds narrow gradients in a reduce-scatter, ours exchanges them.
     engine = next(iter(gradient_syncs(model)), None)
-    scatters = 1 if during_accumulation == "none" else accumulation
-    reductions = accumulation if during_accumulation == "full" else 1
+    sync = SyncConfig(engine="torch")
+    if engine is not None:
+        sync = engine.config
+    groups = [(traffic, 1) for traffic in fsdp_internals.traffic_by_group(model)]
+    return _bytes_of_groups(
+        groups,
+        mesh_shape(mesh),
+        mesh.device_type,
+        dataclasses.replace(sync, during_accumulation=during_accumulation),
+        splits=engine is not None and engine.method.owners is not None,
+        accumulation=accumulation,
+    )
+
+
+def predict_layout(
+    shapes: ModelShapes,
+    shape: MeshShape,
+    config: ParallelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    accumulation: int,
+    device_type: str,
+    activations: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """As `predict_communication`, from the shapes of a model that was not parallelized
+    (`collect_shapes`), and with what the optimizer sends. ``activations``: from
+    `count_tensor_axis`; without them the bytes of a tensor axis are not known, and its key is
+    missing."""
+    predicted = dict(activations or {})
+    predicted |= _bytes_of_groups(
+        shapes.traffic(shape.shard, frees_after_forward=config.strategy.reshard_after_forward),
+        shape,
+        device_type,
+        config.sync,
+        splits=splits_updates(config, shape.replicate),
+        accumulation=accumulation,
+    )
+    updates = predict_updates(shapes, shape, config, optimizer, device_type)
+    for axis, sent in updates.items():
+        key = f"comm/{axis}/bytes"
+        if key in predicted:
+            predicted[key] += sent
+    return predicted
+
+
+def _bytes_of_groups(
+    groups: Iterable[tuple[fsdp_internals.GroupTraffic, int]],
+    shape: MeshShape,
+    device: str,
+    sync: SyncConfig,
+    *,
+    splits: bool,
+    accumulation: int,
+) -> dict[str, float]:
+    """``groups``: each with the number of groups that are equal to it. ``splits``: whether replicas
+    split the updates."""
+    # Torch's own engine adds narrow gradients in a reduce-scatter, ours exchanges them.
+    exchanges_narrow = sync.engine == "parallel2d"
+    scatters = 1 if sync.during_accumulation == "none" else accumulation
+    reductions = accumulation if sync.during_accumulation == "full" else 1
     replicate = shard = 0.0
-    for traffic in fsdp_internals.traffic_by_group(model):
+    for traffic, count in groups:
         # Once for forward, and once more for backward where it frees parameters in between.
         gathers = accumulation * (2 if traffic.frees_after_forward else 1)
         gathered = traffic.gathered_bytes * shape.shard
-        shard += gathers * sent_bytes("all_gather", gathered, shape.shard, device)
+        moved = gathers * sent_bytes("all_gather", gathered, shape.shard, device)
         reduced = traffic.reduced_bytes * shape.shard
-        is_exchanged = engine is not None and traffic.reduced_itemsize < 4
+        is_exchanged = exchanges_narrow and traffic.reduced_itemsize < 4
         collective = "all_to_all" if is_exchanged else "reduce_scatter"
-        shard += scatters * sent_bytes(collective, reduced, shape.shard, device)
-        replicate += _between_replicas(engine, traffic, shape.replicate, device, reductions)
+        moved += scatters * sent_bytes(collective, reduced, shape.shard, device)
+        shard += count * moved
+        between = _between_replicas(sync, splits, traffic, shape.replicate, device, reductions)
+        replicate += count * between
     return _by_key(shape, replicate, shard)
 
 
@@ -87,19 +158,19 @@ def exact_bytes(model: nn.Module, mesh: DeviceMesh) -> float:
 
 
 def _between_replicas(
-    engine: GradientSync | None,
+    sync: SyncConfig,
+    splits: bool,
     traffic: fsdp_internals.GroupTraffic,
     replicas: int,
     device: str,
     reductions: int,
 ) -> float:
     """Bytes per step over the replicate axis. ``reductions``: of gradients, per step."""
-    if engine is None:
+    if sync.engine == "torch":
         return reductions * sent_bytes("all_reduce", traffic.reduced_bytes, replicas, device)
-    sync = engine.config
     if sync.name == "diloco":
         return outer_bytes(traffic, sync, replicas, device)
-    if engine.method.owners is not None:
+    if splits:
         return split_bytes(traffic, sync.wire, replicas, device)
     return reductions * gradient_bytes(traffic, sync.wire, replicas, device)
 
@@ -122,8 +193,8 @@ def count_tensor_axis(
     during_accumulation: str = "reduce_scatter_only",
     reduce_dtype: torch.dtype | None = None,
 ) -> dict[str, float]:
-    """Bytes that a rank sends per step over the ``tensor`` axis, as
-    ``{"comm/tensor/bytes": bytes}``.
+    """Bytes that a rank sends per step over the ``tensor`` axis, and how often its collectives go
+    round a ring, as ``{"comm/tensor/bytes": bytes, "comm/tensor/ring_passes": passes}``.
 
     ``twin``: from `parallel2d.cost.tensor_twin.tensor_twin`; ``example(device)``: inputs and
     targets of one micro-batch. It runs forward and backward on tensors without storage, on every
@@ -144,13 +215,27 @@ def count_tensor_axis(
             problem = error
         else:
             summed = 1 if during_accumulation == "none" else accumulation
-            return {"comm/tensor/bytes": accumulation * passes + summed * sums}
+            return {
+                "comm/tensor/bytes": accumulation * passes.bytes + summed * sums.bytes,
+                RING_PASSES: accumulation * passes.ring_passes + summed * sums.ring_passes,
+            }
         finally:
             counter.remove()
     reason = str(problem).split("\n")[0]
     kind = type(problem).__name__
     log.info("bytes over the tensor axis are not predicted: %s: %s", kind, reason)
     return {}
+
+
+class _Counted(NamedTuple):
+    """What went over the tensor axis."""
+
+    bytes: float
+    ring_passes: int
+
+    @classmethod
+    def by(cls, counter: CollectiveCounter) -> _Counted:
+        return cls(counter.sent_over("tensor"), counter.ring_passes_over("tensor"))
 
 
 def _count(
@@ -160,18 +245,18 @@ def _count(
     device_type: str,
     counter: CollectiveCounter,
     reduce_dtype: torch.dtype | None,
-) -> tuple[float, float]:
-    """Bytes over the tensor axis of one forward and backward, and of the sums of gradients."""
+) -> tuple[_Counted, _Counted]:
+    """Over the tensor axis: of one forward and backward, and of the sums of gradients."""
     devices = range(torch.cuda.device_count())
     pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
-    with pretend, torch.random.fork_rng(devices):
+    with pretend, loss_chunks(_ALL_AT_ONCE), torch.random.fork_rng(devices):
         inputs, targets = example(device_type)
         counter.start()
         loss(twin(inputs), targets).backward()
-        passes = counter.sent_over("tensor")
+        passes = _Counted.by(counter)
         counter.start()
         _make_gradients_whole(twin, reduce_dtype)
-        return passes, counter.sent_over("tensor")
+        return passes, _Counted.by(counter)
 
 
 def _make_gradients_whole(model: nn.Module, dtype: torch.dtype | None) -> None:

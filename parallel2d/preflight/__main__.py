@@ -9,15 +9,17 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 from parallel2d.preflight.slurm import defaults_of_launcher
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(program: str) -> argparse.ArgumentParser:
+    """The arguments of the command, which was called as ``program``."""
     words = argparse.ArgumentParser(
-        prog="python -m parallel2d.preflight",
+        prog=program,
         description="Is this cluster fit to train on? Start it once on every node. Exit code: 0 "
         "fit, 1 not fit, 2 wrong arguments.",
         epilog="Under srun (--ntasks-per-node=1) and torchrun (--nproc-per-node=1) the first "
@@ -74,15 +76,30 @@ def parser() -> argparse.ArgumentParser:
         help="write what was measured as a cluster file (YAML); node 0 does",
     )
     words.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="instead of the check: start the ranks, measure compute and collectives, and write a "
+        "file for cluster=FILE (YAML); node 0 does",
+    )
+    words.add_argument(
+        "--largest-mib",
+        type=float,
+        default=16.0,
+        metavar="MIB",
+        help="with --calibrate: the largest collective (default 16)",
+    )
+    words.add_argument(
         "--json", action="store_true", help="print everything as JSON instead; node 0 does"
     )
     words.add_argument("--strict", action="store_true", help="warnings count as not fit")
     return words
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.preflight"
+) -> int:
     """Returns the exit code: 0 fit, 1 not fit, 2 wrong arguments."""
-    given = parser().parse_args(arguments)
+    given = parser(program).parse_args(arguments)
     try:
         known = defaults_of_launcher(os.environ)
         typed = {
@@ -97,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"preflight: {for_terminal(error)}", file=sys.stderr)
         return 2
+
+    if given.calibrate is not None:
+        return _calibrate(given, known, program)
 
     from parallel2d.preflight.check import NotFit, Request, check
     from parallel2d.preflight.meeting import NodeMissing
@@ -149,6 +169,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if outcome.flawless or (outcome.fit and not given.strict) else 1
 
 
+def _calibrate(given: argparse.Namespace, known: dict[str, Any], program: str) -> int:
+    """As `main`, with ``--calibrate``."""
+    from parallel2d.preflight.calibrate import calibrate, write_calibrated
+    from parallel2d.preflight.check import NotFit, Request
+    from parallel2d.preflight.meeting import NodeMissing
+
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    request = Request(
+        ranks_per_node=given.nproc, timeout_s=given.timeout, seconds=given.seconds, **known
+    )
+    try:
+        measured = calibrate(request, int(given.largest_mib * 2**20))
+        if measured is None:
+            return 0
+        name = os.path.splitext(os.path.basename(given.calibrate))[0]
+        command = f"{program} --nnodes {request.nodes} --nproc {measured.ranks_per_node}"
+        command += f" --seconds {given.seconds:g} --largest-mib {given.largest_mib:g}"
+        write_calibrated(given.calibrate, measured, name, f"{command} --calibrate {name}.yaml")
+    except ConfigError as error:
+        print(f"preflight: {for_terminal(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"preflight: cannot write {given.calibrate}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (NotFit, NodeMissing) as error:
+        print(f"preflight on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"written: {given.calibrate}; plan with cluster={given.calibrate}")
+    return 0
+
+
+def _refuse_calibration(given: argparse.Namespace) -> None:
+    path = given.calibrate
+    if not path.endswith((".yaml", ".yml")):
+        raise ConfigError(f"--calibrate={path} must end with .yaml, as cluster=FILE.yaml does")
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--calibrate={path} cannot be written")
+    if not 0.0625 <= given.largest_mib <= 1024:
+        raise ConfigError(f"--largest-mib={given.largest_mib:g} must be from 0.0625 to 1024")
+    if given.seconds > 2:
+        raise ConfigError(f"--seconds={given.seconds:g} must be at most 2 with --calibrate")
+    for name in ("write", "json", "strict"):
+        if getattr(given, name):
+            raise ConfigError(f"--{name} is of the check, which --calibrate does not make")
+
+
 def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
     nodes, node = known.get("nodes", 1), known.get("node")
     assert isinstance(nodes, int)
@@ -163,6 +232,8 @@ def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
         raise ConfigError(f"--node-rank={node} must be from 0 to {nodes - 1} (--nnodes={nodes})")
     if given.nproc is not None and given.nproc < 1:
         raise ConfigError(f"--nproc={given.nproc} must be at least 1")
+    if given.calibrate is not None:
+        _refuse_calibration(given)
     for name in ("timeout", "seconds"):
         if not getattr(given, name) > 0:
             raise ConfigError(f"--{name}={getattr(given, name):g} must be above 0")

@@ -106,7 +106,7 @@ def check(request: Request) -> CheckOutcome:
     host, port = split_endpoint(request.endpoint) if request.endpoint else ("127.0.0.1", 0)
     try:
         interface = choose_interface(host)
-        store, server = _meet_at(host, port, request)
+        store, server = meet_at(host, port, request)
     except ConfigError as error:
         raise NotFit(str(error)) from None
     facts = Facts.collect(interface, choice_reason(host))
@@ -135,7 +135,7 @@ def check(request: Request) -> CheckOutcome:
         ) from None
 
 
-def _meet_at(host: str, port: int, request: Request) -> tuple[Any, Any]:
+def meet_at(host: str, port: int, request: Request) -> tuple[Any, Any]:
     """The store, and its server if this process holds it: the node that owns the endpoint's address
     does, unless one listens there already."""
     from torch.distributed import rendezvous

@@ -104,15 +104,16 @@ def code_digest() -> str:
     """First 12 hexadecimal digits of SHA-256 over names and contents of the package's Python and
     YAML files, wherever they are installed."""
     import parallel2d
-    import parallel2d.conf
-    import parallel2d.models
 
+    root = str(next(iter(parallel2d.__path__)))
+    paths: list[Path] = []
+    # conf and models are links in a checkout, folders where a wheel was installed.
+    for folder, _, names in os.walk(root, followlinks=True):
+        paths += [Path(folder, name) for name in names if name.endswith((".py", ".yaml"))]
     digest = hashlib.sha256()
-    for package in (parallel2d, parallel2d.conf, parallel2d.models):
-        root = Path(str(next(iter(package.__path__))))
-        for path in sorted(each for pattern in ("*.py", "*.yaml") for each in root.rglob(pattern)):
-            digest.update(f"{package.__name__}/{path.relative_to(root)}\0".encode())
-            digest.update(path.read_bytes())
+    for path in sorted(paths):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 

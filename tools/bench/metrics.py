@@ -18,6 +18,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel2d.metrics.communication import CommunicationMeter
+from parallel2d.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.metrics.writer import MetricsWriter
 
 REPEATS = 2000
@@ -45,9 +46,10 @@ def main() -> None:
         measured = microseconds(lambda: dist.all_reduce(tensor, group=group))
         meter.remove()
         print(f"a collective counted   {measured - bare:8.1f}")
-        row = {f"key/{index}": float(index) for index in range(45)}
+        row = {f"key/{index}": float(index) for index in range(45 - len(COMMUNICATION_KEYS))}
+        row |= dict.fromkeys(COMMUNICATION_KEYS, 1.0)
         for tensorboard in (False, True):
-            writer = MetricsWriter(folder, {}, tensorboard=tensorboard)
+            writer = MetricsWriter(folder, {}, tensorboard=tensorboard, axes=("replicate", "shard"))
             writer.begin(0)
             cost = microseconds(lambda writer=writer: writer.write({**row, "step": 1}, [1.0] * 4))  # type: ignore[misc]
             writer.close()

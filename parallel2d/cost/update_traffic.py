@@ -1,0 +1,121 @@
+"""Bytes that the optimizer itself sends per update, from shapes: `predict_updates`.
+
+AdamW, Adam and SGD send nothing. Adafactor adds its statistics over the axes that split a
+parameter, Muon gathers each matrix. The same as `parallel2d.optimizer.update_bytes` counts on a
+built optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from parallel2d.config import OptimizerConfig, ParallelConfig
+from parallel2d.cost.collectives import sent_bytes
+from parallel2d.cost.model_shapes import ModelShapes, ParameterShape
+from parallel2d.cost.state_memory import splits_updates
+from parallel2d.mesh import MeshShape
+
+_SCALAR_BYTES = 8  # sums of squares are in fp64
+_MUON_ITEM = 2  # matrices are gathered in bf16
+
+
+class _AxisSplit(NamedTuple):
+    """A mesh axis that splits dim ``dim``, of ``length``, into parts of ``size``."""
+
+    axis: str
+    ranks: int
+    dim: int
+    length: int
+    size: int
+
+
+def predict_updates(
+    shapes: ModelShapes,
+    shape: MeshShape,
+    config: ParallelConfig,
+    optimizer: OptimizerConfig,
+    device_type: str,
+) -> dict[str, float]:
+    """Bytes that the first rank sends per update over each mesh axis, ``{axis: bytes}``; empty when
+    updates are local. ``shapes``: from `collect_shapes`."""
+    found: dict[str, float] = defaultdict(float)
+    owns_rows = splits_updates(config, shape.replicate)
+    for group, count in shapes.groups:
+        for parameter in group:
+            if not parameter.is_trained:
+                continue
+            splits = _splits_of(parameter, shape, owns_rows)
+            sent: dict[str, float] = {}
+            if optimizer.name == "adafactor":
+                sent = _adafactor(parameter, splits, device_type)
+            elif optimizer.name == "muon" and parameter.by_muon:
+                sent = _muon(parameter, splits, device_type)
+            for axis, size in sent.items():
+                found[axis] += count * size
+    return dict(found)
+
+
+def _splits_of(parameter: ParameterShape, shape: MeshShape, owns_rows: bool) -> list[_AxisSplit]:
+    """The axes of more than one rank that split the updated part, the one that split the whole
+    first."""
+    tensor = [("tensor", shape.tensor, parameter.tensor_dim)]
+    rows: list[tuple[str, int, int | None]] = [("shard", shape.shard, 0)]
+    order: list[tuple[str, int, int | None]] = [*rows, *tensor]
+    if owns_rows:
+        order = [*tensor, *rows, ("replicate", shape.replicate, 0)]
+    elif parameter.tensor_dim == 0:
+        # Sharding splits what the tensor axis has left.
+        order = [*tensor, *rows]
+    lengths = list(parameter.whole)
+    found = []
+    for axis, ranks, dim in order:
+        if ranks == 1 or dim is None:
+            continue
+        size = -(-lengths[dim] // ranks)
+        found.append(_AxisSplit(axis, ranks, dim, lengths[dim], size))
+        lengths[dim] = size
+    return found
+
+
+def _local_shape(parameter: ParameterShape, splits: Sequence[_AxisSplit]) -> list[int]:
+    lengths = list(parameter.whole)
+    for split in splits:
+        lengths[split.dim] = split.size
+    return lengths
+
+
+def _muon(
+    parameter: ParameterShape, splits: Sequence[_AxisSplit], device_type: str
+) -> dict[str, float]:
+    """One all-gather per axis, the axis that split last first."""
+    sent: dict[str, float] = {}
+    part = _local_shape(parameter, splits)
+    for split in reversed(splits):
+        part[split.dim] = split.ranks * split.size  # with padding
+        size = math.prod(part) * _MUON_ITEM
+        sent[split.axis] = sent_bytes("all_gather", size, split.ranks, device_type)
+        part[split.dim] = split.length
+    return sent
+
+
+def _adafactor(
+    parameter: ParameterShape, splits: Sequence[_AxisSplit], device_type: str
+) -> dict[str, float]:
+    """The sums of three rounds, each over the axes that split a dim that is summed."""
+    dims = len(parameter.whole)
+    sums: list[tuple[int, Collection[int]]] = [(_SCALAR_BYTES, range(dims))] * 2
+    if dims > 1:
+        *batch, rows, columns = _local_shape(parameter, splits)
+        item = math.prod(batch) * parameter.sum_itemsize
+        sums.append((rows * item, [dims - 1]))
+        sums.append((columns * item, [dims - 2]))
+        sums.append((item, [dims - 2]))  # the mean of the row statistic
+    sent: dict[str, float] = defaultdict(float)
+    for size, summed in sums:
+        for split in splits:
+            if split.dim in summed:
+                sent[split.axis] += sent_bytes("all_reduce", size, split.ranks, device_type)
+    return dict(sent)

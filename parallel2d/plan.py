@@ -1,0 +1,119 @@
+"""``python -m parallel2d.plan <overrides of train>``: the fastest layout of that job that fits on a
+cluster, and what it would cost. With ``plan.dry_run=true`` the layout that is given, as with the
+train command; with ``plan.scaling`` the best ones on 8 to 16,384 ranks. Nothing is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from parallel2d import train
+from parallel2d.config import PlanConfig
+from parallel2d.config.composition import Composition, compose
+from parallel2d.config.information import information, show
+from parallel2d.errors import ConfigError
+from parallel2d.files import for_terminal
+
+_PURPOSE = (
+    "Finds the fastest layout of the job that the words describe that fits on a cluster, and what "
+    "it would cost. Nothing is started."
+)
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.plan") -> int:
+    """Returns the exit code: 0 planned, 1 the layout that is given does not fit, 2 nothing can run
+    or fit, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        answer = information(words, program, _PURPOSE)
+        if answer is not None:
+            show(answer)
+            return 0
+        composition = compose(words)
+        if composition is None or composition.config.plan.dry_run:
+            return train.main([*words, "plan.dry_run=true"])
+        if composition.config.plan.scaling is None:
+            _search(composition)
+        else:
+            _scale(composition)
+    except ConfigError as error:
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("parallel2d: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _search(composition: Composition) -> None:
+    import torch
+
+    from parallel2d.planner.cost_summary import summary
+    from parallel2d.planner.layout_search import search
+    from parallel2d.planner.pictures import layouts_picture
+    from parallel2d.planner.ranking import as_json, command_line, fixed_keys, ranking_lines
+
+    torch.set_num_threads(1)
+    config = composition.config
+    given = composition.words
+    result = search(config, fixed_keys(given))
+    command = command_line(given, result.chosen)
+    _write_files(
+        config.plan,
+        as_json(result, command),
+        {"layouts.svg": lambda: layouts_picture(result, config.cluster)},
+    )
+    lines = [*ranking_lines(result), *summary(result.chosen.config, result.chosen.cost)]
+    for line in [*lines, f"command     {command}"]:
+        print(for_terminal(line))
+
+
+def _scale(composition: Composition) -> None:
+    import torch
+
+    from parallel2d.planner.pictures import scaling_picture
+    from parallel2d.planner.ranking import fixed_keys
+    from parallel2d.planner.scaling import scale
+    from parallel2d.planner.scaling_summary import scaling_json, scaling_lines
+
+    torch.set_num_threads(1)
+    config = composition.config
+    result = scale(config, fixed_keys(composition.words))
+    _write_files(
+        config.plan,
+        scaling_json(result, config),
+        {"scaling.svg": lambda: scaling_picture(result, config)},
+    )
+    for line in scaling_lines(result, config):
+        print(for_terminal(line))
+
+
+def _write_files(plan: PlanConfig, as_json: str, pictures: Mapping[str, Callable[[], str]]) -> None:
+    """Those that are asked for. ``pictures``: by the name of their file."""
+    if plan.json is not None:
+        _write(f"plan.json={plan.json}", plan.json, as_json)
+    if plan.pictures is None:
+        return
+    try:
+        os.makedirs(plan.pictures, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"plan.pictures={plan.pictures} cannot be written: {error.strerror}"
+        ) from None
+    for name, draw in pictures.items():
+        path = os.path.join(plan.pictures, name)
+        _write(f"plan.pictures={plan.pictures}: {name}", path, draw())
+
+
+def _write(what: str, path: str, text: str) -> None:
+    """A new file. ``what``: of it, for the message."""
+    try:
+        with open(path, "x") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""``strategy=auto`` and ``sync=auto``: the layout and the sync method that
+`python -m parallel2d.plan` would choose for the machines that a job has found.
+Start at `with_chosen_layout`.
+
+The search runs in a process of its own: it needs a process group without processes, and the one
+that asks may be a rank, or may be about to fork ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from parallel2d.assemble import plan_batches, resolve_mesh
+from parallel2d.config import MeshConfig, TrainConfig
+from parallel2d.config.parallel import AUTOMATIC
+from parallel2d.config.serialization import from_yaml, to_yaml
+from parallel2d.errors import ConfigError
+from parallel2d.planner.layout_search import RankedLayout, SearchResult, search
+from parallel2d.planner.machines import planned_topology
+from parallel2d.planner.ranking import fixed_keys
+
+_ADVICE = (
+    "measure these machines with python -m parallel2d.preflight --calibrate and name the file as "
+    "cluster, choose a cluster, or name a strategy"
+)
+
+
+# What sync=auto alone leaves as it is.
+_LAYOUT = (
+    "strategy",
+    "mesh.replicate",
+    "mesh.shard",
+    "mesh.tensor",
+    "activation_checkpointing",
+    "train.micro_batch_size",
+    "bucketing",
+)
+
+
+def with_chosen_layout(
+    config: TrainConfig, words: Sequence[str], nodes: int, ranks: int
+) -> tuple[TrainConfig, list[str]]:
+    """``config`` with the fastest layout on ``ranks`` ranks on ``nodes`` equal nodes, and lines
+    that say why; as it is, and no lines, where nothing is ``auto``.
+
+    ``words``: of the command line; keys that they name stay. Links, devices and memory are those of
+    ``cluster``. Raises `ConfigError` where nothing fits, and where ``cluster`` does not say enough.
+    """
+    if not config.is_automatic:
+        return config, []
+    if ranks % nodes:
+        raise ConfigError(
+            f"auto: {ranks} ranks on {nodes} nodes are not equally many on each; name a "
+            "strategy and a sync method"
+        )
+    request = {
+        "config": to_yaml(config),
+        "fixed": sorted(fixed_keys(words)),
+        "nodes": nodes,
+        "ranks_per_node": ranks // nodes,
+    }
+    answer = _ask(json.dumps(request))
+    return from_yaml(answer["config"]), answer["lines"]
+
+
+def _ask(request: str) -> dict[str, Any]:
+    """What `main` answers, in another process. Raises `ConfigError` for its error."""
+    # A user's model is found there as it is here.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel2d.planner.automatic"],
+        input=request,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise RuntimeError(f"auto: the search failed: {done.stderr}") from None
+    if "error" in answer:
+        raise ConfigError(f"auto: {answer['error']}")
+    return answer
+
+
+def choose(
+    config: TrainConfig, fixed: Collection[str], nodes: int, ranks_per_node: int
+) -> tuple[TrainConfig, list[str]]:
+    """As `with_chosen_layout`, in this process, which must not have a process group."""
+    cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks_per_node)
+    planned = dataclasses.replace(config, cluster=cluster)
+    if config.strategy.name != AUTOMATIC:
+        planned, fixed = _with_its_mesh(planned), {*fixed, *_LAYOUT}
+    result = search(planned, fixed)
+    chosen = dataclasses.replace(result.chosen.config, cluster=config.cluster)
+    return chosen, _lines(result)
+
+
+def _with_its_mesh(config: TrainConfig) -> TrainConfig:
+    """``config`` in the layout that it would have without ``sync=auto``."""
+    shape = resolve_mesh(config, planned_topology(config))
+    mesh = MeshConfig(shape.replicate, shape.shard, shape.tensor, config.mesh.allow_cross_node)
+    batches = plan_batches(config, shape, data_rank=0, pad=False)
+    train = dataclasses.replace(config.train, micro_batch_size=batches.micro_batch_size)
+    return dataclasses.replace(config, mesh=mesh, train=train)
+
+
+def _lines(result: SearchResult) -> list[str]:
+    chosen = result.chosen
+    lines = [
+        f"layout      {' '.join(chosen.words)}",
+        f"            {chosen.seconds:.3g} s per step by the planner, the fastest of "
+        f"{len(result.ranked)} that can run",
+    ]
+    others = [layout for layout in result.ranked if _kind(layout) != _kind(chosen)]
+    lines += [f"            {_told(layout)}" for layout in _too_large(result)[:1]]
+    slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
+    lines += [f"runner-up   {_told(layout)}" for layout in slower[:1]]
+    return lines
+
+
+def _kind(layout: RankedLayout) -> tuple[object, ...]:
+    """What makes another layout than a variant of the same."""
+    return layout.config.strategy, layout.config.mesh, layout.config.sync
+
+
+def _too_large(result: SearchResult) -> Sequence[RankedLayout]:
+    """Faster ones than the chosen one, the fastest first."""
+    return result.ranked[: result.ranked.index(result.chosen)]
+
+
+def _told(layout: RankedLayout) -> str:
+    return f"{' '.join(layout.words)}: {layout.reason}"
+
+
+def main() -> None:
+    """Reads a request from standard input, and answers with a line of JSON."""
+    import torch
+
+    torch.set_num_threads(1)
+    request = json.load(sys.stdin)
+    try:
+        config, lines = choose(
+            from_yaml(request["config"]),
+            request["fixed"],
+            request["nodes"],
+            request["ranks_per_node"],
+        )
+    except ConfigError as error:
+        text = str(error)
+        if text.startswith("layouts cannot be ranked"):
+            text = f"{text.partition(';')[0]}; {_ADVICE}"
+        print(json.dumps({"error": text}))
+        return
+    print(json.dumps({"config": to_yaml(config), "lines": lines}))
+
+
+if __name__ == "__main__":
+    main()

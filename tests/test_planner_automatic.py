@@ -1,0 +1,142 @@
+"""``strategy=auto``: a job runs in the layout that the planner finds for the ranks that there are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_command_line import SMALL, execute, folder, rows  # noqa: F401
+
+from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, plan, train
+from parallel2d.config import StrategyConfig, SyncConfig
+from parallel2d.config.composition import compose
+from parallel2d.cost.fake_group import fake_process_group
+from parallel2d.parallelize.preconditions import check_arguments
+from parallel2d.planner.automatic import with_chosen_layout
+from parallel2d.topology import Topology
+
+# 80,000 parameters: 1.3 MB of states in one piece.
+JOB = (
+    *SMALL, "model.dim=64", "model.hidden_dim=128", "strategy=auto", "mesh.tensor=1", "bucketing=block", "activation_checkpointing=none", "train.micro_batch_size=1",
+)  # fmt: skip
+SPEEDS = (
+    "cluster.device.peak_tflops.fp32=0.05", "plan.efficiency=0.5", "cluster.device.memory_gb_per_s=10",
+    "cluster.inside_node={up_gbit: 8, down_gbit: 8, latency_us: 50}", "cluster.between_nodes={up_gbit: 0.1, down_gbit: 0.1, latency_us: 200}",
+)  # fmt: skip
+PLENTY = "cluster.device.memory_gib=4"
+# Enough for a step of half the model, and not for one of the whole.
+LITTLE = "cluster.device.memory_gib=0.0016"
+
+
+def chosen(nodes, ranks, *words):
+    words = [*JOB, *SPEEDS, "plan.verify=false", *words]
+    composition = compose(words)
+    assert composition is not None
+    return with_chosen_layout(composition.config, words, nodes, ranks)
+
+
+def test_memory_and_links_decide():
+    whole, lines = chosen(1, 2, PLENTY)
+    assert (whole.strategy.name, whole.mesh.replicate, whole.mesh.shard) == ("ddp", 2, 1)
+    assert lines[0].startswith("layout      strategy=ddp mesh.replicate=2 mesh.shard=1")
+    assert any(line.startswith("runner-up   strategy=") for line in lines)
+    # Two nodes of two ranks, on which a whole copy does not fit: sharded inside nodes alone.
+    split, lines = chosen(2, 4, LITTLE)
+    assert split.strategy.name.startswith("hybrid")
+    assert (split.mesh.replicate, split.mesh.shard) == (2, 2)
+    assert "exposed on the replicate axis" in lines[-1]
+    # The machines of `cluster` are those that the job has found, not a part of the result.
+    assert split.cluster.nodes == "auto"
+
+
+def test_what_is_named_stays():
+    config, _ = chosen(1, 4, PLENTY, "mesh.shard=2")
+    assert config.mesh.shard == 2
+    fixed, lines = chosen(1, 4, PLENTY, "strategy=zero3")
+    assert (fixed.strategy.name, lines) == ("zero3", [])
+
+
+def test_without_figures_of_the_machines_nothing_is_chosen():
+    words = [*JOB, "plan.verify=false"]
+    composition = compose(words)
+    assert composition is not None
+    with pytest.raises(ConfigError) as caught:
+        with_chosen_layout(composition.config, words, 1, 2)
+    assert str(caught.value).startswith("auto: layouts cannot be ranked: cluster.")
+    assert "preflight --calibrate" in str(caught.value)
+    with pytest.raises(ConfigError, match="5 ranks on 2 nodes are not equally many"):
+        chosen(2, 5)
+
+
+def test_a_loop_of_ones_own_names_its_strategy():
+    with pytest.raises(ConfigError, match="'auto' is not one of ddp"):
+        ParallelConfig("auto")
+    config = ParallelConfig(StrategyConfig("auto"))
+    with pytest.raises(ConfigError, match="strategy=auto was not resolved"):
+        _ = config.strategy.shards
+    with pytest.raises(ConfigError, match="in code, name one"):
+        check_arguments(torch.nn.Linear(2, 2), _mesh(), ParallelConfig(sync=SyncConfig("auto")))
+
+
+def _mesh():
+    with fake_process_group(1):
+        return build_mesh(MeshSpec(1, 1), topology=Topology.single_host(1), device_type="cpu")
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_accepted_chooses_a_sync_method():
+    # Two nodes of two ranks on a slow link.
+    words = ("sync=auto", "strategy=hybrid", "mesh.shard=2")
+    exact, _ = chosen(2, 4, PLENTY, *words, "plan.sync_loss=0")
+    assert exact.sync.name == "every_step"
+    assert exact.sync.wire in ("auto", "fp32")
+    narrow, lines = chosen(2, 4, PLENTY, *words, "plan.sync_loss=0.005")
+    assert (narrow.sync.name, narrow.sync.wire) == ("every_step", "int8")
+    assert "sync.wire=int8" in lines[0]
+    rare, _ = chosen(2, 4, PLENTY, *words, "plan.sync_loss=0.05")
+    assert rare.sync.name == "diloco"
+    # The layout stays as it would be.
+    assert (rare.strategy.name, rare.mesh.replicate, rare.mesh.shard) == ("hybrid", 2, 2)
+    with pytest.raises(ConfigError, match="sync=auto needs plan.sync_loss"):
+        chosen(2, 4, PLENTY, "sync=auto")
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_what_would_be_chosen(capsys):
+    words = [*JOB, *SPEEDS, PLENTY, "plan.verify=false", "launch.nproc_per_node=2"]
+    assert train.main([*words, "plan.dry_run=true"]) == 0
+    dry = capsys.readouterr().out
+    assert "layout      strategy=ddp mesh.replicate=2" in dry
+    assert "mesh        replicate 2 x shard 1 x tensor 1; strategy ddp" in dry
+    assert plan.main(words) == 0
+    assert "strategy=auto" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [
+    ("-m", "parallel2d.train", "launch.nproc_per_node=2"),
+    ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train"),
+], ids=["own", "torchrun"])  # fmt: skip
+def test_a_job_runs_in_the_chosen_layout(folder, launcher):  # noqa: F811
+    words = [*JOB, *SPEEDS, LITTLE, "plan.verify=false", "checkpoint.every=2", "hydra.run.dir=run"]
+    done = execute(folder, *words, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("layout      strategy=zero") == 1
+    layout = json.loads((folder / "run" / "layout.json").read_text())
+    assert layout["strategy"].startswith("zero")
+    assert layout["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
+    # What was asked for is asked for again by the command that goes on.
+    (go_on,) = [line for line in done.stderr.splitlines() if line.startswith("go on")]
+    assert " strategy=auto " in go_on
+    more = execute(folder, *words, "train.steps=6", launcher=launcher)
+    assert more.returncode == 0, more.stderr
+    assert [row["step"] for row in rows(folder / "run")][-1] == 6
+
+
+@pytest.mark.slow
+def test_one_message_from_torchrun_where_nothing_can_be_chosen(folder):  # noqa: F811
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train")  # fmt: skip
+    done = execute(folder, *JOB, "hydra.run.dir=run", launcher=launcher)
+    assert done.returncode != 0
+    assert done.stderr.count("layouts cannot be ranked") == 1

@@ -1,0 +1,180 @@
+"""``python -m parallel2d.plan``: the fastest layout that fits, with a reason for each other one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+
+import pytest
+
+from parallel2d import ConfigError, plan, train
+from parallel2d.config.composition import compose
+from parallel2d.cost.step_estimate import StepEstimate
+from parallel2d.planner.layout_cost import cost_of
+from parallel2d.planner.layout_search import SearchResult, search
+from parallel2d.planner.ranking import command_line, fixed_keys, ranking_lines
+
+# Two nodes of four ranks. Activations are most of what a rank needs.
+JOB = (
+    "model.dim=128", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=4", "model.hidden_dim=256", "train.seq_len=128",
+    "train.global_batch_size=32", "precision=bf16", "cluster=h100_100g", "cluster.nodes=2", "cluster.ranks_per_node=4", "mesh.tensor=1",
+)  # fmt: skip
+UNTRACED = "plan.verify=false"
+
+
+@functools.cache
+def found(*words: str) -> SearchResult:
+    composition = compose([*JOB, *words])
+    assert composition is not None
+    return search(composition.config, fixed_keys([*JOB, *words]))
+
+
+def test_the_fastest_is_chosen_where_all_fit():
+    result = found(UNTRACED)
+    seconds = [layout.seconds for layout in result.ranked]
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-5)
+    assert result.chosen is result.ranked[0]
+    assert all(layout.reason for layout in result.ranked[1:])
+    assert result.traced == 0
+
+
+def test_the_arithmetic_of_a_search_is_that_of_each_layout_alone():
+    for layout in found(UNTRACED).ranked[::29]:
+        alone = cost_of(layout.config)
+        assert isinstance(alone.time, StepEstimate)
+        assert alone.time.seconds.total == pytest.approx(layout.seconds)
+        assert alone.states == layout.cost.states
+
+
+def test_every_strategy_and_mesh_is_tried():
+    result = found(UNTRACED)
+    tried = {layout.words[:3] for layout in result.ranked}
+    assert ("strategy=ddp", "mesh.replicate=8", "mesh.shard=1") in tried
+    assert ("strategy=zero3", "mesh.replicate=1", "mesh.shard=8") in tried
+    for name in ("hybrid", "hybrid_zero2", "hybrid_full"):
+        assert (f"strategy={name}", "mesh.replicate=2", "mesh.shard=4") in tried
+        assert (f"strategy={name}", "mesh.replicate=4", "mesh.shard=2") in tried
+    assert {layout.words[4] for layout in result.ranked} == {
+        f"activation_checkpointing={name}" for name in ("none", "selective", "full")
+    }
+    assert {layout.words[5] for layout in result.ranked} == {
+        f"train.micro_batch_size={size}" for size in (1, 2, 4)
+    }
+
+
+def test_what_is_given_stays():
+    result = found(
+        UNTRACED,
+        "strategy=hybrid",
+        "mesh.shard=2",
+        "train.micro_batch_size=2",
+        "activation_checkpointing=full",
+        "bucketing=block",
+    )
+    assert [layout.words for layout in result.ranked] == [
+        (
+            "strategy=hybrid", "mesh.replicate=4", "mesh.shard=2", "mesh.tensor=1", "activation_checkpointing=full",
+            "train.micro_batch_size=2",
+        )
+    ]  # fmt: skip
+
+
+def test_other_keys_of_a_section_stay_too():
+    result = found(
+        UNTRACED,
+        "activation_checkpointing=full",
+        "activation_checkpointing.every=2",
+        "strategy=hybrid",
+        "mesh.shard=4",
+    )
+    assert {layout.config.activation_checkpointing.every for layout in result.ranked} == {2}
+    named = found(UNTRACED, "strategy.name=zero2")
+    assert {layout.words[0] for layout in named.ranked} == {"strategy=zero2"}
+
+
+def test_the_chosen_one_was_traced_and_fits_and_the_faster_ones_do_not():
+    fastest = search_traced(100)
+    assert fastest.traced == 1
+    peak = fastest.chosen.cost.needed
+    # A little less than the fastest needs.
+    limit = peak / 2**30 * 0.9
+    result = search_traced(limit)
+    place = result.ranked.index(result.chosen)
+    assert place > 0
+    assert result.chosen.cost.traced.peak <= limit * 2**30
+    assert all(layout.reason.startswith("does not fit: ") for layout in result.ranked[:place])
+    assert len(result.ranked) == len(fastest.ranked)
+
+
+def search_traced(memory_gib: float) -> SearchResult:
+    return found(
+        f"cluster.device.memory_gib={memory_gib}",
+        "strategy=hybrid",
+        "mesh.shard=4",
+        "bucketing=block",
+        "plan.verify=true",
+    )
+
+
+def test_nothing_fits_is_one_sentence():
+    with pytest.raises(ConfigError) as caught:
+        found(UNTRACED, "cluster.device.memory_gib=0.00001")
+    assert str(caught.value).startswith("no layout fits: the smallest of")
+    assert str(caught.value).endswith("take more nodes")
+
+
+def test_nothing_can_run_is_one_sentence():
+    with pytest.raises(ConfigError) as caught:
+        found(UNTRACED, "train.global_batch_size=7")
+    assert str(caught.value).startswith(
+        "no layout can run; the first one: train.global_batch_size=7 is not divisible"
+    )
+
+
+def test_without_times_there_is_no_ranking():
+    with pytest.raises(ConfigError) as caught:
+        found(UNTRACED, "precision=fp64")
+    assert "layouts cannot be ranked: what share of its peak" in str(caught.value)
+
+
+def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert plan.main([*JOB, UNTRACED, "plan.json=plan.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (command,) = [line.removeprefix("command     ") for line in lines if line.startswith("command")]
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "parallel2d.train"]
+    assert train.main([*words[3:], UNTRACED, "plan.dry_run=true"]) == 0
+    dry = capsys.readouterr().out.splitlines()
+    assert dry == lines[lines.index(dry[0]) : -1]
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["command"] == command
+    chosen = [layout for layout in written["layouts"] if layout["reason"] is None]
+    assert [layout["words"] for layout in chosen] == [words[-len(chosen[0]["words"]) :]]
+    # A second time the file is not replaced.
+    assert plan.main([*JOB, UNTRACED, "plan.json=plan.json"]) == 2
+    assert "plan.json=plan.json cannot be written: File exists" in capsys.readouterr().err
+
+
+def test_the_table_has_the_chosen_one_and_a_reason_for_each_other():
+    result = found(UNTRACED)
+    lines = ranking_lines(result)
+    assert sum(line.endswith(" chosen") for line in lines) == 1
+    assert any("times as long" in line for line in lines)
+    assert lines[-1].endswith("more")
+
+
+def test_a_command_line_keeps_what_is_given_and_quotes_it():
+    chosen = found(UNTRACED).chosen
+    given = [
+        "model=custom",
+        "data.path=two words",
+        "strategy=ddp",
+        "mesh.tensor=1",
+        "plan.verify=false",
+    ]
+    line = command_line(given, chosen)
+    assert "model=custom 'data.path=two words' strategy=" in line
+    assert line.count("strategy=") == 1
+    assert "plan." not in line
