@@ -1,2 +1,2 @@
-"""Reports about finished or running runs, from their ``metrics.jsonl``: Markdown, and HTML with
-plots."""
+"""Reports about finished or running runs, from their records: sentences and tables as Markdown, and
+HTML with drawings. Start at `page`."""

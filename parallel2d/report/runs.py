@@ -1,24 +1,28 @@
-"""Reads run directories (`read_run`), and computes the figures of a comparison (`figures`)."""
+"""Reads run directories (`find_runs`, `read_run`), and takes a run apart where its layout changed
+(`parts_of`)."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from parallel2d import files
 from parallel2d.errors import ConfigError
 from parallel2d.metrics import keys
+from parallel2d.metrics.rows import parse_row
+from parallel2d.run_directory import Segment, read_segments
 
-# Causes with a column of their own
-LOSSES = ("first_step", "data", "checkpoint", "validation", "restart")
+# 1 in a row whose loss was not finite. The writer puts null there.
+NOT_FINITE = "report/loss_not_finite"
+CHECKPOINT_S = keys.time_key("checkpoint_s")
 
 
 def phase_key(phase: str) -> str:
+    """Of the seconds of one of `keys.PHASES`."""
     return keys.time_key(f"{phase}_s")
 
 
@@ -26,43 +30,76 @@ def phase_key(phase: str) -> str:
 SHOWN = frozenset(
     (
         keys.STEP,
+        keys.SEGMENT,
         keys.LOSS,
         keys.VALIDATION_LOSS,
+        keys.GRAD_NORM,
+        keys.LEARNING_RATE,
+        keys.TOKENS,
+        keys.SKIPPED_STEPS,
         keys.TOKENS_PER_S,
         keys.MODEL_TFLOPS_PER_RANK,
         keys.MFU,
         keys.STEP_S,
         keys.GOODPUT,
+        keys.USEFUL_S,
+        keys.WALL_S,
         keys.PEAK_GIB,
         keys.PEAK_RSS_GIB,
+        keys.SLOWEST_RANK,
+        keys.SKEW,
+        CHECKPOINT_S,
         *(keys.communication_key(axis, "bytes") for axis in keys.AXES),
-        *keys.COMMUNICATION_SECONDS,
+        *(keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES),
         *map(phase_key, keys.PHASES),
-        *map(keys.lost_key, LOSSES),
+        *map(keys.lost_key, keys.LOSSES),
     )
 )
 _MOST_ROWS = 20_000
 _LONGEST_ROW = 1 << 16  # bytes
 _LARGEST_CERTIFICATE = 2**24
-_CERTIFIED = {"True": "yes", "False": "no"}
 _LARGEST_LAYOUT = 2**20
+_LARGEST_SUMMARY = 2**20
 _LARGEST_FILE = 16 * 2**30
 _LARGEST_NUMBER = 1e30
 
 Points = list[tuple[float, float]]  # (step, value)
-Moved = tuple[str, float, float | None]  # axis, bytes measured, bytes predicted
 
 
 @dataclass(frozen=True)
 class Run:
     """The contents of one run directory. ``rows`` are the numbers of each row of
-    ``metrics.jsonl``, in order."""
+    ``metrics.jsonl``, in order; ``before``, of a part of a run: the row before its first."""
 
     name: str
     path: str
     rows: list[dict[str, float]]
     layout: dict[str, Any]
     certificate: dict[str, Any]  # empty where there is none
+    segments: tuple[Segment, ...] = ()
+    before: dict[str, float] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)  # empty while it trains
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of its last start; empty of an older run."""
+        return self.segments[-1].config if self.segments else {}
+
+    def setting(self, *names: str) -> Any:
+        """The value of a key of the configuration, by section and name; None where it is not
+        known."""
+        found: Any = self.config
+        for name in names:
+            if not isinstance(found, dict):
+                return None
+            found = found.get(name)
+        return found
+
+    def section(self, name: str) -> dict[str, Any]:
+        """One of the mappings of the layout; empty where there is none."""
+        found = self.layout.get(name)
+        # The file may have been edited.
+        return found if isinstance(found, dict) else {}
 
     def series(self, key: str) -> Points:
         """(step, value) of the rows that have a finite ``key``."""
@@ -88,6 +125,36 @@ class Run:
         _, newest = values[-1]
         return newest
 
+    def total(self, key: str) -> float | None:
+        """How much ``key``, a total since the run first began, has grown over the rows; None
+        without any."""
+        newest = self.last(key)
+        return None if newest is None else newest - self.before.get(key, 0.0)
+
+    def share(self, key: str) -> float | None:
+        """Which part of the seconds of its steps ``key``, in seconds of a step, is, over the rows
+        that have both; None without any. First steps of processes have neither."""
+        both = [row for row in self.rows if key in row and keys.STEP_S in row]
+        whole = sum(row[keys.STEP_S] for row in both)
+        return sum(row[key] for row in both) / whole if whole else None
+
+
+def find_runs(paths: Sequence[str]) -> list[str]:
+    """The run directories at ``paths``; for a folder that is none, those below it, by name. A path
+    with none is returned as it is, for `read_run` to refuse."""
+    found: list[str] = []
+    for path in paths:
+        if os.path.lexists(os.path.join(path, "metrics.jsonl")):
+            found.append(path)
+            continue
+        below: list[str] = []
+        for folder, names, files_in_it in os.walk(path):
+            if "metrics.jsonl" in files_in_it:
+                below.append(folder)
+                names.clear()  # A run has no runs in it.
+        found += sorted(below) or [path]
+    return list(dict.fromkeys(found))
+
 
 def read_run(path: str) -> Run:
     """Reads the run in folder ``path``. Raises `ConfigError` if the folder is not a run directory
@@ -107,7 +174,83 @@ def read_run(path: str) -> Run:
     name = files.printable(os.path.basename(os.path.abspath(path)))
     layout = _read_object(path, shown, "layout.json", _LARGEST_LAYOUT)
     certificate = _read_object(path, shown, "certificate.json", _LARGEST_CERTIFICATE)
-    return Run(name, shown, rows, layout, certificate)
+    try:
+        segments = tuple(read_segments(path))
+    except OSError as error:
+        raise ConfigError(f"{shown}/segments.jsonl cannot be read: {error.strerror}") from None
+    summary = _read_object(path, shown, "summary.json", _LARGEST_SUMMARY)
+    return Run(name, shown, rows, layout, certificate, segments, summary=summary)
+
+
+# Settings in which the parts of a run differ
+_OF_A_PART = (
+    "strategy",
+    "mesh",
+    "ranks",
+    "precision",
+    "bucketing",
+    "global_batch_size",
+    "accumulation",
+    "predicted",
+)
+
+
+def parts_of(run: Run) -> list[Run]:
+    """A run that went on with another layout as several, each with the layout that its rows were
+    measured on; any other run as it is."""
+    by_number = {segment.number: segment for segment in run.segments}
+    found: list[Run] = []
+    layout: dict[str, Any] | None = None
+    for row in run.rows:
+        segment = by_number.get(int(row.get(keys.SEGMENT, 0)))
+        if segment is not None and (layout is None or _differs(layout, segment.layout)):
+            layout = segment.layout
+            before = found[-1].rows[-1] if found else {}
+            found.append(replace(run, rows=[], layout=layout, before=before))
+        if not found:
+            found.append(replace(run, rows=[]))
+        found[-1].rows.append(row)
+    found = [_with_own_starts(part, by_number) for part in found]
+    if len(found) == 1:
+        return found
+    return [replace(part, name=f"{run.name}: {_steps(part)}") for part in found]
+
+
+def _with_own_starts(part: Run, by_number: dict[int, Segment]) -> Run:
+    numbers = dict.fromkeys(int(row.get(keys.SEGMENT, 0)) for row in part.rows)
+    own = tuple(by_number[number] for number in numbers if number in by_number)
+    return replace(part, segments=own)
+
+
+def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= settings_of(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _differs(layout: dict[str, Any], other: dict[str, Any]) -> bool:
+    if _hosts(layout) != _hosts(other):
+        return True
+    return any(layout.get(key) != other.get(key) for key in _OF_A_PART)
+
+
+def _hosts(layout: dict[str, Any]) -> list[int]:
+    """Which ranks share a host, whatever the hosts are called."""
+    hosts = layout.get("hosts")
+    if not isinstance(hosts, list):
+        return []
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(str(host), len(numbers)) for host in hosts]
+
+
+def _steps(part: Run) -> str:
+    first, last = part.rows[0][keys.STEP], part.rows[-1][keys.STEP]
+    return f"steps {first} to {last}"
 
 
 def _read_object(path: str, shown: str, name: str, largest: int) -> dict[str, Any]:
@@ -155,80 +298,19 @@ def _all_rows(file: BinaryIO) -> Iterator[dict[str, float]]:
 def _numbers(line: bytes) -> dict[str, float] | None:
     """The numbers of one row. None for a line that is not a row: it is incomplete after a kill, or
     too long."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict):
-        return None
-    step = row.get(keys.STEP)
-    if type(step) is not int or not is_number(step):
+    row = parse_row(line)
+    if row is None or not is_number(row[keys.STEP]):
         return None
     # The writer puts null for a number that is not finite.
     numbers = {}
     for key in SHOWN.intersection(row):
         if is_number(row[key]):
             numbers[key] = row[key]
+    if row.get(keys.LOSS, 0.0) is None:
+        numbers[NOT_FINITE] = 1
     return numbers
 
 
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a finite number of a size that a measurement can have."""
     return type(value) in (int, float) and abs(value) < _LARGEST_NUMBER
-
-
-def _part(layout: dict[str, Any], key: str) -> dict[str, Any]:
-    found = layout.get(key)
-    # The file may have been edited.
-    if not isinstance(found, dict):
-        return {}
-    return found
-
-
-def figures(run: Run) -> dict[str, str]:
-    """The columns of the comparison, as text; ``-`` where nothing was measured."""
-    mesh = _part(run.layout, "mesh")
-    shown = {
-        "run": run.name,
-        "strategy": files.printable(run.layout.get("strategy", "-"), 40),
-        "mesh": " x ".join(files.printable(mesh.get(axis, "?"), 20) for axis in keys.AXES),
-        "certified": _CERTIFIED.get(str(run.certificate.get("passed")), "-"),
-        "steps": str(run.rows[-1][keys.STEP]),
-        "loss": number_text(run.last(keys.LOSS), "{:.4f}"),
-        "tokens/s": number_text(run.median(keys.TOKENS_PER_S), "{:,.0f}"),
-        "step s": number_text(run.median(keys.STEP_S), "{:.4g}"),
-        "TFLOP/s per rank": number_text(run.median(keys.MODEL_TFLOPS_PER_RANK), "{:.4g}"),
-        "MFU": number_text(run.median(keys.MFU), "{:.1%}"),
-        "goodput": number_text(run.last(keys.GOODPUT), "{:.1%}"),
-    }
-    for axis in keys.AXES:
-        # The mean: with sync=diloco most steps send nothing between replicas.
-        measured = run.mean(keys.communication_key(axis, "bytes"))
-        shown[f"{axis} MB/step"] = number_text(measured, "{:.4g}", 1e-6)
-    memory = run.last(keys.PEAK_GIB) or run.last(keys.PEAK_RSS_GIB)
-    shown["peak GiB"] = number_text(memory, "{:.3g}")
-    return shown
-
-
-def measured_and_predicted(run: Run) -> list[Moved]:
-    """(axis, mean bytes sent per rank and step, predicted bytes or None) of the axes that were
-    measured."""
-    predicted = _part(run.layout, "predicted")
-    found: list[Moved] = []
-    for axis in keys.AXES:
-        key = keys.communication_key(axis, "bytes")
-        measured = run.mean(key)
-        if measured is None:
-            continue
-        expected = predicted.get(key)
-        found.append((axis, measured, expected if is_number(expected) else None))
-    return found
-
-
-def number_text(value: float | None, form: str, scale: float = 1.0) -> str:
-    """``value * scale`` formatted by ``form``, or ``-`` for None."""
-    if value is None:
-        return "-"
-    return form.format(value * scale)

@@ -1,0 +1,253 @@
+"""The drawings of a report as plain dictionaries in the form of plotly.js, so that making them
+needs no library: `drawings`.
+
+Every text that comes from a run is escaped: plotly.js reads a few HTML tags in texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from parallel2d import files
+from parallel2d.metrics import keys
+from parallel2d.report.curves import all_curves
+from parallel2d.report.drawing import Drawing, escaped, layout_of, run_colour, short_name
+from parallel2d.report.overview import mesh_text
+from parallel2d.report.runs import Run, is_number, parts_of
+
+AXIS_COLOURS = {"replicate": "#d62728", "shard": "#1f77b4", "tensor": "#2ca02c"}
+_COMPUTE, _DATA, _UNKNOWN = "#b8c4ce", "#ff7f0e", "#dddddd"
+_HOST_COLOURS = (
+    "#cfe2f3", "#fce5cd", "#d9ead3", "#ead1dc", "#fff2cc", "#d0e0e3", "#e6d5f2", "#f4cccc",
+)  # fmt: skip
+_MOST_RANKS = 4096  # of a mesh that is drawn
+_MOST_LABELLED = 256  # ranks whose numbers are written into the cells
+
+
+def drawings(runs: Sequence[Run]) -> list[Drawing]:
+    """All drawings that these runs have values for, in their order."""
+    parts = [part for run in runs for part in parts_of(run)]
+    bars = [bars_of_steps(parts), bars_of_bytes(parts), waterfall(runs)]
+    found = [each for each in bars if each is not None]
+    return [*all_curves(runs), *found, *mesh_pictures(parts)]
+
+
+def bars_of_steps(parts: Sequence[Run]) -> Drawing | None:
+    """Where a step's time goes: a stacked bar for each layout, as means in milliseconds."""
+    waits = {axis: keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES}
+    shown = [part for part in parts if part.mean(keys.STEP_S)]
+    if not shown:
+        return None
+    values: dict[str, list[float]] = {name: [] for name in ("compute", "data", "not split", *waits)}
+    for part in shown:
+        step_s = part.mean(keys.STEP_S) or 0.0
+        data_s = part.mean(keys.time_key("data_s")) or 0.0
+        exposed = {axis: part.mean(key) for axis, key in waits.items()}
+        is_split = any(value is not None for value in exposed.values())
+        rest = max(0.0, step_s - data_s - sum(value or 0.0 for value in exposed.values()))
+        values["data"].append(data_s)
+        values["compute"].append(rest if is_split else 0.0)
+        values["not split"].append(0.0 if is_split else rest)
+        for axis, value in exposed.items():
+            values[axis].append(value or 0.0)
+    names = {
+        "compute": ("compute and the rest", _COMPUTE),
+        "data": ("waits for data", _DATA),
+        "not split": ("communication was not measured", _UNKNOWN),
+        **{axis: (f"waits for {axis}", AXIS_COLOURS[axis]) for axis in keys.AXES},
+    }
+    traces = []
+    for name, seconds in values.items():
+        if any(seconds):
+            label, colour = names[name]
+            heights = [1000 * value for value in seconds]
+            traces.append(_bars(shown, label, heights, colour, "ms"))
+    layout = layout_of(x="", y="ms per step") | {"barmode": "stack"}
+    layout["xaxis"] |= _places(shown)
+    return Drawing("Where a step's time goes", "A step", traces, layout)
+
+
+def bars_of_bytes(parts: Sequence[Run]) -> Drawing | None:
+    """Bytes that a rank sends per step over each axis, measured beside predicted."""
+    traces: list[dict[str, Any]] = []
+    for axis in keys.AXES:
+        key = keys.communication_key(axis, "bytes")
+        measured = [part.mean(key) for part in parts]
+        predicted = [_predicted(part, key) for part in parts]
+        if not any(measured) and not any(predicted):
+            continue
+        traces.append(_bars(parts, axis, _megabytes(measured), AXIS_COLOURS[axis], "MB"))
+        if any(value is not None for value in predicted):
+            label = f"{axis} (predicted)"
+            bars = _bars(parts, label, _megabytes(predicted), AXIS_COLOURS[axis], "MB")
+            bars["marker"] |= {"opacity": 0.45, "pattern": {"shape": "/"}}
+            traces.append(bars)
+    if not traces:
+        return None
+    layout = layout_of(x="", y="MB per step and rank") | {"barmode": "group"}
+    layout["xaxis"] |= _places(parts)
+    return Drawing("Bytes by axis", "A step", traces, layout)
+
+
+def _predicted(part: Run, key: str) -> float | None:
+    value = part.section("predicted").get(key)
+    return value if is_number(value) else None
+
+
+def _megabytes(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else value / 1e6 for value in values]
+
+
+def _bars(
+    parts: Sequence[Run], name: str, heights: Sequence[float | None], colour: str, unit: str
+) -> dict[str, Any]:
+    # Numbers as places: two runs may have the same short name.
+    return {
+        "type": "bar",
+        "name": name,
+        "x": list(range(len(parts))),
+        "y": list(heights),
+        "text": [escaped(part.name, 120) for part in parts],
+        "textposition": "none",
+        "hovertemplate": "%{text}<br>" + name + ": %{y:.4~g} " + unit + "<extra></extra>",
+        "marker": {"color": colour},
+    }
+
+
+def _places(parts: Sequence[Run]) -> dict[str, Any]:
+    names = [short_name(part.name).replace(": ", ":<br>") for part in parts]
+    edge = [-0.6, max(len(parts), 2) - 0.4]
+    return {"tickvals": list(range(len(parts))), "ticktext": names, "range": edge}
+
+
+_WATERFALL = (
+    ("first_step", "first steps"),
+    ("data", "data"),
+    ("checkpoint", "saving"),
+    ("validation", "validation"),
+    ("restart", "restarts"),
+    ("repeated", "repeated"),
+)
+
+
+def waterfall(runs: Sequence[Run]) -> Drawing | None:
+    """From the wall time to the useful time, less each of the losses."""
+    shown = [run for run in runs if run.last(keys.WALL_S) and run.last(keys.USEFUL_S) is not None]
+    if not shown:
+        return None
+    unit, seconds = _unit_of_time(max(run.last(keys.WALL_S) or 0.0 for run in shown))
+    labels = ["wall time", *(label for _, label in _WATERFALL), "other", "useful"]
+    measures = ["absolute", *["relative"] * (len(labels) - 2), "total"]
+    traces: list[dict[str, Any]] = []
+    for number, run in enumerate(runs):
+        if run not in shown:
+            continue
+        wall, useful = run.last(keys.WALL_S) or 0.0, run.last(keys.USEFUL_S) or 0.0
+        lost = [run.last(keys.lost_key(cause)) or 0.0 for cause, _ in _WATERFALL]
+        # What no cause is known for: setting up, writing rows, the agreement of ranks to end.
+        other = wall - useful - sum(lost)
+        heights = [wall, *(-value for value in lost), -other, 0.0]
+        traces.append(
+            {
+                "type": "waterfall",
+                "name": short_name(run.name),
+                "x": labels,
+                "y": [value / seconds for value in heights],
+                "measure": measures,
+                "connector": {"visible": False},
+                "increasing": {"marker": {"color": "#bbbbbb"}},
+                "decreasing": {"marker": {"color": "#e8a29c"}},
+                "totals": {"marker": {"color": run_colour(number)}},
+                "hovertemplate": "%{x}: %{delta:.4~g} " + unit + "<extra>%{fullData.name}</extra>",
+            }
+        )
+    layout = layout_of(x="", y=unit) | {"waterfallmode": "group"}
+    return Drawing("Goodput: from wall time to useful time", "Goodput", traces, layout)
+
+
+def _unit_of_time(seconds: float) -> tuple[str, float]:
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return unit, length
+    return "s", 1.0
+
+
+def mesh_pictures(parts: Sequence[Run]) -> list[Drawing]:
+    """The ranks of each mesh, with a colour for each host: a row is a replica, a column a place in
+    it. Equal meshes are drawn once."""
+    found: dict[str, tuple[Run, list[str]]] = {}
+    for part in parts:
+        if _ranks_of(part):
+            what = f"{mesh_text(part)} {part.layout['ranks']} {part.layout['hosts']}"
+            found.setdefault(what, (part, []))[1].append(part.name)
+    return [_mesh_picture(part, names) for part, names in found.values()]
+
+
+def _ranks_of(part: Run) -> list[list[list[int]]]:
+    """[replicate][shard][tensor]; empty where the layout does not hold that, or too many."""
+    ranks, hosts = part.layout.get("ranks"), part.layout.get("hosts")
+    if not isinstance(ranks, list) or not isinstance(hosts, list):
+        return []
+    found: list[int] = []
+    sizes: set[tuple[int, ...]] = set()
+    for replica in ranks:
+        if not isinstance(replica, list) or not all(isinstance(each, list) for each in replica):
+            return []
+        sizes.add(tuple(len(each) for each in replica))
+        found += [rank for each in replica for rank in each]
+    is_whole = all(type(rank) is int and 0 <= rank < len(hosts) for rank in found)
+    if len(sizes) != 1 or not is_whole or not 0 < len(found) <= _MOST_RANKS:
+        return []
+    return ranks
+
+
+def _mesh_picture(part: Run, names: Sequence[str]) -> Drawing:
+    ranks = _ranks_of(part)
+    hosts = [str(host) for host in part.layout["hosts"]]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    cells = [[rank for group in replica for rank in group] for replica in ranks]
+    texts = []
+    for replicate, replica in enumerate(ranks):
+        row = []
+        for shard, group in enumerate(replica):
+            for tensor, rank in enumerate(group):
+                place = f"replicate {replicate}, shard {shard}, tensor {tensor}"
+                row.append(f"rank {rank} on {escaped(hosts[rank], 60)}<br>{place}")
+        texts.append(row)
+    colours = [_HOST_COLOURS[n % len(_HOST_COLOURS)] for n in range(len(numbers))]
+    trace: dict[str, Any] = {
+        "type": "heatmap",
+        "z": [[numbers[hosts[rank]] for rank in row] for row in cells],
+        "text": [[str(rank) for rank in row] for row in cells],
+        "hovertext": texts,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "colorscale": _steps_of(colours),
+        "zmin": -0.5,
+        "zmax": len(colours) - 0.5,
+        "showscale": False,
+        "xgap": 2,
+        "ygap": 2,
+    }
+    if sum(map(len, cells)) <= _MOST_LABELLED:
+        trace["texttemplate"] = "%{text}"
+    is_split = len(ranks[0][0]) > 1
+    layout = layout_of(x="shard x tensor" if is_split else "shard", y="replicate")
+    layout["xaxis"] |= {"showgrid": False, "dtick": max(1, len(cells[0]) // 8), "zeroline": False}
+    layout["yaxis"] |= {"showgrid": False, "dtick": max(1, len(cells) // 8), "zeroline": False}
+    layout["yaxis"] |= {"autorange": "reversed"}
+    layout["height"] = min(420, 150 + 30 * len(cells))
+    strategy = files.printable(part.layout.get("strategy", "-"), 40)
+    count = "1 host" if len(numbers) == 1 else f"{len(numbers)} hosts"
+    title = f"{strategy} {mesh_text(part)}, {count}: {', '.join(names[:4])}"
+    if len(names) > 4:
+        title += f" and {len(names) - 4} more"
+    return Drawing(title, "Meshes: ranks, a colour for each host", [trace], layout)
+
+
+def _steps_of(colours: Sequence[str]) -> list[list[Any]]:
+    """A scale that jumps from one colour to the next."""
+    found: list[list[Any]] = []
+    for number, colour in enumerate(colours):
+        found += [[number / len(colours), colour], [(number + 1) / len(colours), colour]]
+    return found
