@@ -1,0 +1,93 @@
+"""Sphinx directives for what the code documents itself: keys of the configuration, public names.
+
+``{configuration-keys}`` lists every key as the dataclasses of ``parallel2d/config`` explain it,
+``{public-names}`` documents every name of ``import parallel2d``. Both are written when the site is
+built, so nothing generated is committed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import yaml
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import parallel2d
+from parallel2d.config import documentation
+
+# reStructuredText ends a code word at a space or a punctuation mark alone.
+_PLURAL = re.compile(r"(?<=\w`)(?=s\b)")
+
+
+class ConfigurationKeys(SphinxDirective):
+    """A section per dataclass, and in it a definition per key."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of all sections."""
+        text = "\n\n".join(_section(section) for section in documentation.sections())
+        return self.parse_text_to_nodes(text, allow_section_headings=True)
+
+
+class PublicNames(SphinxDirective):
+    """Functions, then classes, then values, each by autodoc."""
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of all names."""
+        parts = ["## Functions", *_documented("autofunction", inspect.isfunction)]
+        parts += ["## Classes", *_documented("autoclass", inspect.isclass, ":members:")]
+        return self.parse_text_to_nodes("\n\n".join(parts), allow_section_headings=True)
+
+
+def public_names() -> list[str]:
+    """Every name of ``import parallel2d`` that the page documents."""
+    return [name for name in parallel2d.__all__ if not name.startswith("__")]
+
+
+def _documented(directive: str, is_kind: Any, *options: str) -> list[str]:
+    names = [name for name in public_names() if is_kind(getattr(parallel2d, name))]
+    block = "```{{eval-rst}}\n.. {}:: parallel2d.{}\n{}\n```"
+    indented = "".join(f"   {option}\n" for option in options)
+    return [block.format(directive, name, indented) for name in names]
+
+
+def _section(section: documentation.SectionDocumentation) -> str:
+    title = f"`{section.key}`" if section.key else "Keys of their own"
+    if section.family:
+        title += f", models of family `{section.family}`"
+    keys = [_key(key) for key in section.keys]
+    return "\n\n".join([f"## {title}", section.text, *keys])
+
+
+def _key(key: documentation.KeyDocumentation) -> str:
+    """The key, then indented what it may be, its default and what it means."""
+    facts = [key.allowed]
+    if key.choices:
+        facts = [", ".join(f"`{choice}`" for choice in key.choices)]
+    facts.append(f"default `{_default(key.default)}`")
+    if key.default == documentation.REQUIRED:
+        facts[-1] = "required"
+    return f"`{key.key}`\n: {'; '.join(facts)}\n\n  {key.text}"
+
+
+def _default(value: Any) -> str:
+    """A value as the command line takes it: ``null``, ``true``, ``[0.9, 0.95]``."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _mark_plurals(*arguments: Any) -> None:
+    """Lets `DTensor`s in docstrings be a word of code and a letter."""
+    lines = arguments[-1]
+    lines[:] = [_PLURAL.sub(r"\\ ", line) for line in lines]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.add_directive("configuration-keys", ConfigurationKeys)
+    app.add_directive("public-names", PublicNames)
+    app.connect("autodoc-process-docstring", _mark_plurals)
+    return {"parallel_read_safe": True}

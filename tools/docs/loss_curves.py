@@ -1,0 +1,96 @@
+"""Trains one model on five layouts and draws their losses over each other.
+
+    python -m tools.docs.loss_curves             # draws what docs/benchmarks/loss_curves.json holds
+    python -m tools.docs.loss_curves --measure   # trains first: five runs of some 30 seconds
+
+Every run has the same seed and the same global batch, in fp32, on this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.docs import svg
+
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "loss_curves.json"
+STEPS = 60
+WORDS = f"train.steps={STEPS} train.validate_every=0 checkpoint.enabled=false"
+LAYOUTS = {
+    "one process": "launch.nproc_per_node=1",
+    "ddp, 4 ranks": "strategy=ddp",
+    "zero3, 4 ranks": "strategy=zero3",
+    "hybrid, 2 replicas x 2 shards": "strategy=hybrid mesh.replicate=2 mesh.shard=2",
+    "hybrid, 2 shards x 2 tensor ranks": (
+        "strategy=hybrid mesh.replicate=1 mesh.shard=2 mesh.tensor=2"
+    ),
+}
+# The lowest line is drawn widest, so that each stays visible below the next.
+STYLES = (("#d9d2bf", 13), ("#8fb8de", 9.5), ("#e39b63", 6.5), ("#5b9a57", 3.8), ("#222222", 1.3))
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 360, 58, 20, 46, 46
+
+
+def measure() -> None:
+    """Trains every layout and writes the losses of all steps."""
+    losses = {}
+    for name, words in LAYOUTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "parallel2d.train", *WORDS.split(), *words.split()]
+            command += [f"hydra.run.dir={folder}/run", "metrics.console=silent"]
+            subprocess.run(command, check=True)
+            rows = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+            losses[name] = [json.loads(row)["loss"] for row in rows]
+        assert len(losses[name]) == STEPS, name
+        print(name, losses[name][-1], flush=True)
+    MEASURED.write_text(json.dumps({"words": WORDS, "layouts": LAYOUTS, "losses": losses}) + "\n")
+
+
+def largest_difference(losses: dict[str, list[float]]) -> float:
+    """The largest difference between two layouts in one step, relative to the loss."""
+    steps = zip(*losses.values(), strict=True)
+    return max((max(step) - min(step)) / min(step) for step in steps)
+
+
+def draw(losses: dict[str, list[float]]) -> None:
+    """All curves on one pair of axes."""
+    values = [loss for curve in losses.values() for loss in curve]
+    low, high = int(min(values)), int(max(values)) + 1
+    across = (WIDTH - LEFT - RIGHT) / (STEPS - 1)
+    down = (HEIGHT - TOP - BOTTOM) / (high - low)
+    difference = f"largest relative difference in a step: {largest_difference(losses):.0e}"
+    parts = [
+        svg.text(LEFT, 24, "Loss by step, five layouts", "bold 15px"),
+        svg.text(WIDTH - RIGHT, 24, difference, anchor="end"),
+    ]
+    for loss in range(low, high + 1):
+        y = HEIGHT - BOTTOM - (loss - low) * down
+        parts.append(svg.line([(LEFT, y), (WIDTH - RIGHT, y)], "#e4e4e4", 1))
+        parts.append(svg.text(LEFT - 8, y + 4, str(loss), "12px", anchor="end"))
+    for step in (1, *range(10, STEPS + 1, 10)):
+        x = LEFT + (step - 1) * across
+        parts.append(svg.text(x, HEIGHT - BOTTOM + 18, str(step), "12px", anchor="middle"))
+    parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, "step", "12px", anchor="middle"))
+    for index, ((name, curve), (color, width)) in enumerate(
+        zip(losses.items(), STYLES, strict=True)
+    ):
+        points = [
+            (LEFT + step * across, HEIGHT - BOTTOM - (loss - low) * down)
+            for step, loss in enumerate(curve)
+        ]
+        parts.append(svg.line(points, color, width))
+        y = TOP + 24 + 22 * index
+        parts.append(svg.line([(WIDTH - 300, y - 4), (WIDTH - 270, y - 4)], color, width))
+        parts.append(svg.text(WIDTH - 260, y, name))
+    svg.save("loss_curves.svg", WIDTH, HEIGHT, f"Losses of five layouts; {difference}", parts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="train the five layouts first")
+    if parser.parse_args().measure:
+        measure()
+    draw(json.loads(MEASURED.read_text())["losses"])
