@@ -64,6 +64,15 @@ def read_config(path: str | None, architecture: str | None, arguments: Mapping[s
     have, and an argument that the configuration does not have: the library itself would keep that
     one and never read it.
     """
+    config = saved_config(path, architecture, arguments)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # keys and values kept for generation would only cost memory
+    return config
+
+
+def saved_config(path: str | None, architecture: str | None, arguments: Mapping[str, Any]) -> Any:
+    """The configuration of `read_config` before it is changed for training: what a saved model
+    has. Raises as `read_config`."""
     transformers = library()
     _check_layers(arguments)
     if path is not None:
@@ -80,8 +89,6 @@ def read_config(path: str | None, architecture: str | None, arguments: Mapping[s
         given = {**given, **arguments}
         given.pop("model_type", None)
         config = type(config)(**given)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values kept for generation would only cost memory
     return config
 
 
@@ -340,8 +347,8 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
 
     # The library looks its rules up by class, and sharding changes the classes of ``model``.
     with torch.device("meta"):
-        twin = kind(config)
-    rules = get_model_conversion_mapping(twin)
+        twin: Any = kind(config)
+    rules: list[Any] = get_model_conversion_mapping(twin)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     # Where two rules have a pattern, the later one counts, as in the library.
@@ -354,7 +361,7 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
             found[target] = StoredForm([groups[None]], stacked=False, dim=None)
         else:
             # All stored names of one parameter go through one converter.
-            rule = by_pattern[next(iter(groups))]
+            rule = by_pattern[str(next(iter(groups)))]
             found[target] = _converted_form(target, groups, rule)
     return found
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from parallel2d.errors import ConfigError
     from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
+    from parallel2d.hooks import Hook, HookResult, RunView
     from parallel2d.loss import cross_entropy_sum, token_weight
     from parallel2d.mesh import MeshSpec, build_mesh, data_coordinate, mesh_shape
     from parallel2d.optimizer import build_optimizer, set_learning_rate
@@ -53,11 +54,15 @@ if TYPE_CHECKING:
     from parallel2d.weights.states import full_state, rekey_optimizer_state, sharded_state
     from parallel2d.weights.summon import apply_full, sharded_modules
 
+    __version__: str
+
 _MODULES = {
     "BucketingConfig": "config",
     "CheckpointConfig": "config",
     "Checkpointer": "checkpoint",
     "ConfigError": "errors",
+    "Hook": "hooks",
+    "HookResult": "hooks",
     "MeshSpec": "mesh",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
@@ -66,6 +71,7 @@ _MODULES = {
     "PrefetchConfig": "config",
     "StrategyConfig": "config",
     "SyncConfig": "config",
+    "RunView": "hooks",
     "Runtime": "runtime",
     "Topology": "topology",
     "accumulate": "sync",
@@ -113,12 +119,15 @@ __all__ = [
     "CheckpointConfig",
     "Checkpointer",
     "ConfigError",
+    "Hook",
+    "HookResult",
     "MeshConfig",
     "MeshSpec",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
     "PrefetchConfig",
+    "RunView",
     "Runtime",
     "StrategyConfig",
     "SyncConfig",
@@ -169,12 +178,18 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
+    """The value of a public name. Raises AttributeError for any other."""
     if name == "__version__":
         return metadata.version("parallel2d")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+# Type checkers would take any name for one of ours if they saw it.
+if not TYPE_CHECKING:
+    __getattr__ = _load
 
 
 class _Face(ModuleType):
@@ -187,7 +202,7 @@ class _Face(ModuleType):
 
     @property
     def parallelize(self) -> Any:
-        return __getattr__("parallelize")
+        return _load("parallelize")
 
     @parallelize.setter
     def parallelize(self, _package: ModuleType) -> None:
@@ -195,7 +210,7 @@ class _Face(ModuleType):
 
     @property
     def certify(self) -> Any:
-        return __getattr__("certify")
+        return _load("certify")
 
     @certify.setter
     def certify(self, _command: ModuleType) -> None:

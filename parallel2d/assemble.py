@@ -7,14 +7,18 @@ is started; `build_trainer` does all of it on a rank. Both go through the same f
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import Job, TrainConfig
 from parallel2d.data import BatchPlan
+from parallel2d.hooks import Hook, build_hooks, check_hooks
 from parallel2d.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
+from parallel2d.metrics.header import RunFacts
 from parallel2d.model_families import build_model, plan_tensor_axis
+from parallel2d.models.adapters import settings_of
 from parallel2d.optimizer import build_optimizer, plan_groups
 from parallel2d.parallelize import parallelize
 from parallel2d.parallelize.activation_checkpointing import kept_operators
@@ -26,11 +30,18 @@ from parallel2d.run_description import (
     describe_run,
     flops_per_sequence,
     predict_activations,
+    timed_model,
 )
-from parallel2d.runtime import Runtime, check_same_data, seed_everything
+from parallel2d.run_directory import accept_start
+from parallel2d.runtime import Runtime, barrier, check_same_data, seed_everything
 from parallel2d.topology import Topology
 from parallel2d.trainer import Trainer
-from parallel2d.training_data import check_position, check_targets, open_training_data
+from parallel2d.training_data import (
+    check_position,
+    check_targets,
+    fit_to_data,
+    open_training_data,
+)
 
 
 def check(config: TrainConfig, topology: Topology) -> None:
@@ -46,14 +57,19 @@ def check(config: TrainConfig, topology: Topology) -> None:
     parts = build_model(config.model)
     plan_groups(parts.module, config.optimizer)
     plan_tensor_axis(config, parts, shape)
-    check_targets(config, parts, open_training_data(config, parts))
+    check_hooks(config.train.hooks)
+    data = open_training_data(config, parts)
+    check_targets(config, parts, data)
+    fit_to_data(config, data)
 
 
-def build_trainer(job: Job, runtime: Runtime, *, quiet: bool = False) -> Trainer:
+def build_trainer(
+    job: Job, runtime: Runtime, *, quiet: bool = False, hooks: Sequence[Hook] = ()
+) -> Trainer:
     """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what
     cannot work.
 
-    ``quiet``: it writes and shows nothing.
+    ``quiet``: it writes and shows nothing; ``hooks``: called after those of ``train.hooks``.
     """
     config, device = job.config, runtime.device
     shape = resolve_mesh(config, runtime.topology)
@@ -71,8 +87,10 @@ def build_trainer(job: Job, runtime: Runtime, *, quiet: bool = False) -> Trainer
     plan = plan_batches(config, shape, data_coordinate(mesh), pad=pad)
     parts = build_model(config.model)
     data = open_training_data(config, parts)
-    check_same_data(data.fingerprint)
+    check_same_data(data.fingerprint + data.validation_fingerprint)
     check_targets(config, parts, data)
+    config = fit_to_data(config, data)
+    job = dataclasses.replace(job, config=config)
 
     # What must be counted on the plain model, before it is sharded.
     sample = data.train.shape
@@ -80,6 +98,7 @@ def build_trainer(job: Job, runtime: Runtime, *, quiet: bool = False) -> Trainer
     flops = flops_per_sequence(job, parts, sample) if writes else None
     tensor_plan = plan_tensor_axis(config, parts, shape)
     activations = predict_activations(config, parts, mesh, plan, tensor_plan, sample)
+    timed = timed_model(config, parts, mesh, tensor_plan, sample)
 
     model = parallelize(
         parts.module,
@@ -103,9 +122,13 @@ def build_trainer(job: Job, runtime: Runtime, *, quiet: bool = False) -> Trainer
         optimizer,
         flops=flops,
         activations=activations,
+        timed=timed,
     )
-    # An export to another format needs to know the model's configuration.
-    layout = {**facts.layout(), "model": dataclasses.asdict(config.model)}
+    # An export to another format needs to know the model's configuration, and its tokenizer.
+    tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
+    layout = {**facts.layout(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
+    if adapted := settings_of(model):
+        layout["adapters"] = adapted
     checkpointer = Checkpointer(
         config.checkpoint, job.run_dir, mesh, model, optimizer, layout=layout
     )
@@ -118,17 +141,41 @@ def build_trainer(job: Job, runtime: Runtime, *, quiet: bool = False) -> Trainer
         training=data.train,
         validation=data.validation,
         plan=plan,
-        recorder=build_recorder(config, facts, mesh, first=writes),
+        recorder=build_recorder(config, facts, mesh, first=writes, label=job.label),
         checkpointer=checkpointer,
         device=device,
         data_fingerprint=data.fingerprint,
+        named_validation=data.named_validation,
+        hooks=[*build_hooks(config.train.hooks), *hooks],
+        run_dir=job.run_dir,
+        tokenizer=data.tokenizer,
     )
-    restored = checkpointer.restore(restarted=job.restarted)
+    restored = checkpointer.restore(restarted=job.restarted, begin=False)
     if restored is not None:
         check_position(restored, data, config)
         trainer.load_state_dict(restored)
-    trainer.recorder.begin(trainer.progress.step)
+    # A run that has ended already keeps the records of the start that trained last.
+    if not quiet and trainer.has_steps():
+        _begin_records(job, facts, trainer, first=runtime.is_first)
+    else:
+        trainer.recorder.begin(trainer.progress.step)
     return trainer
+
+
+def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:
+    """Nothing refuses this start any more: the run's records become its own. Collective."""
+    finished, recorder = trainer.progress.step, trainer.recorder
+    number, not_before = 1, 0.0
+    if first:
+        start = accept_start(job, facts.layout(), finished)
+        number, not_before = start.segment.number, start.begun_before_s
+        trainer.before_writing = start.claim.check
+        for change in start.changes:
+            recorder.say(f"changed     {change}")
+    # Only once this start owns the directory.
+    barrier("start")
+    trainer.checkpointer.begin()
+    recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
 
 
 def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:

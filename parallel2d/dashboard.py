@@ -38,10 +38,12 @@ def find_boards(paths: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.dashboard"
+) -> int:
     """Serves until interrupted. Exit code 2 for folders without runs."""
     parser = argparse.ArgumentParser(
-        prog="python -m parallel2d.dashboard", description=__doc__.split("\n")[0]
+        prog=program, description="TensorBoard for the given runs, on localhost."
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs below it"
@@ -53,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
-    from tensorboard import program
+    from tensorboard.program import TensorBoard
 
-    server = program.TensorBoard()
+    server = TensorBoard()
     # one link per run, by the name it is shown under
     with tempfile.TemporaryDirectory(prefix="parallel2d-dashboard-") as shown:
         for name, folder in boards.items():

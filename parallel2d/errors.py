@@ -1,4 +1,4 @@
-"""The error of a configuration that cannot run, and parts of its message: the nearest valid words,
+"""Errors that are shown without a traceback, and parts of their messages: the nearest valid words,
 the first of many problems."""
 
 from __future__ import annotations
@@ -12,6 +12,15 @@ class ConfigError(ValueError):
 
     The message is complete: what was given, and what is allowed. It is shown without a traceback.
     """
+
+
+class HookError(RuntimeError):
+    """A method of a hook raised. The message names the hook, the rank and the error; it is shown
+    without a traceback."""
+
+
+class EndsSweep(Exception):  # noqa: N818 (named after what follows)
+    """A job that was told to end: no other job of its sweep begins."""
 
 
 def nearest(word: object, choices: Iterable[object], alike: float = 0.6) -> str | None:

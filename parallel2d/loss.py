@@ -10,6 +10,8 @@ numerator, so that what remains is exactly the gradient of the global mean.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from parallel2d.mesh import mesh_shape, sum_over_data_ranks
 
 IGNORED = -100  # a target that is not a valid token, as in torch's cross_entropy
 _CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
+_FIRST_ALONE = False  # see `loss_chunks`
 
 
 def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
@@ -127,6 +130,8 @@ class _CrossEntropySum(torch.autograd.Function):
             dist.all_reduce(total, group=group)
             dist.all_reduce(value, group=group)
             log_sum = largest + total.log()
+        # Shorter with `loss_chunks`.
+        targets = targets[: len(log_sum)]
         ctx.save_for_backward(logits, targets, log_sum)
         ctx.first = first
         return torch.where(targets != IGNORED, log_sum - value, 0).sum()
@@ -138,7 +143,7 @@ class _CrossEntropySum(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         columns = logits.shape[1]
         start = 0
-        for rows, target in _chunks(logits, targets):
+        for rows, target in _chunks(logits[: len(targets)], targets):
             end = start + len(target)
             # The gradient of a logit is its softmax, minus 1 for the target's logit.
             chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
@@ -151,7 +156,22 @@ class _CrossEntropySum(torch.autograd.Function):
         return gradient, None, None, None
 
 
+@contextmanager
+def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -> Iterator[None]:
+    """For steps on tensors without storage, which fewer operators make faster: inside,
+    `cross_entropy_sum` turns ``elements`` logits to fp32 at once, and with ``first_alone`` no
+    others after the first of them, since all chunks take the same memory."""
+    global _CHUNK_ELEMENTS, _FIRST_ALONE
+    before = _CHUNK_ELEMENTS, _FIRST_ALONE
+    _CHUNK_ELEMENTS, _FIRST_ALONE = elements, first_alone
+    try:
+        yield
+    finally:
+        _CHUNK_ELEMENTS, _FIRST_ALONE = before
+
+
 def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Both tensors cut along dim 0 into parts of about `_CHUNK_ELEMENTS` logits."""
     rows = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], 1))
-    return list(zip(logits.split(rows), targets.split(rows), strict=True))
+    chunks = list(zip(logits.split(rows), targets.split(rows), strict=True))
+    return chunks[:1] if _FIRST_ALONE else chunks

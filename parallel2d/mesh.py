@@ -6,6 +6,8 @@ puts a shard or tensor group on the slow link although it would fit inside a hos
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import logging
 import math
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import AXES, MeshConfig, StrategyConfig, named_strategy
 from parallel2d.errors import ConfigError
+from parallel2d.runtime import release_groups
 from parallel2d.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -255,6 +258,12 @@ def _first_crossing(ranks: torch.Tensor, dim: int, topology: Topology) -> list[i
     return None
 
 
+def crosses_hosts(ranks: torch.Tensor, dim: int, topology: Topology) -> bool:
+    """Whether a group along ``dim`` of ``ranks``, int64 [replicate, shard, tensor], has ranks on
+    several hosts."""
+    return _first_crossing(ranks, dim, topology) is not None
+
+
 def build_mesh(
     spec: MeshSpec | MeshConfig | None = None,
     strategy: StrategyConfig | str = "hybrid",
@@ -267,7 +276,8 @@ def build_mesh(
     one, ``tensor``.
 
     Collective: every rank calls it after ``init_process_group``. ``topology`` defaults to the one
-        found by asking the ranks.
+    found by asking the ranks.
+
     Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
     by accident, and for another strategy than those of `parallel2d.config.STRATEGIES`.
     """
@@ -292,7 +302,15 @@ def build_mesh(
     mesh = DeviceMesh(device_type or _default_device_type(), ranks, mesh_dim_names=names)
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
+    _release_groups_at_exit()
     return mesh
+
+
+@functools.cache
+def _release_groups_at_exit() -> None:
+    """A thread of gloo that frees a tensor while Python ends kills the process with SIGABRT, after
+    all of its work. So groups that were destroyed end their threads before."""
+    atexit.register(release_groups)
 
 
 def _log_once(lines: list[str]) -> None:

@@ -16,7 +16,7 @@ from parallel2d.config.reference import load_reference
 from parallel2d.errors import ConfigError
 from parallel2d.loss import cross_entropy_sum
 from parallel2d.mesh import MeshShape
-from parallel2d.models import huggingface, llama
+from parallel2d.models import adapters, huggingface, llama
 from parallel2d.parallelize.tensor_parallel import resolve_plan
 from parallel2d.weights.initial_values import Initializer, build_on_meta
 from parallel2d.weights.pretrained import has_weights, load_pretrained
@@ -137,10 +137,31 @@ def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
         weights=_saved_weights(config),
     )
     if reads == "pixel_values":
-        return _reading_images(parts, config, what)
-    if is_pair:
-        return _reading_prefix_and_suffix(parts, what)
+        parts = _reading_images(parts, config, what)
+    elif is_pair:
+        parts = _reading_prefix_and_suffix(parts, what)
+    if config.adapter is not None:
+        # Last: what was asked about the model was asked about its base.
+        parts = _with_adapter(parts, config)
     return parts
+
+
+def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
+    """The same model frozen, with an adapter that is trained. It has no tensor-parallel plan."""
+    what = f"model.adapter={config.adapter}"
+    assert config.path is not None
+    if parts.weights is None:
+        raise ConfigError(f"{what}: model.path={config.path} holds no weights to adapt")
+    try:
+        with build_on_meta():
+            module = adapters.add_adapter(parts.module, config.adapter, config.path)
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        # The messages of `adapters` are ValueErrors, and so are the library's own.
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
+    return dataclasses.replace(parts, module=module, tensor_plan=None)
 
 
 def _hugging_face_module(config: HuggingFaceModel, what: str) -> Any:

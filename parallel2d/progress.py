@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from parallel2d.best_metric import problems_of_best
 from parallel2d.files import printable
 
 LARGEST_COUNT = 2**53  # whole numbers up to here are exact as floats too
@@ -29,7 +30,7 @@ class Progress:
 @dataclass(slots=True)
 class RankReport:
     """What one rank measured in a step. All ranks get it in the agreement of the next step, as a
-    list of floats; see [Note: one agreement per step] in `trainer.py`."""
+    list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
 
     busy_s: float  # in which the rank worked, waits for other ranks left out
     peak_rss_gib: float  # resident memory of the process
@@ -113,6 +114,9 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     if not isinstance(fingerprint, str) or len(fingerprint) > 1000:
         problems.append("data_fingerprint is no text")
     problems += _problems_of_scaler(state["scaler"], step)
+    # States of earlier versions have neither.
+    for key in ("best", "stop"):
+        problems += problems_of_best(key, state.get(key), step)
     return problems
 
 

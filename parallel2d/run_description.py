@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.config import Job, SyncConfig, TrainConfig
+from parallel2d.config import AXES, Job, SyncConfig, TrainConfig
 from parallel2d.config.serialization import to_yaml
+from parallel2d.cost.collective_time import GroupPlacement, placements
 from parallel2d.cost.flops import count_flops, peak_flops
+from parallel2d.cost.model_shapes import ModelShapes, collect_shapes
+from parallel2d.cost.state_memory import state_bytes
+from parallel2d.cost.step_estimate import describes_compute, estimate_step, float8_flops
 from parallel2d.cost.tensor_twin import tensor_twin
-from parallel2d.cost.traffic import count_tensor_axis, exact_bytes, predict_communication
+from parallel2d.cost.traffic import (
+    RING_PASSES,
+    count_tensor_axis,
+    exact_bytes,
+    predict_communication,
+)
 from parallel2d.data import BatchPlan, OpenData
 from parallel2d.data.batch import SampleShape
 from parallel2d.mesh import MeshShape
+from parallel2d.metrics import keys
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.header import RunFacts
@@ -28,7 +40,7 @@ from parallel2d.metrics.profile import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.model_families import ModelParts
-from parallel2d.optimizer import update_bytes
+from parallel2d.optimizer import muon_names, update_bytes
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.runtime import Runtime
 from parallel2d.sync.outer_settings import describe_sync
@@ -48,11 +60,14 @@ def describe_run(
     *,
     flops: int | None,
     activations: Mapping[str, float],
+    timed: TimedModel | None = None,
 ) -> RunFacts:
-    """The facts of a run, with the bytes that each axis will move per step.
+    """The facts of a run, with the bytes that each axis will move per step and, where ``cluster``
+    describes the machines, the time of a step.
 
     ``flops``: of one sequence, from `flops_per_sequence`; ``activations``: from
-    `predict_activations`; both must be asked for before the model is parallelized.
+    `predict_activations`; ``timed``: from `timed_model`; all of them must be asked for before the
+    model is parallelized.
     """
     config = job.config
     moved = predict_communication(
@@ -61,15 +76,31 @@ def describe_run(
         accumulation=plan.accumulation,
         during_accumulation=config.sync.during_accumulation,
     )
-    predicted = {**activations, **moved}
-    for axis, sent in update_bytes(optimizer).items():
+    sent = {key: value for key, value in activations.items() if key != RING_PASSES}
+    predicted = {**sent, **moved}
+    for axis, updates in update_bytes(optimizer).items():
         key = f"comm/{axis}/bytes"
         if key in predicted:
-            predicted[key] += sent
+            predicted[key] += updates
+    ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
+    predicted_time: dict[str, float] = {}
+    if timed is not None:
+        predicted_time = _predict_time(
+            config,
+            shape,
+            placements(ranks, runtime.topology),
+            len(runtime.topology.ranks_by_host),
+            plan,
+            timed,
+            {**activations, **moved},
+            flops,
+            data.train.shape,
+            runtime.device.type,
+        )
     parameters = list(model.parameters())
     return RunFacts(
         shape=shape,
-        ranks=mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor),
+        ranks=ranks,
         topology=runtime.topology,
         notes=shape.notes,
         strategy=config.strategy.name,
@@ -88,7 +119,9 @@ def describe_run(
         device=runtime.device,
         run_dir=job.run_dir,
         predicted=predicted,
+        predicted_time=predicted_time,
         classes=data.classes,
+        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         exact_bytes=exact_bytes(model, mesh),
     )
 
@@ -124,9 +157,10 @@ def predict_activations(
     plan: BatchPlan,
     tensor_plan: Mapping[str, object] | None,
     sample: SampleShape,
+    device_type: str | None = None,
 ) -> dict[str, float]:
     """What the tensor axis will move per step; nothing without that axis or where nothing is
-    measured. Every rank must ask."""
+    measured. Every rank must ask. ``device_type``: that will run it; default: that of the mesh."""
     if tensor_plan is None or not config.metrics.communication:
         return {}
     floating = input_dtype(config.precision) or torch.float32
@@ -137,27 +171,97 @@ def predict_activations(
         mesh,
         parts.loss,
         functools.partial(sample.example, plan.micro_batch_size, floating=floating),
-        CommunicationMeter(mesh, dry=True),
+        CommunicationMeter(mesh, dry=True, device_type=device_type),
         accumulation=plan.accumulation,
         during_accumulation=config.sync.during_accumulation,
         reduce_dtype=sums,
     )
 
 
+def _with_found_mesh(config: TrainConfig, shape: MeshShape) -> TrainConfig:
+    """With the sizes of the axes in the place of ``auto``."""
+    sizes = {axis: getattr(shape, axis) for axis in AXES}
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **sizes))
+
+
+class TimedModel(NamedTuple):
+    """What the time of a step is computed from. ``float8_flops``: of one sample."""
+
+    shapes: ModelShapes
+    float8_flops: int
+
+
+def timed_model(
+    config: TrainConfig,
+    parts: ModelParts,
+    mesh: DeviceMesh,
+    tensor_plan: Mapping[str, object] | None,
+    sample: SampleShape,
+) -> TimedModel | None:
+    """None, at no cost, unless ``cluster`` describes devices of this type. Every rank must ask."""
+    if config.cluster.device.type not in ("auto", mesh.device_type):
+        return None
+    if not describes_compute(config):
+        return None
+    muon = muon_names(parts.module, config.optimizer)
+    shapes = collect_shapes(
+        parts.module, config.parallel(), mesh=mesh, plan=tensor_plan, by_muon=muon
+    )
+    narrow = 0
+    if sample.noun == "tokens":
+        narrow = float8_flops(parts.module, config.parallel(), sample.targets_per_sample)
+    return TimedModel(shapes, narrow)
+
+
+def _predict_time(
+    config: TrainConfig,
+    shape: MeshShape,
+    places: Mapping[str, GroupPlacement],
+    nodes: int,
+    plan: BatchPlan,
+    timed: TimedModel,
+    moved: Mapping[str, float],
+    flops: int | None,
+    sample: SampleShape,
+    device_type: str,
+) -> dict[str, float]:
+    """By the keys of the rows that measure it; empty where something is not known."""
+    estimate = estimate_step(
+        config,
+        timed.shapes,
+        shape,
+        places,
+        nodes,
+        plan,
+        state_bytes(timed.shapes, shape, config.parallel(), config.optimizer),
+        moved,
+        flops,
+        device_type,
+        timed.float8_flops,
+    )
+    if isinstance(estimate, str):
+        log.info("the time of a step is not predicted: %s", estimate)
+        return {}
+    return {
+        keys.STEP_S: estimate.seconds.total,
+        keys.TOKENS_PER_S: estimate.samples_per_s * sample.targets_per_sample,
+        keys.MFU: estimate.mfu,
+    }
+
+
 def build_recorder(
-    config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool
+    config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool, label: str = ""
 ) -> Recorder:
     """Every rank records; only the first writes files and the console. Shows the header."""
     display = writer = None
     if first:
         unit = {"tokens": "tok", "images": "img"}[facts.sample.noun]
-        display = ConsoleDisplay(config.metrics.console, config.train.steps, unit)
+        display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, label)
         lines = facts.lines()
         for line in lines:
             display.say(line)
-        facts.write_layout()
         texts = {
-            "config": f"```yaml\n{to_yaml(config)}\n```",
+            "config": f"```yaml\n{to_yaml(_with_found_mesh(config, facts.shape))}\n```",
             "mesh": "```\n" + "\n".join(lines) + "\n```",
         }
         writer = MetricsWriter(
@@ -165,6 +269,7 @@ def build_recorder(
             texts,
             tensorboard=config.metrics.tensorboard,
             hparams=facts.hparams(config.optimizer.lr),
+            axes=facts.used_axes(),
         )
     flops = facts.flops_per_sequence
     profile = config.profile

@@ -94,7 +94,11 @@ def _store_of_torchrun() -> Any:
         raise ConfigError(
             f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port"
         ) from None
-    return store
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return store  # the counters of several nodes may differ
+    # Torch 2.13 keeps the store when it starts the ranks of a node again, and with it the addresses
+    # of those that have ended.
+    return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @dataclass(frozen=True)
@@ -270,9 +274,7 @@ def _leave(wait_s: float) -> None:
         _await_leaving(wait_s)
         dist.destroy_process_group()
     _hosts = ()
-    forget_meshes()
-    # Models and meshes hold each other in cycles, and with them memory of the GPU.
-    gc.collect()
+    release_groups()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -304,14 +306,20 @@ def _count_in(store: Any, word: str, ranks: int) -> None:
         store.set(f"parallel2d/all-{word}", "1")
 
 
-def forget_meshes() -> None:
-    """Empties torch's caches of decisions about `DTensor`s, whose keys hold meshes of groups that
-    no longer exist."""
-    from torch.distributed.tensor import _redistribute, debug
+def release_groups() -> None:
+    """Frees what torch holds for process groups that were destroyed: their threads and, with
+    GPUs, memory.
+
+    Sharded models and their mesh hold each other in cycles, and torch caches decisions about
+    `DTensor`s under keys that hold meshes.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
 
 
 def limit_waiting(seconds: float) -> None:

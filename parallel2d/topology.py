@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Topology:
     def world_size(self) -> int:
         return len(self.hosts)
 
-    @property
+    @functools.cached_property
     def ranks_by_host(self) -> dict[str, list[int]]:
         """Host -> its ranks in ascending order; hosts in the order of their first rank."""
         found: dict[str, list[int]] = {}

@@ -6,33 +6,67 @@ exists, and starts the workers. A rank builds the parts (`assemble`) and runs th
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from parallel2d import launch
 from parallel2d.config import Job, TrainConfig
-from parallel2d.config.composition import compose, run_sweep
+from parallel2d.config.composition import Composition, compose, run_sweep
+from parallel2d.config.information import information, show
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
+from parallel2d.run_directory import (
+    discard_pending,
+    note_failure,
+    objective_missing,
+    read_objective,
+    read_segments,
+    summarize,
+)
 
 if TYPE_CHECKING:
+    from parallel2d.certification import Certificate
     from parallel2d.runtime import Runtime
+    from parallel2d.trainer import Trainer
+
+log = logging.getLogger("parallel2d.train")  # __main__ when it is the command
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 a configuration that cannot run, 130
-    interrupted."""
+_PURPOSE = (
+    "Trains a model with hybrid 2-D parallelism: sharded inside a node, replicated across nodes. "
+    "Without words it trains a small Llama on the source of Python's library, on this machine."
+)
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    program: str = "python -m parallel2d.train",
+    purpose: str = _PURPOSE,
+) -> int:
+    """Runs the job that the words describe. ``program`` and ``purpose``: how the command was called
+    and what it does, for ``--help``.
+
+    Returns the exit code: 0 done, 1 failed or planned and too large, 2 a configuration
+    that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         identity = launch.find_rank()
+        answer = information(words, program, purpose)
+        if answer is not None:
+            if identity is None or identity.rank == 0:
+                show(answer)
+            return 0
         if identity is not None:
             return _run_rank(identity, words)
         composition = compose(words)
         if composition is None:
             run_sweep(words, _launch)
+        elif composition.config.plan.dry_run:
+            return _plan(composition)
         elif composition.config.launch.node_range != (1, 1):
             _launch_node(composition.config, words)
         else:
@@ -52,14 +86,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _launch(job: Job) -> None:
-    """Checks the job as far as one process can, then runs it on local workers."""
+def _plan(composition: Composition) -> int:
+    """Prints what the job would cost; 1 where it does not fit."""
+    import torch
+
+    from parallel2d.planner.cost_summary import shortage, summary
+    from parallel2d.planner.layout_cost import cost_of
+    from parallel2d.planner.machines import planned_topology
+
+    torch.set_num_threads(1)
+    config = composition.config
+    topology = planned_topology(config)
+    nodes = len(topology.ranks_by_host)
+    config = _settled(config, composition.words, nodes, topology.world_size, sys.stdout)
+    cost = cost_of(config)
+    for line in summary(config, cost):
+        print(for_terminal(line))
+    problem = shortage(config, cost)
+    if problem is None:
+        return 0
+    print(f"parallel2d: {problem}", file=sys.stderr)
+    return 1
+
+
+def _launch(job: Job) -> float | None:
+    """Checks the job as far as one process can, then runs it on local workers. Returns the last
+    value of ``train.objective``."""
+    try:
+        _launch_locally(job)
+    except (Exception, KeyboardInterrupt) as error:
+        text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        note_failure(job.run_dir, text)
+        raise
+    finally:
+        discard_pending(job)
+    value = read_objective(job.run_dir)
+    if value is None and job.is_judged:
+        raise ConfigError(objective_missing(job.config.train.objective, job.run_dir))
+    return value
+
+
+def _launch_locally(job: Job) -> None:
+    if job.config.plan.dry_run:
+        raise ConfigError(
+            "plan.dry_run=true plans one job: give one value for each key, without -m"
+        )
     if job.config.launch.node_range != (1, 1):
         raise ConfigError(
             f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several "
             "nodes start one job"
         )
+    workers = launch.workers_per_node(job.config.launch)
+    config = _settled(job.config, job.overrides, nodes=1, ranks=workers)
+    job = dataclasses.replace(job, config=config)
     launch.start_workers(job, _check(job.config, nodes=1), main)
+
+
+def _settled(
+    config: TrainConfig,
+    words: Sequence[str],
+    nodes: int,
+    ranks: int,
+    stream: TextIO | None = None,
+) -> TrainConfig:
+    """``config`` with the layout that the planner chooses for these ranks, where it is to. Says
+    why, on ``stream`` (default: standard error, as a run does)."""
+    if not config.is_automatic:
+        return config
+    # Imported here because most jobs need none of it.
+    from parallel2d.planner.automatic import with_chosen_layout
+
+    config, lines = with_chosen_layout(config, words, nodes, ranks)
+    for line in lines:
+        print(for_terminal(line), file=stream or sys.stderr, flush=True)
+    return config
 
 
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
@@ -78,6 +178,8 @@ def _check(config: TrainConfig, nodes: int) -> int:
     # ranks are forked from this process, and a fork has none of OpenMP's threads
     torch.set_num_threads(1)
     workers = launch.workers_per_node(config.launch)
+    if config.is_automatic:  # rank 0 of the job chooses a layout, which is checked there
+        return workers
     if nodes == 1:
         topology = Topology.single_host(workers)
     else:
@@ -97,7 +199,11 @@ def _run_rank(identity: launch.RankIdentity, words: Sequence[str]) -> int:
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
     with launch.failures_told_once(identity, store):
-        job = launch.agree_on_job(identity, store, words, composition)
+        job = launch.agree_on_job(identity, store, words, composition, _settled)
+        if job is not None and job.config.plan.dry_run:
+            raise ConfigError(
+                "plan.dry_run=true plans in one process: start it without torchrun or srun"
+            )
         return 0 if job is None else _train(job, identity, store)
 
 
@@ -116,8 +222,13 @@ def _train(job: Job, identity: launch.RankIdentity, store: object) -> int:
         first_timeout_s=settings.longest_wait,
     ) as runtime:
         # inside, so that nothing waits for peers on the way out
-        with launch.failures_told_once(identity, store):
-            preempted = _run_trainer(job, runtime, store)
+        with launch.failures_told_once(identity, store, job.run_dir):
+            try:
+                preempted = _run_trainer(job, runtime, store)
+            except ConfigError:
+                if runtime.is_first:
+                    discard_pending(job)
+                raise
     launch.forget_run(identity)
     return settings.requeue_exit_code if preempted else 0
 
@@ -126,7 +237,6 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
     """Trains to the end; returns whether the run was asked to stop before."""
     from parallel2d.assemble import build_trainer
     from parallel2d.launch import signals
-    from parallel2d.launch.run_owner import RunClaim
     from parallel2d.metrics.out_of_memory import OutOfMemoryNote
     from parallel2d.metrics.watch import Watch
     from parallel2d.runtime import check_shared_run_dir, limit_waiting
@@ -136,16 +246,17 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
     host = hosts[identity.rank]
     check_shared_run_dir(run_dir)
     loop = job.config.train
+    certificate = None
     if loop.certify_only or (loop.certify and not job.restarted):
-        _certify(job, runtime)
+        certificate = _certify(job, runtime)
+        job = dataclasses.replace(job, certified=True)
     if loop.certify_only:
         return False
-    claim = RunClaim(run_dir) if runtime.is_first else None
     with OutOfMemoryNote(identity.rank, host, run_dir, runtime.device, history=history) as note:
         trainer = build_trainer(job, runtime)
+        if certificate is not None and runtime.is_first:
+            certificate.write(run_dir)
         trainer.stop_requested = signals.preemption_requested
-        if claim is not None:
-            trainer.before_writing = claim.check
         note.position = trainer.recorder.position
         position = launch.telling_progress(identity, trainer.recorder.position)
         first = settings.longest_wait
@@ -163,20 +274,42 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
                     error.add_note(watch.explain())
                 raise
         trainer.recorder.close()
+        if runtime.is_first:
+            _conclude(job, trainer, identity.launcher)
     return trainer.preempted
 
 
-def _certify(job: Job, runtime: Runtime) -> None:
-    """Writes a certificate to the run directory. Raises `ConfigError` on every rank if the layout
-    does not compute what one process computes. Collective."""
+def _conclude(job: Job, trainer: Trainer, launcher: str) -> None:
+    """Says how the run ended, and keeps it in ``summary.json``. Rank 0."""
+    checkpointer = trainer.checkpointer
+    lines = summarize(
+        dataclasses.replace(job, config=trainer.config),  # steps of train.epochs are known there
+        stopped=trainer.preempted,
+        checkpoint=checkpointer.newest(),
+        best=checkpointer.best(),
+        reason=trainer.stopped,
+        launcher=launcher,
+    )
+    for line in lines:
+        trainer.recorder.say(line)
+
+
+def _certify(job: Job, runtime: Runtime) -> Certificate:
+    """Raises `ConfigError` on every rank if the layout does not compute what one process computes.
+    Collective. Writes the certificate where no training follows."""
     from parallel2d.certification import certify_job
 
     certificate = certify_job(job, runtime)
     if runtime.is_first:
-        certificate.write(job.run_dir)
         print(certificate.table(), flush=True)
+        if not certificate.passed and read_segments(job.run_dir):
+            # Not in the place of the certificate of a start that has trained.
+            certificate.write(os.path.join(job.run_dir, "refused"))
+        elif job.config.train.certify_only or not certificate.passed:
+            certificate.write(job.run_dir)
     if not certificate.passed:
         raise ConfigError(certificate.problems())
+    return certificate
 
 
 def _log_to(run_dir: str, identity: launch.RankIdentity) -> None:

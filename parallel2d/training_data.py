@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from torch import nn
 
 from parallel2d.config import DataConfig, TrainConfig
+from parallel2d.config.checks import check_steps
 from parallel2d.data import OpenData, open_data
 from parallel2d.data.batch import labelled_images
 from parallel2d.errors import ConfigError
+from parallel2d.metrics.keys import VALIDATION_LOSS
 from parallel2d.model_families import ModelParts, words_of
 
 log = logging.getLogger(__name__)
@@ -26,13 +28,14 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
     batch takes.
     """
     _check_kind(config, parts)
-    if config.data.name == "images":
-        data = open_data(fit_images(config.data, parts), seed=config.train.seed)
+    wanted = config.training_data()
+    if wanted.name == "images":
+        data = open_data(fit_images(wanted, parts), seed=config.train.seed)
         _check_number_of_images(config, data)
     else:
         seq_len = config.train.seq_len
         context = parts.context(seq_len)
-        data = open_data(config.data, seq_len=seq_len, seed=config.train.seed, context=context)
+        data = open_data(wanted, seq_len=seq_len, seed=config.train.seed, context=context)
     return data
 
 
@@ -119,6 +122,39 @@ def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> Non
             f"model.vocab_size={parts.vocab_size} is smaller than the {data.vocab_size} token ids "
             f"of data={config.data.name}; it must be at least {data.vocab_size}"
         )
+
+
+def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
+    """``config`` with the ``train.steps`` that ``train.epochs`` takes on ``data``.
+
+    Raises `ConfigError` for fewer samples than a global batch takes, for keys that do not fit the
+    steps, and for a metric that ``data`` give no validation for.
+    """
+    wanted = (config.train.stop.metric, config.checkpoint.keep_best)
+    if data.validation is None and VALIDATION_LOSS in wanted:
+        raise ConfigError(
+            f"{VALIDATION_LOSS} is never measured: data={config.data.name} has no held-out part; "
+            "use the loss of a set of data.validation"
+        )
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    batch = config.train.global_batch_size
+    steps = data.train.global_batches(batch)
+    assert steps is not None, "epochs were given, so the data end"
+    samples = len(data.train)
+    if steps == 0:
+        raise ConfigError(
+            f"train.epochs={epochs} of {samples} samples do not fill a global batch "
+            f"(train.global_batch_size={batch}), which data.end=drop leaves out; data.end=pad or "
+            "wrap would not"
+        )
+    fitted = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    try:
+        check_steps(fitted)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (train.epochs={epochs} of {samples} samples)") from None
+    return fitted
 
 
 def check_position(restored: Mapping[str, object], data: OpenData, config: TrainConfig) -> None:

@@ -15,6 +15,7 @@ from parallel2d import MeshSpec, ParallelConfig, build_mesh, certify
 from parallel2d.certification import in_code
 from parallel2d.config import SyncConfig
 from parallel2d.config.job import OPTIMIZERS
+from parallel2d.sync.outer import OuterSync
 
 SAMPLES = 16
 
@@ -118,8 +119,15 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Embedding(61, 24), *inner, nn.Linear(24, 61))
 
 
+def untied() -> nn.Module:
+    model = Experts(0.2)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": Experts,
+    "untied": untied,
     "dropout": lambda: Experts(0.2),
     "statistics": lambda: Experts(statistics=True),
     "convolutions": Convolutions,
@@ -142,8 +150,10 @@ def run(
     parallel: dict[str, Any],
     fault: str = "",
     optimizer: str = "adamw",
+    seed: int | None = None,
+    tensor_plan: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The certificate of this process group, as plain values."""
+    """The certificate of this process group, as plain values. ``seed``: of all ranks' random numbers; default: each has its own."""
     words = dict(parallel)
     if "sync" in words:
         words["sync"] = SyncConfig(**words["sync"])
@@ -153,7 +163,7 @@ def run(
     tokens = torch.randint(0, 61, (SAMPLES, 9), generator=generator)
     module = MODELS[model]()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    torch.manual_seed(20 + dist.get_rank())
+    torch.manual_seed(20 + dist.get_rank() if seed is None else seed)
     with fault_of(fault, module):
         found = certify(
             module,
@@ -163,6 +173,7 @@ def run(
             (tokens[:, :-1], tokens[:, 1:]),
             optimizer=dataclasses.replace(OPTIMIZERS[optimizer], lr=3e-3),
             seed=2,
+            tensor_plan=tensor_plan,
         )
     untouched = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     return {
@@ -338,6 +349,55 @@ def _moving_frozen(_module: nn.Module, put: Any) -> None:
     put(in_code.Session, "end_step", moved)
 
 
+def _other_weight_decay(_module: nn.Module, put: Any) -> None:
+    build_optimizer = in_code.build_optimizer
+
+    def built(*arguments: Any, **more: Any) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(*arguments, **more)
+        if dist.get_rank() == 3:
+            optimizer.param_groups[0]["weight_decay"] = 0.0
+        return optimizer
+
+    put(in_code, "build_optimizer", built)
+
+
+def _kept_statistics(_module: nn.Module, put: Any) -> None:
+    """Buffers get back what they had before each step."""
+    ready = in_code.Session.gradients_ready
+
+    def undone(self: Any, *arguments: Any) -> None:
+        for buffer in self._model.buffers():
+            buffer.copy_(torch.ones_like(buffer))
+        ready(self, *arguments)
+
+    put(in_code.Session, "gradients_ready", undone)
+
+
+def _halved_outer_step(_module: nn.Module, put: Any) -> None:
+    apply = OuterSync._apply
+
+    def halved(self: Any, fragment: Any, mix: float) -> None:
+        fragment.pending.finish()
+        fragment.pending = None
+        for parameter in fragment.parameters:
+            parameter.mean.mul_(0.5)
+        apply(self, fragment, mix)
+
+    put(OuterSync, "_apply", halved)
+
+
+def _other_updates(_module: nn.Module, put: Any) -> None:
+    """A gathered parameter is not what its owners have."""
+    end_step = in_code.Session.end_step
+
+    def changed(self: Any) -> None:
+        with torch.no_grad():
+            dict(self._model.named_parameters())["layers.0.gate.weight"].to_local().mul_(1.5)
+        end_step(self)
+
+    put(in_code.Session, "end_step", changed)
+
+
 def _set(module: nn.Module, put: Any, name: str) -> None:
     put(module, name, dist.get_world_size() - 2)
 
@@ -361,6 +421,10 @@ FAULTS: dict[str, Callable[[nn.Module, Any], None]] = {
     "exchanged gradients": _exchanged_gradients,
     "exchanged weights": _exchanged_weights,
     "a frozen parameter that moves": _moving_frozen,
+    "another weight decay on one rank": _other_weight_decay,
+    "statistics that do not move": _kept_statistics,
+    "half of an outer step": _halved_outer_step,
+    "other updates than the owners'": _other_updates,
     "a model that depends on the rank": _rank_dependent,
     "experts exchanged on one rank": _exchanged_experts,
 }

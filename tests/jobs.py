@@ -33,8 +33,9 @@ def config_of(words):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    from parallel2d.config.composition import _PRESETS, _open_words
+    from parallel2d.config.composition import _PRESETS
     from parallel2d.config.serialization import to_config
+    from parallel2d.config.words import hydra_words
 
     choices = [
         word
@@ -42,7 +43,7 @@ def config_of(words):
         if word.partition("=")[0] in {*_PRESETS, "model", "data", "experiment"}
     ]
     composed = _with_choices(*choices).copy()
-    for word in _open_words(
+    for word in hydra_words(
         [word for word in words if word not in choices and not word.startswith("hydra.")]
     ):
         override = OverridesParser.create().parse_override(word)
@@ -56,16 +57,13 @@ def config_of(words):
     return to_config(composed)
 
 
-def run(folder, run_dir, words, steps, after_step=None):
-    """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on.
-
-    ``after_step(trainer)`` runs on each rank after each step."""
+def build(folder, run_dir, words, hooks=()):
+    """The trainer of this rank."""
     import torch
     import torch.distributed as dist
 
     from parallel2d.assemble import build_trainer
     from parallel2d.config import Job
-    from parallel2d.data import BatchFeed
     from parallel2d.launch import RankIdentity
     from parallel2d.mesh import Topology
     from parallel2d.runtime import Runtime
@@ -74,17 +72,27 @@ def run(folder, run_dir, words, steps, after_step=None):
     dropped = ("model.",) if {"model=custom", "model=hf"} & set(words) else ()
     if "data=images" in words:
         dropped += ("data", "train.seq_len")
+    if any(word.startswith("train.epochs=") for word in words):
+        dropped += ("train.steps",)
     config = config_of([*(word for word in SMALL if not word.startswith(dropped)), *words])
     rank, world = dist.get_rank(), dist.get_world_size()
     os.makedirs(run_dir, exist_ok=True)
     identity = RankIdentity(rank, world, rank, 0, 1, "torchrun")
-    trainer = build_trainer(
-        Job(config, run_dir, ()), Runtime(identity, torch.device("cpu"), Topology.gather())
-    )
+    runtime = Runtime(identity, torch.device("cpu"), Topology.gather())
+    return build_trainer(Job(config, run_dir, ()), runtime, hooks=hooks)
+
+
+def run(folder, run_dir, words, steps, after_step=None):
+    """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on.
+
+    ``after_step(trainer)`` runs on each rank after each step."""
+    from parallel2d.data import BatchFeed
+
+    trainer = build(folder, run_dir, words)
     begun = trainer.progress.step
     feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)
     trainer.begin(feed)
-    for _ in range(min(steps, config.train.steps - begun)):
+    for _ in range(min(steps, trainer.config.train.steps - begun)):
         trainer.step(feed)
         if after_step is not None:
             after_step(trainer)
@@ -92,6 +100,14 @@ def run(folder, run_dir, words, steps, after_step=None):
     feed.close()
     trainer.recorder.close()
     return begun
+
+
+def run_to_the_end(folder, run_dir, words, hooks=()):
+    """The whole job, as the command runs it. Returns its last step and why it was stopped before."""
+    trainer = build(folder, run_dir, words, hooks)
+    trainer.run()
+    trainer.recorder.close()
+    return trainer.progress.step, trainer.stopped
 
 
 def rows(run_dir):

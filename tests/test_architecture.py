@@ -16,6 +16,7 @@ PACKAGE = "parallel2d"
 def modules():
     """Dotted name -> path of every module of the package."""
     found = {}
+    # parallel2d/models and parallel2d/conf are links to the other two.
     for folder in (PACKAGE, "models", "conf"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -117,8 +118,15 @@ def test_no_name_of_a_class_or_module_exists_twice():
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("hydra", {"parallel2d.config.composition", "parallel2d.config.explanation"}),
-        ("transformers", {"parallel2d.models.huggingface"}),
+        (
+            "hydra",
+            {
+                f"parallel2d.config.{name}"
+                for name in ("composition", "explanation", "survey", "sweep", "words")
+            },
+        ),
+        ("transformers", {"parallel2d.models.huggingface", "parallel2d.models.library_forms"}),
+        ("peft", {"parallel2d.models.adapters"}),
     ],
 )
 def test_a_library_is_imported_in_its_own_place_alone(library, where):

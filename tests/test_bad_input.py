@@ -46,6 +46,13 @@ CASES = [
     ),
     (("--strategy", "fsdp"), ["--strategy is no option of this command", "such as strategy=VALUE"]),
     (("--job.config_file=x.toml",), ["job.config_file is an option of torchtitan"]),
+    (("model.tensor_plan={a: colwise}",), ["model.tensor_plan", "model=custom or model=hf"]),
+    (("model=custom", "model.path=x"), ["unknown key model.path", "it belongs to model=hf"]),
+    (("model=hf", "model.dim=3"), ["it belongs to model=llama_8b and its other sizes"]),
+    (("epochs=3",), ["epochs is an option of Keras: train.epochs"]),
+    (("--logger=wandb",), ["metrics.tensorboard=true", "examples/wandb_hook.py"]),
+    (("early_stopping=true",), ["train.stop.metric=METRIC, with train.stop.patience"]),
+    (("--max_epochs", "3"), ["--max_epochs is no option of this command", ": train.epochs"]),
     (("+extra.key=5",), ["unknown key extra"]),
     (("+train.extra=5",), ["unknown key train.extra"]),
     (("strategy=hybird",), ["strategy=hybird", "ddp", "zero3", "did you mean hybrid"]),
@@ -198,7 +205,9 @@ def test_nothing_is_left_behind_by_wrong_words(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make links for somebody else")
-@pytest.mark.parametrize("place", ["train.log", ".hydra/config.yaml", "logs"])
+@pytest.mark.parametrize(
+    "place", ["train.log", ".hydra/config.yaml", "logs", "tensorboard/shard/events"]
+)
 def test_a_run_directory_with_a_planted_link_is_refused(tmp_path, capsys, place):
     outside = tmp_path / "outside"
     outside.write_text("mine")

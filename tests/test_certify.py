@@ -12,10 +12,14 @@ from unittest import mock
 import certified_runs
 import pytest
 import torch
+import torch.distributed as dist
 from certified_runs import FAULTS
 
+from parallel2d import MeshSpec, ParallelConfig, build_mesh
 from parallel2d.certification import size
+from parallel2d.certification.collective_log import CollectiveLog
 from parallel2d.config import LlamaModel, TrainConfig
+from parallel2d.metrics.communication import LoggedCollective
 
 HYBRID = {"replicate": 2, "shard": 2}
 # Fault -> the check that finds it, the parameter or None, a word of the cause
@@ -30,9 +34,19 @@ NAMED = {
     "exchanged gradients": ("gradient", "layers.1.experts.0.up.weight", "layers.1.experts.1.up"),
     "exchanged weights": ("initial weight", "layers.0.experts.0.down.weight", "experts.1.down"),
     "a frozen parameter that moves": ("update", "layers.0.norm.bias", ""),
+    "another weight decay on one rank": ("optimizer", None, "weight decay"),
+    "statistics that do not move": ("buffer", "statistics.running_mean", ""),
+    "half of an outer step": ("shared weight", "embedding.weight", ""),
+    "other updates than the owners'": ("update", "layers.0.gate.weight", ""),
     "a model that depends on the rank": ("forward", None, "model"),
     "experts exchanged on one rank": ("gradient", "embedding.weight", "are exchanged on rank 2"),
 }  # fmt: skip
+HYBRID_WORDS = {"strategy": "hybrid"}
+# Of faults that another layout has
+WORDS = {
+    "half of an outer step": {"strategy": "hybrid", "sync": {"name": "diloco"}},
+    "other updates than the owners'": {"strategy": "hybrid_full"},
+}
 FAST = ("a sum in bf16", "a parameter left out of one replica's reduction", "a stale buffer")
 
 
@@ -42,7 +56,10 @@ def slow_unless(fast, *values):
 
 @pytest.mark.parametrize("fault", [slow_unless(each in FAST, each) for each in FAULTS])
 def test_every_fault_is_found_and_named(ranks, fault):
-    found = ranks.run(4, certified_runs.run, "experts", HYBRID, {"strategy": "hybrid"}, fault)[0]
+    model = "statistics" if fault == "statistics that do not move" else "experts"
+    found = ranks.run(4, certified_runs.run, model, HYBRID, WORDS.get(fault, HYBRID_WORDS), fault)[
+        0
+    ]
     assert not found["passed"]
     check, parameter, cause = NAMED[fault]
     assert any(
@@ -115,9 +132,81 @@ def test_what_can_be_said_of_parameters(ranks):
     assert notes["scale"] == []
 
 
+TENSOR = {"replicate": 1, "shard": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_tensor_ranks_must_draw_the_same_numbers(ranks, seed):
+    plan = {"head": "colwise_gather_output"}
+    found = ranks.run(
+        4, certified_runs.run, "untied", TENSOR, {"strategy": "zero3"}, "", "adamw", seed, plan
+    )[0]
+    told = [each for each in found["found"] if each[0] == "random numbers"]
+    assert bool(told) == (seed is None)
+    assert found["passed"] == (seed is not None), found["lines"][:10]
+
+
+def logged_collectives(change):
+    """What is said of the collectives of a step, of which rank 1 has others."""
+    mesh = build_mesh(MeshSpec(replicate=2, shard=1), "ddp")
+    meter = SimpleNamespace(log=None)
+    predicted = {"comm/replicate/bytes": 800.0}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    log = CollectiveLog(meter, mesh, ParallelConfig("ddp"), predicted, optimizer)
+    log.start()
+    meter.log += [LoggedCollective("replicate", "all_reduce", torch.float32, 400.0)] * 2
+    if dist.get_rank() == 1 and change == "order":
+        meter.log[0] = LoggedCollective("replicate", "all_gather", torch.float32, 400.0)
+    if dist.get_rank() == 1 and change == "dtype":
+        meter.log[0] = LoggedCollective("replicate", "all_reduce", torch.bfloat16, 400.0)
+    if dist.get_rank() == 1 and change == "less":
+        meter.log.clear()
+    if change == "bytes":
+        meter.log.pop()
+    return [
+        (each.check, each.axis, each.collective, each.ranks)
+        for each in log.check(1, predictable=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("", []),
+        ("bytes", [("bytes", "replicate", None, ())]),
+        ("order", [("order of collectives", "replicate", None, (0, 1))]),
+        ("less", [("order of collectives", "replicate", None, (0, 1))]),
+        (
+            "dtype",
+            [
+                ("collective", "replicate", "all_reduce", (1,)),
+                ("order of collectives", "replicate", None, (0, 1)),
+            ],
+        ),
+    ],
+)
+def test_collectives_are_compared_with_the_policy_and_among_ranks(ranks, change, told):
+    assert ranks.run(2, logged_collectives, change)[0] == told
+
+
 MODEL = """
+import os
+
 import torch
 from torch import nn
+
+
+if os.environ.get("OTHER_SAMPLES"):
+    from parallel2d.data.stream import SampleStream
+
+    read = SampleStream.read
+
+    def other(self, positions):
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            positions = [position + 1 for position in positions]
+        return read(self, positions)
+
+    SampleStream.read = other
 
 
 class Louder(nn.Module):
@@ -150,12 +239,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def execute(folder, module, *words):
+def execute(folder, module, *words, **more):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PARALLEL2D")}
     return subprocess.run(
         [sys.executable, "-m", module, *SMALL, *words],
         cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1", **more},
         capture_output=True,
         text=True,
         timeout=150,
@@ -189,6 +278,14 @@ def test_the_command_says_what_is_wrong(folder):
 
 
 @pytest.mark.slow
+def test_a_rank_that_reads_other_samples_is_found(folder):
+    done = execute(folder, "parallel2d.certify", OTHER_SAMPLES="1")
+    assert done.returncode == 1
+    assert "did not read the samples of the global batch" in done.stderr
+    assert "on rank 1" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_certified_run_trains_as_one_without_certificate(folder):
     done = execute(folder, "parallel2d.train", "train.certify=true")
     assert done.returncode == 0, done.stderr
@@ -197,7 +294,7 @@ def test_a_certified_run_trains_as_one_without_certificate(folder):
     assert done.returncode == 0, done.stderr
     assert with_certificate == losses(folder / "plain")
     report = subprocess.run(
-        [sys.executable, "-m", "parallel2d.report", "run", "plain"],
+        [sys.executable, "-m", "parallel2d.report", "--markdown", "run", "plain"],
         cwd=folder,
         capture_output=True,
         text=True,

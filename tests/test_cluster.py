@@ -5,6 +5,8 @@ The first part runs small programs on the nodes. Training on them is at the end:
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -212,11 +214,13 @@ def test_workers_are_killed_stopped_and_continued():
     with Cluster(2, ranks=2) as cluster:
         job = cluster.run(["sh", "-c", WORKERS], launcher="none")
         deadline = time.monotonic() + 30
-        while len(cluster.nodes[0].processes()) < 3 or len(cluster.nodes[1].processes()) < 3:
+        workers: dict[tuple[int, int], int] = {}
+        # A process has its LOCAL_RANK only once its shell has started it.
+        while len(workers) < 4:
             assert time.monotonic() < deadline
-        workers = {
-            (node, rank): cluster.nodes[node].worker(rank) for node in (0, 1) for rank in (0, 1)
-        }
+            with contextlib.suppress(ClusterError):
+                for node, rank in itertools.product((0, 1), (0, 1)):
+                    workers[node, rank] = cluster.nodes[node].worker(rank)
         assert len(set(workers.values())) == 4
         cluster.stop_worker(0, 1)
         assert comes_to(workers[0, 1], "T")

@@ -322,7 +322,7 @@ def test_restarted_workers_go_on_in_the_run_dir_of_their_first_life(folder):
     ]
     done = subprocess.run(
         command(*small, *words, "train.steps=8", "checkpoint.every=2", "checkpoint.asynchronous=false", launcher=torchrun),
-        cwd=folder, env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, capture_output=True, text=True, timeout=150,
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run_dir,) = run_dirs(folder)

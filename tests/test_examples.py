@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,94 @@ def fabric(*words: str) -> list[dict[str, float]]:
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def hooked(folder: Path, hook: str, steps: int) -> None:
+    """A whole job with a hook of the examples, that goes on where there is a run already."""
+    small = [word for word in jobs.SMALL if not word.startswith("train.steps")]
+    words = [
+        "hydra.run.dir=run", "launch.nproc_per_node=2", f"train.steps={steps}", "train.validate_every=3",
+        f"train.hooks=[{{hook: '{hook}', every: 2}}]", "scheduler=constant",
+    ]  # fmt: skip
+    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel2d.train", *small, *words],
+        cwd=folder,
+        env={**environment, "WANDB_MODE": "offline"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_twice(folder: Path, hook: str) -> dict[int, dict[str, float]]:
+    """Up to step 4, and again up to step 6. The rows of the run by step."""
+    (folder / "corpus.txt").write_text("".join(f"{i} and {i} is {i + i}\n" for i in range(12000)))
+    hooked(folder, hook, 4)
+    hooked(folder, hook, 6)
+    return {row["step"]: row for row in jobs.rows(folder / "run")}
+
+
+@pytest.mark.extras("mlflow")
+def test_the_mlflow_hook_logs_one_run_over_a_resume(tmp_path):
+    from mlflow import MlflowClient
+
+    rows = run_twice(tmp_path, "mlflow_hook:MLflowHook")
+    client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("parallel2d").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["lr"] == "0.001"
+    for key, steps in (
+        ("loss", (2, 4, 6)),
+        ("grad_norm", (2, 4, 6)),
+        ("validation/loss", (3, 4, 6)),
+    ):
+        found = [
+            (each.step, each.value) for each in client.get_metric_history(run.info.run_id, key)
+        ]
+        assert found == [(step, rows[step][key]) for step in steps]
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """The records of a file of Weights & Biases: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15  # of a block; no record begins in its last bytes
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+@pytest.mark.extras("wandb")
+def test_the_wandb_hook_logs_one_run_over_a_resume(tmp_path):
+    rows = run_twice(tmp_path, "wandb_hook:WandbHook")
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    records = [record for file in files for record in wandb_records(file)]
+    ids = {record.run.run_id for record in records if record.HasField("run")}
+    assert ids == {(tmp_path / "run" / "wandb_run_id").read_text()}
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        for item in record.history.item if record.HasField("history") else ():
+            name = item.key or "/".join(item.nested_key)
+            found.setdefault(name, {})[record.history.step.num] = json.loads(item.value_json)
+    for key, steps in (
+        ("loss", (2, 4, 6)),
+        ("grad_norm", (2, 4, 6)),
+        ("validation/loss", (3, 4, 6)),
+    ):
+        assert found[key] == {step: rows[step][key] for step in steps}
 
 
 @pytest.mark.extras("lightning.fabric")

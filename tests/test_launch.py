@@ -285,6 +285,7 @@ def silent_store(secret):
     client = StoreClient(f"127.0.0.1:{port}", secret, timeout_s=60.0)
     client.set("before", "here")
     process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # it may run on for a moment
     threads = threading.enumerate()
     yield client
     process.kill()
@@ -338,8 +339,15 @@ def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkey
     folder.parent.chmod(0o777)
     folders.make_own(str(folder))
     assert folder.parent.stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
-    (folder / "job.json").write_text('{"run_dir": "here", "config": "there"}')
-    assert agreement._recorded_job(str(folder)) == {"run_dir": "here", "config": "there"}
+    (folder / "job.json").write_text(
+        '{"run_dir": "here", "config": "there", "words": [], "records": ""}'
+    )
+    assert agreement._recorded_job(str(folder)) == {
+        "run_dir": "here",
+        "config": "there",
+        "words": [],
+        "records": "",
+    }
     folder.parent.chmod(0o770)
     assert agreement._recorded_job(str(folder)) is None
     folder.parent.chmod(0o700)
@@ -362,11 +370,12 @@ def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for variable in ("XDG_RUNTIME_DIR", AGENT, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(variable, raising=False)
-    agreement._record_job({"run_dir": "a", "config": "b"})
+    job = {"run_dir": "a", "config": "b", "words": ["c"], "records": "d"}
+    agreement._record_job(job)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    agreement._record_job({"run_dir": "a", "config": "b"})
-    assert agreement._recorded_job(agreement.launcher_folder()) == {"run_dir": "a", "config": "b"}
+    agreement._record_job(job)
+    assert agreement._recorded_job(agreement.launcher_folder()) == job
 
 
 def test_the_store_command_listens_where_it_is_told(secret, server):

@@ -14,7 +14,7 @@ import pytest
 from browser import Browser, find_chromium
 from test_command_line import SMALL, environment, execute, folder  # noqa: F401
 
-from parallel2d.metrics.tensorboard import COMPARED, LAYOUT
+from parallel2d.metrics.tensorboard import BETWEEN_REPLICAS, COMPARED, LAYOUT
 
 # Everything below ``node``, shadow trees and slots included
 DEEP = """
@@ -27,11 +27,12 @@ const text = node => node.nodeType === 3 ? node.data
   : [...(node.shadowRoot ? node.shadowRoot.childNodes : []), ...node.childNodes]
       .filter(n => !['STYLE', 'SCRIPT', 'TEMPLATE'].includes(n.tagName)).map(text).join(' ').replace(/\\s+/g, ' ').trim();
 """
-# [title, lines drawn] of each panel
+# [title, colours of the lines drawn] of each panel
 PANELS = f"""(() => {{ {DEEP}
   return deep(document, 'tf-custom-scalar-multi-line-chart-card').map(card => [
     text(deep(card, 'tf-card-heading')[0]),
-    deep(card, 'path.line').filter(path => (path.getAttribute('d') || '').length > 2).length]);
+    deep(card, 'path.line').filter(path => (path.getAttribute('d') || '').length > 2)
+      .map(path => getComputedStyle(path).stroke)]);
 }})()"""
 TABLE = (
     f"(() => {{ {DEEP} return deep(document, 'tf-hparams-table-view').map(text).join(' '); }})()"
@@ -82,13 +83,13 @@ def chromium():
 def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folder):  # noqa: F811
     words = (
         "strategy=zero3,hybrid",
-        "launch.nproc_per_node=2",
+        "launch.nproc_per_node=4",
         "metrics.console=silent",
         "hydra.sweep.dir=sweep",
     )
     done = execute(folder, "-m", *SMALL, *words)
     assert done.returncode == 0, done.stderr
-    charts = [name for group in LAYOUT.values() for name in group]
+    charts = [name for group in (*LAYOUT.values(), BETWEEN_REPLICAS) for name in group]
     kept = os.environ.get("DASHBOARD_PICTURES")  # a folder, to look at them oneself
     with dashboard(folder / "sweep") as address:
         browser = Browser(chromium, folder / "profile", height=2600)
@@ -98,14 +99,27 @@ def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folde
                 PANELS, lambda found: len(found) == len(charts) and all(lines for _, lines in found)
             )
             assert [title for title, _ in panels] == charts
+            # The shard axis of zero3, and both of hybrid
+            megabytes = dict(panels)["MB sent per rank and step"]
+            assert len(set(megabytes)) == 3, megabytes
             if kept:
                 browser.photograph(f"{kept}/scalars.png")
             browser.open(f"{address}/#hparams")
             table = browser.wait_for(TABLE, lambda text: "zero3" in text and "hybrid" in text)
             if kept:
                 browser.photograph(f"{kept}/hparams.png")
-            for wanted in (*COMPARED, "loss", "throughput/tokens_per_s", "goodput/fraction"):
+            for wanted in (
+                *COMPARED,
+                "validation/loss",
+                "loss",
+                "throughput/tokens_per_s",
+                "goodput/fraction",
+            ):
                 assert wanted in table, wanted
+            # Whole numbers, and the mesh that was found
+            assert " 2 2 hybrid 1 " in table
+            assert " 1 4 zero3 1 " in table
+            assert "auto" not in table
             assert browser.said == []
         finally:
             browser.close()

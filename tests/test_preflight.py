@@ -456,6 +456,7 @@ def test_the_digest_sees_one_changed_line(tmp_path):
     import parallel2d
 
     other = copy_of_the_package(tmp_path)
+    assert (other / "models" / "llama.py").is_file()
     code = "from parallel2d.preflight.facts import code_digest as d; print(d())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     told = subprocess.run(
@@ -473,16 +474,11 @@ def test_the_digest_sees_one_changed_line(tmp_path):
 def copy_of_the_package(folder: Path) -> Path:
     """The package as if installed there, with one line more in one module."""
     import parallel2d
-    import parallel2d.conf
-    import parallel2d.models
 
     target = folder / "parallel2d"
     ignore = shutil.ignore_patterns("__pycache__")
+    # Links to folders become folders, as in an installed wheel.
     shutil.copytree(parallel2d.__path__[0], target, ignore=ignore)
-    for package in (parallel2d.conf, parallel2d.models):
-        shutil.copytree(
-            package.__path__[0], target / package.__name__.rpartition(".")[2], ignore=ignore
-        )
     with (target / "loss.py").open("a") as file:
         file.write("# one line more\n")
     return target

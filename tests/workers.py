@@ -84,7 +84,7 @@ class MeshGroups:
         """Ends the groups that are not kept. All ranks have answered by now, so none is inside a collective."""
         import torch.distributed as dist
 
-        from parallel2d.runtime import forget_meshes
+        from parallel2d.runtime import release_groups
 
         self._taken.clear()
         kept = [dist.group.WORLD, *self.kept.values()]
@@ -95,8 +95,9 @@ class MeshGroups:
         for group in earlier:
             dist.destroy_process_group(group)
         if not self.kept:
-            forget_meshes()
-        gc.collect()
+            release_groups()
+        else:
+            gc.collect()
 
 
 class WorkerError(AssertionError):

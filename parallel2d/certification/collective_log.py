@@ -104,20 +104,20 @@ class CollectiveLog:
         sequences: dict[str, list[str]] = defaultdict(list)
         for each in logged:
             sequences[each.axis].append(f"{each.collective} in {each.dtype}")
-        names = self._mesh.mesh_dim_names or ()
         coordinate = list(self._mesh.get_coordinate() or ())
         own: dict[str, tuple[list[int], str, list[str]]] = {}
-        for axis, sequence in sequences.items():
-            index = names.index(axis)
+        # A rank that began nothing has its group too.
+        for index, axis in enumerate(self._mesh.mesh_dim_names or ()):
+            sequence = sequences[axis]
             group = [place for number, place in enumerate(coordinate) if number != index]
             digest = hashlib.sha256(json.dumps(sequence).encode()).hexdigest()
             own[axis] = (group, digest, sequence[:2000])
         ranks = exchange.gather(own)
         found: list[Discrepancy] = []
-        for axis in AXES:
+        for axis in own:
             seen: dict[tuple[int, ...], tuple[int, str, list[str]]] = {}
             for rank, each_rank in enumerate(ranks or []):
-                group, digest, sequence = each_rank.get(axis, ([], "", []))
+                group, digest, sequence = each_rank[axis]
                 first = seen.setdefault(tuple(group), (rank, digest, sequence))
                 if first[1] != digest:
                     found.append(_out_of_order(step, axis, first, (rank, sequence)))

@@ -151,13 +151,18 @@ class Examiner:
         )
 
     def settings(self, found: Sequence[Any]) -> None:
-        """``found``: by rank, those of the optimizer's groups."""
+        """``found``: by rank, (name, value) of those of the optimizer's groups."""
         wrong = [rank for rank, each in enumerate(found) if each != found[0]]
         if wrong:
+            theirs, ours = dict(found[wrong[0]]), dict(found[0])
+            names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+            shown = ", ".join(
+                f"{name} is {theirs.get(name, 'missing')} instead of {ours.get(name, 'missing')}"
+                for name in names[:4]
+            )
             self.differs(
                 "optimizer",
-                f"{_listed(wrong)} has other settings than rank 0: {found[wrong[0]]} instead of "
-                f"{found[0]}",
+                f"{_listed(wrong)} has other settings than rank 0: {shown}",
                 cause="learning rate, weight decay or another setting was changed there",
                 ranks=tuple(wrong),
             )

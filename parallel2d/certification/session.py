@@ -35,6 +35,7 @@ from parallel2d.certification.plain_model import (
     RandomState,
     gathered_modules,
     random_state,
+    switch_dropout_off,
 )
 from parallel2d.certification.steps import layout_of
 from parallel2d.config import ParallelConfig, TrainConfig
@@ -95,6 +96,14 @@ class Session:
             found = gather_whole(self._parameters, self._mesh, replica)
             if self.examiner is not None:
                 self.examiner.initial_weights(found)
+
+    def compare_generators(self) -> None:
+        """Tensor ranks of one data rank must draw the same numbers for what they all hold."""
+        of_torch, _, _, *of_device = random_state()
+        own = _as_data([of_torch, *of_device])
+        drawn = exchange.gather((data_coordinate(self._mesh), own))
+        if self.examiner is not None and drawn is not None:
+            self.examiner.random_numbers(drawn)
 
     def start_step(self, number: int) -> None:
         """``number``: from 1."""
@@ -242,7 +251,7 @@ class Session:
         drew = any(not torch.equal(a, b) for a, b in zip(begin, now, strict=True))
         if not any(exchange.all_gather(drew)):
             return []
-        own = [[each.numpy().tobytes() for each in states] for states in self._random]
+        own = [_as_data(states) for states in self._random]
         drawn = exchange.gather((data_coordinate(self._mesh), own))
         if drawn is None or self.examiner is None:
             return []
@@ -269,7 +278,12 @@ class Session:
         groups = [plain_settings(group) for group in self._optimizer.param_groups]
         for group in groups:
             group.pop("params", None)
-        found = exchange.gather([str(sorted(group.items())) for group in groups])
+        settings = [
+            (f"{name} of group {number}", str(group[name]))
+            for number, group in enumerate(groups)
+            for name in sorted(group)
+        ]
+        found = exchange.gather(settings)
         if self.examiner is not None and found is not None:
             self.examiner.settings(found)
 
@@ -341,11 +355,17 @@ def open_session(
     ``make_optimizer`` is.
     """
     shape = mesh_shape(mesh)
+    # Tensor ranks drop what they hold alone in masks of their own.
+    drops = shape.tensor > 1 and switch_dropout_off(model)
+    if drops:
+        notes.append("dropout is off, since tensor ranks draw for their own parts")
     bounds = Bounds.of(config, shape, optimizer, mesh.device_type)
     cuts = cuts_of(parameters_by_name(model), mesh)
     examiner = None
     if dist.get_rank() == 0:
         module = plain().to(mesh.device_type)
+        if drops:
+            switch_dropout_off(module)
         run = ExpectedRun(
             PlainModel(module, loss_of, config.precision, gathered_modules(model)),
             make_optimizer,
@@ -365,7 +385,14 @@ def open_session(
             versions=versions(),
         )
         examiner = Examiner(run, certificate, bounds, mesh, clip)
-    return Session(model, mesh, optimizer, collectives, examiner, bounds.same_kernels)
+    session = Session(model, mesh, optimizer, collectives, examiner, bounds.same_kernels)
+    if drops:
+        session.compare_generators()
+    return session
+
+
+def _as_data(states: RandomState) -> list[bytes]:
+    return [each.numpy().tobytes() for each in states]
 
 
 def _as_state(data: bytes) -> Tensor:

@@ -17,11 +17,11 @@ from parallel2d.certification.batches import ListedFeed, batches_of
 from parallel2d.certification.certificate import Certificate
 from parallel2d.certification.collective_log import CollectiveLog
 from parallel2d.certification.expected_run import StepInputs
-from parallel2d.certification.plain_model import fill, switch_dropout_off
+from parallel2d.certification.plain_model import fill
 from parallel2d.certification.session import Session, open_session
 from parallel2d.certification.size import fitting_model
 from parallel2d.certification.steps import shorten_period, steps_of
-from parallel2d.config import Job, OptimizerConfig, SchedulerConfig, TrainConfig
+from parallel2d.config import Job, OptimizerConfig, SchedulerConfig, StopConfig, TrainConfig
 from parallel2d.data import StepBatch
 from parallel2d.data.batch import Batch
 from parallel2d.mesh import MeshShape
@@ -67,6 +67,11 @@ def _certified(config: TrainConfig, notes: list[str]) -> TrainConfig:
     # Updates that are large enough to be seen.
     config.scheduler = SchedulerConfig("constant")
     config.data.epochs = 0
+    config.data.validation = {}
+    config.train.epochs = None
+    config.train.stop = StopConfig()
+    config.train.hooks = []
+    config.checkpoint.keep_best = None
     shorten_period(config.sync, notes)
     config.train.steps = max(config.train.steps, _most_steps(config) + 1)
     return config
@@ -83,7 +88,7 @@ def _compare(
 ) -> tuple[Session, int]:
     """Trains and compares; how many steps were compared."""
     shape = resolve_mesh(config, runtime.topology)
-    session = _session(trainer, config, shape, notes)
+    session = _session(trainer, config, notes)
     by_data_rank = _batches(trainer, config, shape, runtime)
     feed: Any = ListedFeed(by_data_rank[trainer.data_rank])
     trainer.begin(feed)
@@ -103,19 +108,9 @@ def _compare(
     return session, compared
 
 
-def _session(trainer: Trainer, config: TrainConfig, shape: MeshShape, notes: list[str]) -> Session:
+def _session(trainer: Trainer, config: TrainConfig, notes: list[str]) -> Session:
     parts = build_model(config.model)
-    has_tensor_axis = shape.tensor > 1
-    if has_tensor_axis and switch_dropout_off(trainer.model):
-        notes.append("dropout is off, since tensor ranks draw for their own parts")
-
-    def plain() -> nn.Module:
-        seed = config.train.seed
-        module = fill(parts.module, config.precision, parts.init, seed, parts.weights)
-        if has_tensor_axis:
-            switch_dropout_off(module)
-        return module
-
+    seed = config.train.seed
     recorder, parallel = trainer.recorder, config.parallel()
     assert recorder.meter is not None
     session = open_session(
@@ -126,10 +121,10 @@ def _session(trainer: Trainer, config: TrainConfig, shape: MeshShape, notes: lis
         CollectiveLog(
             recorder.meter, trainer.mesh, parallel, recorder.predicted, trainer.optimizer
         ),
-        plain=plain,
+        plain=lambda: fill(parts.module, config.precision, parts.init, seed, parts.weights),
         loss_of=functools.partial(_loss_of, parts.loss, input_dtype(config.precision)),
         make_optimizer=functools.partial(_new_optimizer, config=config.optimizer),
-        seed=config.train.seed,
+        seed=seed,
         clip=config.optimizer.clip_norm,
         notes=notes,
     )

@@ -16,6 +16,7 @@ from typing import Any
 from parallel2d.checkpoint import huggingface_format as huggingface
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.convert import DTYPE_CHOICES, FORMATS, Progress, convert, guess_format
+from parallel2d.checkpoint.library_export import MOVED, is_library_model
 from parallel2d.checkpoint.sources import open_source
 from parallel2d.checkpoint.storage import describe_error, find_checkpoint
 from parallel2d.errors import ConfigError
@@ -23,10 +24,12 @@ from parallel2d.files import for_terminal
 from parallel2d.files.tensor_file import DTYPES, printable
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.checkpoint"
+) -> int:
     """Runs one command; returns the exit code: 0, 1 for a fault that is explained on standard
     error."""
-    options = _parser().parse_args(arguments)
+    options = _parser(program).parse_args(arguments)
     try:
         options.run(options)
     except (ConfigError, OSError) as error:
@@ -39,10 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel2d.checkpoint", description="Look at, check, convert."
-    )
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Look at, check, convert.")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="inspect|verify|convert"
     )
@@ -79,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--model", action="append", default=[], metavar="KEY=VALUE",
-        help="for --to hf, what the source does not tell: n_heads, n_kv_heads, norm_eps ...",
+        help="for --to hf, what the source does not tell: n_heads, n_kv_heads, norm_eps ...; of a "
+        "run with model=hf, where what it began with is now: path, tokenizer",
     )  # fmt: skip
     command.set_defaults(run=run_convert)
     return parser
@@ -157,27 +159,18 @@ def verify(options: argparse.Namespace) -> None:
 
 def run_convert(options: argparse.Namespace) -> None:
     """Writes the target; prints how to train on from it where that is known."""
-    extra: dict[str, Any] = {}
-    for item in options.model:
-        key, _, value = item.partition("=")
-        if key not in huggingface.ARGUMENTS:
-            raise ConfigError(
-                f"--model {item}: {key} is not one of {', '.join(huggingface.ARGUMENTS)}"
-            )
-        try:
-            extra[key] = float(value) if key in ("norm_eps", "rope_theta") else int(value)
-        except ValueError:
-            raise ConfigError(f"--model {item}: {value} is no number") from None
     if not options.shard_gib > 0:
         raise ConfigError(f"--shard-gib {options.shard_gib} must be above 0")
     target_format = options.to or guess_format(options.target)
     source = open_source(options.source)
+    extra = _model_arguments(options.model, is_library_model(source))
     chosen = [n for n in source.tensors if options.optimizer or n.startswith("model/")]
     total = sum(
         math.prod(source.tensors[n][1]) * DTYPES[source.tensors[n][0]].itemsize for n in chosen
     )
+    # An adapter is a small part of it, which is not worth a bar.
     with _progress("converting", total) as progress:
-        convert(
+        written = convert(
             source,
             options.target,
             target_format,
@@ -185,9 +178,9 @@ def run_convert(options: argparse.Namespace) -> None:
             optimizer=options.optimizer,
             shard_bytes=int(options.shard_gib * 2**30),
             arguments=extra,
-            progress=progress,
+            progress=None if target_format == "peft" else progress,
         )
-    print(f"{options.target}: {len(chosen)} tensors")
+    print(f"{options.target}: {written} tensors")
     if target_format == "parallel2d" and source.arguments:
         overrides = " ".join(huggingface.command_line(source.arguments))
         load = "" if options.optimizer else " checkpoint.load=model_only"
@@ -195,6 +188,25 @@ def run_convert(options: argparse.Namespace) -> None:
             f"train on: python -m parallel2d.train checkpoint.resume={options.target}{load} "
             f"{overrides}"
         )
+
+
+def _model_arguments(items: Sequence[str], of_library: bool) -> dict[str, Any]:
+    """The values of ``--model``: places of files for a model of a library, numbers for the built-in
+    Llama. Raises `ConfigError` for another key and for what is no number."""
+    allowed = MOVED if of_library else huggingface.ARGUMENTS
+    extra: dict[str, Any] = {}
+    for item in items:
+        key, _, value = item.partition("=")
+        if key not in allowed:
+            raise ConfigError(f"--model {item}: {key} is not one of {', '.join(allowed)}")
+        if of_library:
+            extra[key] = value
+            continue
+        try:
+            extra[key] = float(value) if key in ("norm_eps", "rope_theta") else int(value)
+        except ValueError:
+            raise ConfigError(f"--model {item}: {value} is no number") from None
+    return extra
 
 
 @contextmanager

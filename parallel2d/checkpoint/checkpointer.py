@@ -7,6 +7,7 @@ by rank 0 and broadcast.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -38,6 +39,7 @@ from parallel2d.weights.named_tensors import describe_optimizer, reshard, tied_n
 
 log = logging.getLogger(__name__)
 
+BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
 _TIMEOUT = timedelta(hours=4)  # of the save's own group: ranks wait there for the slowest disk
 
 
@@ -96,6 +98,11 @@ class Checkpointer:
         self.failures = 0
         self.published: list[int] = []
         self._known_good: set[int] = set()
+        self._resume: Resume | None = None
+        self._begin_at = 0  # finished steps of what was restored
+        # Rank 0, with `keep_best`: the step of the best state of which there is a checkpoint
+        self._best: int | None = None
+        self._best_now: dict[str, Any] | None = None
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._outcome: tuple[int, str | None, int] | None = None
@@ -139,7 +146,9 @@ class Checkpointer:
     def age_steps(self) -> int:
         return self._last_step - max([self._base, *self.published])
 
-    def restore(self, *, restarted: bool = False, settings: bool = False) -> dict[str, Any] | None:
+    def restore(
+        self, *, restarted: bool = False, settings: bool = False, begin: bool = True
+    ) -> dict[str, Any] | None:
         """Fills model, optimizer and random generators as ``config.resume`` asks. Collective.
 
         ``restarted``: these workers replace others of the same run. They go on from its newest
@@ -148,6 +157,9 @@ class Checkpointer:
         take the lr, betas and weight decay that were saved, which a scheduler of torch goes on
         from. By default they keep those they were built with, which is what the train command
         needs: there the configuration decides.
+
+        ``begin``: false leaves the run's folders as they are until `begin` is called, for callers
+        that may still refuse what was restored.
 
         Returns the ``state`` given to the save that was loaded (``step`` included), or None when
         the run starts from step 0: nothing to resume, or ``load=model_only`` from another run.
@@ -162,14 +174,16 @@ class Checkpointer:
                 optimizer do not fit.
         """
         restarted = any(self.group.all_gather(restarted))
-        result = Resume(
+        self._resume = Resume(
             self.config, self.store, self.group, self.model, self.optimizer, self.memory, settings
-        ).run(restarted)
+        )
+        result = self._resume.run(restarted)
+        self._begin_at = int(result.state.get("step", result.step)) if result is not None else 0
+        if self.config.enabled:
+            self._begin_best(result.state if result is not None else {})
+        if begin:
+            self.begin()
         self._last_save = time.monotonic()
-        if self.memory is not None:
-            self.memory.begin(
-                int(result.state.get("step", result.step)) if result is not None else 0
-            )
         if result is None:
             return None
         self._last_step = int(result.state.get("step", result.step))
@@ -177,6 +191,51 @@ class Checkpointer:
         if result.own_step is not None:
             self._known_good.add(result.own_step)
         return result.state
+
+    def begin(self) -> None:
+        """The run goes on from what `restore` has loaded. Moves aside the checkpoints that it has
+        passed over, drops copies in memory of other states, and names the best checkpoint.
+        Collective."""
+        if self._resume is None:
+            return
+        self._resume.set_aside()
+        self._resume = None
+        if self.memory is not None:
+            self.memory.begin(self._begin_at)
+        if self.config.enabled and self.group.rank == 0:
+            try:
+                self._name_best(self._best_now)
+            except Exception as fault:
+                log.warning("%s could not be written: %s", BEST, describe_error(fault))
+
+    def newest(self) -> str | None:
+        """The path of the newest checkpoint of this run that this object knows to be sound."""
+        return self.store.path_of(max(self._known_good)) if self._known_good else None
+
+    def best(self) -> str | None:
+        """The path of the checkpoint that ``keep_best`` keeps. Rank 0; None on others."""
+        return self.store.path_of(self._best) if self._best else None
+
+    def _begin_best(self, state: dict[str, Any]) -> None:
+        """Names the best checkpoint that ``state`` knows. If it is there no longer, or belongs to
+        another run, ``state`` forgets it, and the next value that is measured is the best."""
+        best = state.get("best")
+        # Nothing of the state was checked yet: it may come from anywhere.
+        if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
+            best = None
+        kept = None
+        if self.group.rank == 0:
+            try:
+                if best is not None and best.get("step") in self.store.steps():
+                    kept = best["step"]
+            except Exception as fault:
+                log.warning("%s cannot be read: %s", self.store.root, describe_error(fault))
+            if best is not None and kept is None:
+                log.warning("there is no checkpoint of the best step so far; it is forgotten")
+        if best is not None and self.group.broadcast(kept) is None:
+            state["best"] = None
+        self._best = kept
+        self._best_now = best if kept is not None else None
 
     def save_if_due(
         self,
@@ -186,6 +245,7 @@ class Checkpointer:
         last: bool = False,
         preempted: bool = False,
         due: bool | None = None,
+        wanted: bool = False,
     ) -> None:
         """Saves after ``step`` if that is due; by default waits for the staging copy only.
         Collective.
@@ -193,12 +253,15 @@ class Checkpointer:
         Args:
             step: the step that was just finished, from 1.
             state: what a resumed run needs beside model and optimizer: numbers, strings, lists,
-                dicts. ``samples`` is the position in the data.
+                dicts. ``samples`` is the position in the data; ``best``, with ``keep_best``, a
+                dict with the ``step``, ``value``, ``metric`` and ``mode`` of the best state so far,
+                whose checkpoint is kept.
             last: the run ends here: save whatever the interval.
             preempted: save now and return only when it is published.
             due: whether ``every_minutes`` have passed, where all ranks have agreed on it already
                 (see `time_is_up`); None: rank 0's clock decides, which costs a broadcast of one
                 value per step when ``every_minutes`` is set.
+            wanted: save whatever the interval, and go on.
 
         Raises:
             CheckpointError: ``max_failures`` saves in a row failed. Alike on every rank.
@@ -215,7 +278,7 @@ class Checkpointer:
             )
             self.blocked_s = time.perf_counter() - begin
             self.blocked_total_s += self.blocked_s
-        if self.config.enabled and self._is_due(step, last or preempted, due):
+        if self.config.enabled and self._is_due(step, last or preempted or wanted, due):
             before = time.perf_counter()
             self._join()
             if step not in self._known_good:
@@ -231,6 +294,17 @@ class Checkpointer:
         themselves."""
         minutes = self.config.every_minutes
         return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
+
+    @property
+    def save_is_done(self) -> bool:
+        """Whether a save that ran beside the loop has ended on this rank, and `collect` has not
+        been called since."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def collect(self) -> None:
+        """Takes account of a save that has ended on every rank, without a wait. Collective. Raises
+        as `save_if_due`."""
+        self._join()
 
     def finish(self) -> None:
         """Waits for a save that is still running, then removes the copies in memory: only for a run
@@ -274,7 +348,7 @@ class Checkpointer:
                     log.error("the checkpoint of step %d could not be written: %s", step, error)
                 else:
                     log.info("%s is published: %.1f MiB", step_name(step), size / 2**20)
-                    self._retire(step)
+                    self._retire(step, state.get("best"))
             self._outcome = step, error, size
 
         if wait:
@@ -345,16 +419,31 @@ class Checkpointer:
             return None
         return f"{step_name(step)} is there already and sound: it is kept"
 
-    def _retire(self, newest: int) -> None:
-        """Rank 0: deletes what ``keep_last`` and ``keep_every`` do not keep. The newest was read
-        back before it was published, so what is deleted is never the last good one."""
+    def _retire(self, newest: int, best: dict[str, Any] | None) -> None:
+        """Rank 0: names the best checkpoint, and deletes what ``keep_best``, ``keep_last`` and
+        ``keep_every`` do not keep. The newest was read back before it was published, so what is
+        deleted is never the last good one."""
         config = self.config
-        if not config.keep_last:
-            return
         try:
-            kept = set(self.store.steps()[-config.keep_last :]) | {newest}
-            for step in self.store.steps():
+            steps = self.store.steps()
+            # If the best step could not be saved, the one before it stays the best.
+            if config.keep_best is not None and best and best["step"] in steps:
+                self._best = best["step"]
+                self._name_best(best)
+            if not config.keep_last:
+                return
+            kept = {*steps[-config.keep_last :], newest, self._best}
+            for step in steps:
                 if step not in kept and not (config.keep_every and step % config.keep_every == 0):
                     self.store.delete(step)
         except Exception as fault:
             log.warning("an old checkpoint could not be deleted: %s", describe_error(fault))
+
+    def _name_best(self, best: dict[str, Any] | None) -> None:
+        """Rank 0: writes `BEST`, or removes it."""
+        if best is None:
+            self.store.put_note(BEST, None)
+            return
+        named = {key: best.get(key) for key in ("metric", "mode", "step", "value")}
+        text = json.dumps({**named, "checkpoint": step_name(best["step"])}, indent=1)
+        self.store.put_note(BEST, text + "\n")

@@ -17,6 +17,17 @@ from typing import Any
 from torch import Tensor
 
 from parallel2d.checkpoint import huggingface_format as huggingface
+from parallel2d.checkpoint.adapter_export import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdapterFolder,
+    adapter_folder,
+)
+from parallel2d.checkpoint.library_export import (
+    LibraryFolder,
+    is_library_model,
+    library_folder,
+)
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredTensor
 from parallel2d.checkpoint.sources import INDEX, TORCH_SUFFIXES, Source, cast, facts_text
@@ -26,7 +37,7 @@ from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import DTYPES, encode_header, tensor_bytes
 from parallel2d.weights.geometry import Region
 
-FORMATS = ("parallel2d", "safetensors", "hf", "torch")
+FORMATS = ("parallel2d", "safetensors", "hf", "peft", "torch")
 _HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 Progress = Callable[[int], object]
@@ -38,7 +49,9 @@ def guess_format(target: str) -> str:
         return "safetensors"
     if target.endswith(TORCH_SUFFIXES):
         return "torch"
-    raise ConfigError(f"{target}: a folder can be in two formats; say --to hf or --to parallel2d")
+    raise ConfigError(
+        f"{target}: a folder can be in two formats; say --to hf, --to peft or --to parallel2d"
+    )
 
 
 def convert(
@@ -51,19 +64,20 @@ def convert(
     shard_bytes: int = 5 * 2**30,
     arguments: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Writes ``source`` to ``target``.
+) -> int:
+    """Writes ``source`` to ``target``; returns how many tensors it wrote.
 
     Args:
         source: from `open_source`.
-        target: a file for ``safetensors`` and ``torch``, a folder for ``hf`` and ``parallel2d``;
-            must not exist.
+        target: a file for ``safetensors`` and ``torch``, a folder for the other
+            formats; must not exist.
         format: one of `FORMATS`.
         dtype: safetensors name of the dtype that floating-point weights are converted to; None
             keeps each. Optimizer state is never converted.
         optimizer: convert optimizer state and the run's position too.
         shard_bytes: size at which a folder's data goes on in another file.
-        arguments: of the Llama, for ``hf``, in addition to those in the source.
+        arguments: of the Llama, for ``hf``, in addition to those in the source; of a ``model=hf``
+            run, ``path`` and ``tokenizer``: where the folder and the tokenizer.json are now.
         progress: gets the bytes written since the last call.
 
     Raises:
@@ -71,10 +85,13 @@ def convert(
     """
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already; nothing is written over")
-    if optimizer and format == "hf":
+    if optimizer and format in ("hf", "peft"):
         raise ConfigError("a Hugging Face model has no place for optimizer state")
     if optimizer and not source.optimizer:
         raise ConfigError("the source holds no optimizer state")
+    exported = _exported(source, format, arguments or {})
+    if exported is not None:
+        source = exported.source
     names = [name for name in source.tensors if optimizer or name.startswith("model/")]
     if not any(name.startswith("model/") for name in names):
         raise ConfigError("the source holds no weights")
@@ -109,7 +126,9 @@ def convert(
             temporary += ".file"
         else:
             os.mkdir(temporary)
-            if format == "hf":
+            if exported is not None:
+                _write_exported(plan, temporary, exported, shard_bytes)
+            elif format == "hf":
                 _write_hugging_face(
                     plan, temporary, {**source.arguments, **(arguments or {})}, shard_bytes
                 )
@@ -123,6 +142,7 @@ def convert(
             shutil.rmtree(temporary, ignore_errors=True)
         elif os.path.lexists(temporary):
             os.unlink(temporary)
+    return len(names)
 
 
 class _Plan:
@@ -224,27 +244,67 @@ def _write_hugging_face(
     theirs = {name: huggingface.theirs(name.removeprefix("model/")) for name in ours}
     arguments = {**_sizes_from_shapes(plan), **arguments}
     arguments["tie_embeddings"] = "output.weight" in plan.source.tied
-    widest = max((plan.dtypes[name] for name in ours), key=lambda dtype: DTYPES[dtype].itemsize)
-    config = huggingface.to_config(arguments, _HF_DTYPES.get(widest, "float32"))
+    config = huggingface.to_config(arguments, _widest_dtype(plan))
     huggingface.from_config(config, "the new config.json")
-    store, shards = LocalStore(folder), plan.shards(ours, shard_bytes)
+    _write_shards(plan, folder, theirs, shard_bytes)
+    LocalStore(folder).write(folder, "config.json", [json.dumps(config, indent=2).encode()])
+
+
+def _exported(
+    source: Source, format: str, arguments: dict[str, Any]
+) -> LibraryFolder | AdapterFolder | None:
+    """``source`` as another library saves it; None for the formats whose names are ours or the
+    built-in Llama's."""
+    if format == "peft":
+        return adapter_folder(source)
+    if format == "hf" and is_library_model(source):
+        return library_folder(source, **arguments)
+    return None
+
+
+def _write_exported(
+    plan: _Plan, folder: str, exported: LibraryFolder | AdapterFolder, shard_bytes: int
+) -> None:
+    # The names are those of the file already.
+    theirs = {name: name.removeprefix("model/") for name in plan.source.tensors}
+    store = LocalStore(folder)
+    if isinstance(exported, AdapterFolder):
+        names = list(theirs)
+        blocks = plan.blocks(names, list(theirs.values()), {"format": "pt"})
+        store.write(folder, ADAPTER_WEIGHTS, blocks)
+        files = {ADAPTER_CONFIG: exported.config}
+    else:
+        # Before the weights: what is wrong with the files is said at once.
+        files = exported.files(_widest_dtype(plan))
+        _write_shards(plan, folder, theirs, shard_bytes)
+    for name, content in files.items():
+        store.write(folder, name, [content])
+
+
+def _widest_dtype(plan: _Plan) -> str:
+    """The library's name of the widest dtype of the weights."""
+    floating = [dtype for dtype in plan.dtypes.values() if dtype in _HF_DTYPES]
+    if not floating:
+        return "float32"
+    return _HF_DTYPES[max(floating, key=lambda dtype: DTYPES[dtype].itemsize)]
+
+
+def _write_shards(plan: _Plan, folder: str, theirs: dict[str, str], shard_bytes: int) -> None:
+    """Weights under the names ``theirs``, with an index where they are in several files."""
+    store, shards = LocalStore(folder), plan.shards(list(theirs), shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        single = len(shards) == 1
-        file = (
-            "model.safetensors"
-            if single
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         store.write(
             folder, file, plan.blocks(names, [theirs[name] for name in names], {"format": "pt"})
         )
         weight_map |= {theirs[name]: file for name in names}
     if len(shards) > 1:
-        total = sum(plan.size(name) for name in ours)
+        total = sum(plan.size(name) for name in theirs)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         store.write(folder, INDEX, [json.dumps(index, indent=2).encode()])
-    store.write(folder, "config.json", [json.dumps(config, indent=2).encode()])
 
 
 def _sizes_from_shapes(plan: _Plan) -> dict[str, Any]:

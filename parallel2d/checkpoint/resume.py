@@ -68,11 +68,14 @@ class Resume:
     ) -> None:
         self.config, self.store, self.group = config, store, group
         self.model, self.optimizer, self.memory, self.settings = model, optimizer, memory, settings
+        self._not_continued: tuple[list[int], str] | None = None  # steps and the reason
+        self._damaged: list[int] = []
+        self._seen: list[int] = []
 
     def run(self, restarted: bool = False) -> Restored | None:
         """See `Checkpointer.restore`."""
         resume = self.config.resume
-        own = self._own_steps()
+        own = self._seen = self._own_steps()
         # Started anew by hand, copies in memory count only where the newest state of this run is
         # asked for.
         copies = (
@@ -87,7 +90,7 @@ class Resume:
         ):
             return found
         if resume == "never":
-            self._set_aside(own, "checkpoint.resume=never")
+            self._not_continued = own, "checkpoint.resume=never"
             return None
         if resume != "auto":
             step = self._own_step(resume)
@@ -96,9 +99,8 @@ class Resume:
             if step is not None:
                 checkpoint = self._verified(self.store.path_of(step))
                 state = self._load(checkpoint, self.config.load)
-                self._set_aside(
-                    [other for other in own if other > step], f"checkpoint.resume={resume}"
-                )
+                later = [other for other in own if other > step]
+                self._not_continued = later, f"checkpoint.resume={resume}"
                 if self.config.load == "model_only":
                     return None
                 return Restored(checkpoint.manifest.step, state, step, step)
@@ -109,6 +111,17 @@ class Resume:
         if restarted or not (own or copies):
             return None
         return self._newest(own, copies, self.config.load if resume == "auto" else "all")
+
+    def set_aside(self) -> None:
+        """Moves checkpoints aside that the run does not go on from: later ones than the chosen
+        one, damaged ones, and what another start has written in the meantime. Collective."""
+        if self.config.enabled:
+            written = [step for step in self._own_steps() if step not in self._seen]
+            self._set_aside(written, "written by another start of this run")
+        if self._damaged:
+            self._clear_damaged(self._damaged)
+        if self._not_continued is not None:
+            self._set_aside(*self._not_continued)
 
     def _own_steps(self) -> list[int]:
         own: list[int] | ConfigError = []
@@ -147,8 +160,8 @@ class Resume:
                     self._say(f"passing over {step_name(step)}: {fault}", logging.WARNING)
                     continue
                 restored = Restored(step, self._load(checkpoint, load), step, step)
-            if self.config.enabled and damaged:
-                self._clear_damaged(list(damaged))
+            if self.config.enabled:
+                self._damaged = list(damaged)
             return None if load == "model_only" else restored
         if not own:
             return None

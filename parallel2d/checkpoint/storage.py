@@ -26,6 +26,7 @@ from typing import Protocol
 
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import StoredFile
+from parallel2d.files import replace
 from parallel2d.files.folder import is_remote
 from parallel2d.files.tensor_file import DamagedCheckpointError
 
@@ -57,6 +58,7 @@ class Store(Protocol):
     def discard(self, place: str) -> None: ...
     def move_aside(self, step: int) -> str: ...  # returns the new name
     def delete(self, step: int) -> None: ...
+    def put_note(self, name: str, text: str | None) -> None: ...  # a file beside; None removes it
     def sweep(self) -> list[str]: ...  # removes what killed saves and deletions left; returns names
 
 
@@ -171,6 +173,14 @@ class LocalStore:
         flush_folder(self.root)
         shutil.rmtree(doomed)
 
+    def put_note(self, name: str, text: str | None) -> None:
+        path = os.path.join(self.root, name)
+        if text is not None:
+            replace(path, text, durable=True)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
     def sweep(self) -> list[str]:
         try:
             names = [
@@ -275,6 +285,13 @@ class RemoteStore:
 
     def delete(self, step: int) -> None:
         self._remove(f"{self._path}/{step_name(step)}")
+
+    def put_note(self, name: str, text: str | None) -> None:
+        path = f"{self._path}/{name}"
+        if text is not None:
+            self.filesystem.pipe_file(path, text.encode())
+        elif self.filesystem.exists(path):
+            self.filesystem.rm_file(path)
 
     def sweep(self) -> list[str]:
         """Removes folders without a manifest; a save in progress looks like one, so only before and

@@ -2,12 +2,19 @@
 
 The dataclasses work without Hydra (``ParallelConfig("zero3")`` in a loop of your own) and are the
 schema that the command line is checked against. `parallel` says how a model is laid over the ranks,
-`model_and_data` what is trained on what, `job` holds the rest. `checks` finds contradictions,
-`composition` is Hydra.
+`model_and_data` what is trained on what, `cluster` on which machines, `job` holds the rest.
+`checks` finds contradictions, `composition` is Hydra.
 """
 
 from __future__ import annotations
 
+from parallel2d.config.cluster import (
+    ClusterConfig,
+    DeviceConfig,
+    LinkConfig,
+    PeakConfig,
+    PlanConfig,
+)
 from parallel2d.config.job import (
     OPTIMIZER_NAMES,
     OPTIMIZERS,
@@ -19,6 +26,7 @@ from parallel2d.config.job import (
     OptimizerConfig,
     ProfileConfig,
     SchedulerConfig,
+    StopConfig,
     TrainConfig,
 )
 from parallel2d.config.model_and_data import (
@@ -66,22 +74,28 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "BucketingConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "CompileConfig",
     "CustomModel",
     "DataConfig",
+    "DeviceConfig",
     "HuggingFaceModel",
     "Job",
     "LaunchConfig",
+    "LinkConfig",
     "LlamaModel",
     "LoopConfig",
     "MeshConfig",
     "MetricsConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PeakConfig",
+    "PlanConfig",
     "PrecisionConfig",
     "PrefetchConfig",
     "ProfileConfig",
     "SchedulerConfig",
+    "StopConfig",
     "StrategyConfig",
     "SyncConfig",
     "TrainConfig",

@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from parallel2d.config.cluster import cluster_problems, plan_problems
 from parallel2d.config.constraints import choice_problems, field_problems
-from parallel2d.config.job import LaunchConfig, LoopConfig, OptimizerConfig, TrainConfig
+from parallel2d.config.job import (
+    CheckpointConfig,
+    LaunchConfig,
+    LoopConfig,
+    OptimizerConfig,
+    StopConfig,
+    TrainConfig,
+)
 from parallel2d.config.model_and_data import (
+    ENTRY_KEYS,
+    READ_BY,
     CustomModel,
     DataConfig,
     HuggingFaceModel,
     LlamaModel,
+    validation_set,
 )
 from parallel2d.config.parallel import (
+    AUTOMATIC,
     DTYPES,
     PLACEMENTS,
     TENSOR_WORDS,
@@ -58,6 +71,12 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
     _refuse(list(field_problems(optimizer, "optimizer.")))
 
 
+def check_steps(config: TrainConfig) -> None:
+    """Raises `ConfigError` with one line per key that does not fit ``train.steps``, for where
+    ``train.epochs`` has decided them."""
+    _refuse([*_warmup_problems(config), *_profile_problems(config)])
+
+
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
@@ -72,13 +91,26 @@ def _require(holds: bool, problem: str) -> Iterator[str]:
 def _job_problems(config: TrainConfig) -> Iterator[str]:
     yield from _model_problems(config)
     yield from _parallel_problems(config)
-    yield from _data_problems(config.data)
+    yield from _data_problems(config.training_data())
     yield from _optimizer_problems(config.optimizer)
     yield from _policy_problems(config)
     yield from _training_precision_problems(config)
     yield from _loop_problems(config)
-    yield from _profile_problems(config)
+    yield from _epoch_problems(config)
+    # With train.epochs the steps are not known before the data are; see `check_steps`.
+    if config.train.epochs is None:
+        yield from _warmup_problems(config)
+        yield from _profile_problems(config)
+    yield from _best_problems(config)
+    yield from _hook_problems(config.train.hooks)
     yield from _launch_problems(config.launch)
+    yield from cluster_problems(config.cluster)
+    yield from plan_problems(config.plan)
+    yield from _require(
+        config.sync.name != AUTOMATIC or config.plan.sync_loss is not None,
+        "sync=auto needs plan.sync_loss, such as 0.005: the largest relative gap of the loss to "
+        "synchronous training that the sync method may cost",
+    )
 
 
 # What is trained
@@ -106,6 +138,27 @@ def _model_problems(config: TrainConfig) -> Iterator[str]:
     yield from _require(
         not config.data.intra_document_masking,
         "data.intra_document_masking=true: models of model=hf take no document ids",
+    )
+    if model.adapter is not None:
+        yield from _adapter_problems(model, config.mesh.tensor)
+
+
+def _adapter_problems(model: HuggingFaceModel, tensor: int | str) -> Iterator[str]:
+    if not isinstance(model.adapter, Mapping):
+        yield (
+            f"model.adapter={model.adapter} must be arguments of peft.LoraConfig, such as "
+            "{r: 8, target_modules: [q_proj, v_proj]}"
+        )
+    # An adapter is saved alone, and means nothing without the weights that it was trained on.
+    yield from _require(
+        model.path is not None and model.load_weights,
+        "model.adapter needs model.path, the folder of a saved model, and model.load_weights=true: "
+        "an adapter is trained on weights that are kept",
+    )
+    yield from _require(
+        tensor in (1, "auto"),
+        f"mesh.tensor={tensor}: a model with model.adapter is not split over a tensor axis; set "
+        "mesh.tensor=1",
     )
 
 
@@ -168,16 +221,6 @@ def _is_reference(value: Any) -> bool:
 
 # On what data
 
-_SEQUENCES = ("packing", "intra_document_masking")
-_PREPARED = ("tokenizer", "end_token", "validation_fraction", "workers", "cache_dir", *_SEQUENCES)
-# The fields that each kind of data reads, beside those that all of them read.
-_READ_BY = {
-    "stdlib": _PREPARED,
-    "text": ("path", "text_field", "document_kib", "max_bad_rows", *_PREPARED),
-    "tokens": ("path", "mixture", *_SEQUENCES),
-    "hf": ("path", "subset", "split", "text_field", "max_bad_rows", *_PREPARED),
-    "images": ("path", "validation_fraction", "workers", "image_size", "channels"),
-}
 _PATHS = {
     "text": "a file, folder or glob",
     "hf": "a data set's name, or the folder of a saved one",
@@ -186,7 +229,7 @@ _PATHS = {
 
 
 def _data_problems(data: DataConfig) -> Iterator[str]:
-    yield from _without_effect("data", data, _READ_BY)
+    yield from _without_effect("data", data, READ_BY)
     yield from _data_path_problems(data)
     yield from _image_problems(data)
     yield from _require(
@@ -198,6 +241,45 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
         data.end == DataConfig().end or data.epochs > 0,
         f"data.end={data.end} has no effect with data.epochs=0, which reads without end",
     )
+    for name, entry in data.validation.items():
+        yield from _validation_set_problems(data, str(name), entry)
+
+
+_SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+# What the values of an entry of data.validation may be, by the annotation of the field.
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "int | str": (int, str),
+    "float": (int, float),
+    "list[Any]": (list,),
+}
+
+
+def _validation_set_problems(data: DataConfig, name: str, entry: Any) -> Iterator[str]:
+    where = f"data.validation.{name}"
+    if not _SET_NAME.fullmatch(name):
+        yield f"{where}: a set's name has letters, digits, '_', '.' and '-' alone"
+    if not isinstance(entry, dict):
+        yield f"{where}={entry} must have the form {{path: PATH, name: text}}, with keys of data.*"
+        return
+    unknown = [key for key in entry if key not in ENTRY_KEYS]
+    for key in unknown:
+        near = did_you_mean(key, ENTRY_KEYS)
+        yield f"{where}.{key}: a set may have {', '.join(ENTRY_KEYS)}{near}"
+    kinds = {item.name: _KINDS[str(item.type)] for item in fields(data) if item.name in ENTRY_KEYS}
+    wrong = [key for key in entry if key in kinds and not isinstance(entry[key], kinds[key])]
+    for key in wrong:
+        yield f"{where}.{key}={entry[key]} is no value of data.{key}"
+    if unknown or wrong:
+        return
+    own = validation_set(data, entry)
+    if (own.name == "images") != (data.name == "images"):
+        yield f"{where}.name={own.name} and data={data.name}: a model reads images or tokens"
+    yield from field_problems(own, where + ".")
+    for problem in _data_problems(own):
+        yield f"{where}: {problem}"
 
 
 def _without_effect(
@@ -454,7 +536,9 @@ def _split_update_problems(config: TrainConfig | ParallelConfig) -> Iterator[str
 
 
 def _sync_problems(sync: SyncConfig) -> Iterator[str]:
-    yield from _without_effect("sync", sync, {"every_step": (), "diloco": _DILOCO})
+    yield from _without_effect(
+        "sync", sync, {"every_step": (), "diloco": _DILOCO, AUTOMATIC: _DILOCO}
+    )
     yield from _require(
         sync.name != "every_step" or sync.wire not in ("int4", "sparse"),
         f"sync.wire={sync.wire} needs sync=diloco: what it loses of a single step's gradient is "
@@ -520,11 +604,6 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
         f"train.seq_len={train.seq_len} has no effect with data=images: an image is one sample "
         "with one target",
     )
-    warmup = config.scheduler.warmup_steps
-    yield from _require(
-        warmup < max(train.steps, 1),
-        f"scheduler.warmup_steps={warmup} must be below train.steps={train.steps}",
-    )
     micro = train.micro_batch_size
     whole = train.global_batch_size
     # "auto" is chosen to fit.
@@ -533,6 +612,98 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
             micro <= whole,
             f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}",
         )
+
+
+def _warmup_problems(config: TrainConfig) -> Iterator[str]:
+    warmup = config.scheduler.warmup_steps
+    steps = config.train.steps
+    yield from _require(
+        warmup < max(steps, 1),
+        f"scheduler.warmup_steps={warmup} must be below train.steps={steps}",
+    )
+
+
+def _epoch_problems(config: TrainConfig) -> Iterator[str]:
+    epochs = config.train.epochs
+    if epochs is None:
+        return
+    if isinstance(epochs, bool) or epochs < 1:
+        yield f"train.epochs={epochs} must be at least 1, or null"
+    of_data = config.data.epochs
+    yield from _require(
+        of_data in (0, epochs),
+        f"train.epochs={epochs} and data.epochs={of_data} contradict each other: omit data.epochs",
+    )
+    # The default is what a user who gave none has.
+    steps = config.train.steps
+    yield from _require(
+        steps == LoopConfig().steps,
+        f"train.epochs={epochs} and train.steps={steps} both say when the run ends: omit one",
+    )
+
+
+# What ends and saves a run by what was measured
+
+_SET_LOSS = re.compile(r"validation/(?P<name>[A-Za-z0-9_.-]+)/loss")
+
+
+def _best_problems(config: TrainConfig) -> Iterator[str]:
+    stop = config.train.stop
+    checkpoint = config.checkpoint
+    if stop.metric is None:
+        for item in fields(StopConfig):
+            value = getattr(stop, item.name)
+            if value != getattr(StopConfig(), item.name):
+                yield f"train.stop.{item.name}={value} has no effect without train.stop.metric"
+    else:
+        yield from _metric_problems("train.stop.metric", stop.metric, config)
+    if checkpoint.keep_best is not None:
+        yield from _metric_problems("checkpoint.keep_best", checkpoint.keep_best, config)
+        yield from _require(
+            checkpoint.enabled,
+            f"checkpoint.keep_best={checkpoint.keep_best} has no effect with "
+            "checkpoint.enabled=false",
+        )
+        return
+    yield from _require(
+        checkpoint.keep_best_mode == CheckpointConfig().keep_best_mode,
+        f"checkpoint.keep_best_mode={checkpoint.keep_best_mode} has no effect without "
+        "checkpoint.keep_best",
+    )
+
+
+def _metric_problems(key: str, metric: str, config: TrainConfig) -> Iterator[str]:
+    """Yields a line for a metric that this job never measures."""
+    if metric in ("loss", "grad_norm"):
+        return
+    named = [f"validation/{name}/loss" for name in config.data.validation]
+    measured = ["loss", "grad_norm", "validation/loss", *named]
+    if metric not in measured:
+        # A hook may measure anything else.
+        if not config.train.hooks or _SET_LOSS.fullmatch(metric):
+            near = did_you_mean(metric, measured)
+            yield (
+                f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric "
+                f"of train.hooks{near}"
+            )
+        return
+    yield from _require(
+        config.train.validate_every > 0,
+        f"{key}={metric} is never measured with train.validate_every=0",
+    )
+    reads_fraction = "validation_fraction" in READ_BY.get(config.data.name, ())
+    if metric == "validation/loss" and reads_fraction and not config.data.validation_fraction:
+        yield f"{key}={metric} is never measured with data.validation_fraction=0"
+
+
+def _hook_problems(hooks: list[Any]) -> Iterator[str]:
+    for entry in hooks:
+        reference = entry.get("hook") if isinstance(entry, dict) else entry
+        if not _is_reference(reference):
+            yield (
+                f"train.hooks has {entry}; an entry has the form package.module:Class, or "
+                "{hook: package.module:Class, every: 50} with keyword arguments of the class"
+            )
 
 
 def _profile_problems(config: TrainConfig) -> Iterator[str]:

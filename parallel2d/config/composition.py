@@ -1,17 +1,18 @@
 """From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
 
-`compose` composes one job, `run_sweep` leaves several of them, or ``--help``, to Hydra. Only this
-module and `explanation` use Hydra.
+`compose` composes one job, `run_sweep` leaves several of them, or ``--cfg``, to Hydra. `words` has
+what happens to the words before, `survey` what they might choose.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,9 @@ from typing import Any
 import hydra
 from hydra import initialize_config_module
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import run_job
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
@@ -31,8 +30,8 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d import files
-from parallel2d.config import other_frameworks
-from parallel2d.config.explanation import explain
+from parallel2d.config.cluster import ClusterConfig
+from parallel2d.config.explanation import SCHEMA_GROUP, explain
 from parallel2d.config.job import (
     OPTIMIZERS,
     CheckpointConfig,
@@ -45,24 +44,28 @@ from parallel2d.config.job import (
 )
 from parallel2d.config.model_and_data import CustomModel, HuggingFaceModel, LlamaModel
 from parallel2d.config.parallel import (
+    AUTOMATIC,
     BUCKETINGS,
     CHECKPOINTINGS,
     COMPILES,
     PRECISIONS,
     STRATEGIES,
     SYNC_NAMES,
+    StrategyConfig,
     SyncConfig,
 )
 from parallel2d.config.serialization import to_config
-from parallel2d.errors import ConfigError
+from parallel2d.config.sweep import Outcome, SweepFolder, outcomes, table
+from parallel2d.config.words import hydra_words, job_options, may_sweep
+from parallel2d.errors import ConfigError, EndsSweep
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    "strategy": dict(STRATEGIES),
+    "strategy": {**STRATEGIES, AUTOMATIC: StrategyConfig(AUTOMATIC)},
     "bucketing": dict(BUCKETINGS),
     "precision": dict(PRECISIONS),
     "activation_checkpointing": dict(CHECKPOINTINGS),
     "compile": dict(COMPILES),
-    "sync": {name: SyncConfig(name) for name in SYNC_NAMES},
+    "sync": {name: SyncConfig(name) for name in (*SYNC_NAMES, AUTOMATIC)},
     "optimizer": dict(OPTIMIZERS),
     "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
     "checkpoint": {"default": CheckpointConfig()},
@@ -70,29 +73,29 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "profile": {"default": ProfileConfig()},
     "launch": {"local": LaunchConfig()},
 }
-_MODEL_SCHEMAS = {
-    "llama_schema": LlamaModel,
-    "custom_schema": CustomModel,
-    "hf_schema": HuggingFaceModel,
+# What the files in conf/ build on.
+_SCHEMAS = {
+    "train": TrainConfig,
+    "llama": LlamaModel,
+    "custom": CustomModel,
+    "hf": HuggingFaceModel,
+    "cluster": ClusterConfig,
 }
-# Words that begin so are about keys that no schema knows.
-_OPEN = ("model.arguments.", "model.arguments=", "model.tensor_plan=")
 _FOLDER = re.compile(r"\+*hydra\.(run|sweep)\.dir=(?P<path>.*)")
-_BRACKET = re.compile(r"(?<!\\)([\[\]])")
 
-Task = Callable[[Job], None]
+Task = Callable[[Job], float | None]
+_IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's own, without a plugin
 
 
 @functools.cache
 def register() -> None:
     """Makes the schema and the presets known to Hydra, once per process."""
     store = ConfigStore.instance()
-    store.store(name="train_schema", node=TrainConfig)
     for group, presets in _PRESETS.items():
         for name, node in presets.items():
             store.store(group=group, name=name, node=node)
-    for name, node in _MODEL_SCHEMAS.items():
-        store.store(group="model", name=name, node=node)
+    for name, node in _SCHEMAS.items():
+        store.store(group=SCHEMA_GROUP, name=name, node=node)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Composition:
     words: tuple[str, ...]
     _composed: DictConfig  # with Hydra's own part
     _config_name: str
+    _options: tuple[str, ...] = ()  # that the words need to mean the same again
 
     def start(self, task: Task) -> None:
         """Makes the run directory, with Hydra's records, and calls ``task``. Raises `ConfigError`
@@ -114,14 +118,14 @@ class Composition:
 
         def call(_composed: DictConfig) -> None:
             try:
-                task(_job(self.config))
+                task(_job(self.config, self._options))
             except Exception as error:  # kept from Hydra, which would print it in its own way
                 failures.append(error)
 
         # What `hydra.main` does after it has composed.
         callbacks = Callbacks(self._composed)
         callbacks.on_run_start(config=self._composed, config_name=self._config_name)
-        with _initialized(), _folder_errors_explained():
+        with initialized(), _folder_errors_explained():
             result = run_job(
                 task_function=call,
                 config=self._composed,
@@ -139,50 +143,53 @@ class Composition:
 def compose(arguments: Sequence[str]) -> Composition | None:
     """What ``arguments`` compose to, without a run directory or any other trace.
 
-    None where they are no single job: ``-m``, ``--help``, ``--cfg``, several values for a key.
+    None where they are no single job: ``-m``, ``--cfg``, several values for a key.
     Raises `ConfigError` for anything wrong with the words.
     """
     register()
-    words = _open_words(arguments)
-    parsed = _parse(words)
+    words = hydra_words(arguments)
+    parsed = job_options(words)
     if parsed is None:
         return None
     overrides, name = list(parsed.overrides), parsed.config_name or "train"
     if parsed.config_dir:
         overrides.append(f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]")
     try:
-        with _initialized() as hydra_instance:
+        with initialized() as hydra_instance:
             composed = hydra_instance.compose_config(name, overrides, run_mode=RunMode.RUN)
         if composed.hydra.mode == RunMode.MULTIRUN:
             return None
         composed.hydra.mode = RunMode.RUN
-        return Composition(to_config(_without_hydra(composed)), tuple(words), composed, name)
+        options: list[str] = []
+        if parsed.config_dir:
+            options += ["--config-dir", parsed.config_dir]
+        if parsed.config_name:
+            options += ["--config-name", parsed.config_name]
+        config = to_config(_without_hydra(composed))
+        return Composition(config, tuple(words), composed, name, tuple(options))
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if _may_sweep(parsed.overrides):
+        if may_sweep(parsed.overrides):
             return None
         raise ConfigError(explain(words, error)) from None
 
 
 def run_sweep(arguments: Sequence[str], task: Task) -> None:
     """Lets Hydra compose ``arguments`` and calls ``task`` once per job, each with a run directory
-    of its own. Raises `ConfigError` for anything wrong with the words."""
+    of its own. What it returns is the job's objective. Prints a table of the jobs, best first.
+    Raises `ConfigError` for anything wrong with the words, and the error of a job that failed."""
     register()
-    words = _open_words(arguments)
+    words = hydra_words(arguments)
     if any(word.startswith("--experimental-rerun") for word in words):
         raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
     for word in words:
         _check_run_dir(word)
-    failures: list[tuple[str, Exception]] = []
+    failures: list[Exception] = []
+    begun, SweepFolder.folder = time.time() - 1, None  # file systems round times
 
-    def call(composed: DictConfig) -> None:
-        overrides = " ".join(HydraConfig.get().overrides.task)
-        try:
-            task(_job(to_config(composed)))
-        # kept from Hydra, which would print it in its own way; the other jobs still run
-        except Exception as error:
-            failures.append((overrides, error))
+    def call(composed: DictConfig) -> float | None:
+        return _sweep_job(composed, task, failures)
 
     main = hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")
     try:
@@ -193,46 +200,80 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(explain(words, error)) from None
-    if len(failures) > 1:
-        raise ConfigError("\n".join(f"[{overrides}] {error}" for overrides, error in failures))
+    except _SweepEnded as ended:
+        raise ended.cause from None
+    finally:
+        told = _tell_sweep(begun)
+    if len(told) > 1:
+        raise ConfigError("\n".join(told))
     if failures:
-        raise failures[0][1]
+        raise failures[0]
 
 
-def is_multirun(arguments: Sequence[str]) -> bool:
-    """Whether ``-m`` is among the words."""
-    return any(word in ("-m", "--multirun") for word in arguments)
+def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> float | None:
+    """One job of a sweep, in whatever process Hydra's launcher runs it."""
+    settings = HydraConfig.get()
+    number, words = int(settings.job.num or 0), tuple(settings.overrides.task)
+    run_dir = os.path.abspath(settings.runtime.output_dir)
+    value, error = None, None
+    try:
+        value = task(_job(to_config(composed)))
+    except Exception as failure:
+        error = failure
+    if isinstance(error, EndsSweep) and _is_own(settings.launcher):
+        raise _SweepEnded(error)
+    text = None if error is None else str(error)
+    Outcome(number, words, value, text, run_dir).write()
+    if error is None:
+        return value
+    if _is_own(settings.sweeper) and _is_own(settings.launcher):
+        # kept from Hydra, which would print it in its own way; the other jobs still run
+        failures.append(error)
+        return None
+    raise error
 
 
-def _job(config: TrainConfig) -> Job:
+class _SweepEnded(BaseException):
+    """Not an Exception, since Hydra goes on to the next job after one."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _is_own(part: DictConfig) -> bool:
+    """Whether it is what Hydra has without a plugin."""
+    return str(part.get("_target_", "")).endswith(_IN_TURN)
+
+
+def _tell_sweep(begun: float) -> list[str]:
+    """Prints the table of a sweep's jobs; returns the errors of those that failed, with their
+    words."""
+    if SweepFolder.folder is None:
+        return []
+    jobs = outcomes(SweepFolder.folder, begun)
+    if len(jobs) > 1 and any(job.error is None for job in jobs):
+        lines = table(jobs, "objective", descending=SweepFolder.descending)
+        print("\n".join(map(files.for_terminal, lines)), file=sys.stderr, flush=True)
+    return [f"[{' '.join(job.words)}] {job.error}" for job in jobs if job.error is not None]
+
+
+def _job(config: TrainConfig, options: tuple[str, ...] = ()) -> Job:
     """The job in the run directory that Hydra has just made."""
     settings = HydraConfig.get()
     run_dir = os.path.abspath(settings.runtime.output_dir)
     _check_links(run_dir)
-    return Job(config, run_dir, tuple(settings.overrides.task))
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace | None:
-    """The options and overrides among ``words``; None where Hydra answers or runs a sweep. Raises
-    `ConfigError` for an option that the command does not have."""
-    try:
-        with contextlib.redirect_stderr(None):
-            parsed, unknown = get_args_parser().parse_known_args(list(words))
-    except SystemExit:
-        return None
-    if unknown:
-        name = unknown[0].lstrip("-").partition("=")[0]
-        hint = other_frameworks.answer(name)
-        if hint is None:
-            hint = f"settings are words key=value, such as {name}=VALUE if that is one"
-        raise ConfigError(f"{unknown[0]} is no option of this command: {hint}; --help lists all")
-    rerun = getattr(parsed, "experimental_rerun", None)
-    asked = (parsed.help, parsed.hydra_help, parsed.cfg, parsed.info, parsed.config_path, rerun)
-    return None if any(asked) or parsed.multirun else parsed
+    words = (*options, *settings.overrides.task)
+    job = Job(config, run_dir, words, records=settings.output_subdir or "")
+    if settings.mode != RunMode.MULTIRUN:
+        return job
+    # A launcher of a plugin may run several jobs at once.
+    label = "" if _is_own(settings.launcher) else f"[#{settings.job.num}]"
+    return dataclasses.replace(job, label=label, is_judged=not _is_own(settings.sweeper))
 
 
 @contextlib.contextmanager
-def _initialized() -> Iterator[Any]:
+def initialized() -> Iterator[Any]:
     """Hydra with our configuration on its search path, until the end of the block."""
     GlobalHydra.instance().clear()
     try:
@@ -298,27 +339,3 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
     with open_dict(task):
         del task["hydra"]
     return task
-
-
-def _may_sweep(words: Sequence[str]) -> bool:
-    """Whether a word has several values: a sweep, if Hydra was told so in a file."""
-    try:
-        overrides = OverridesParser.create().parse_overrides(list(words))
-    except HydraException:
-        return False
-    return any(override.is_sweep_override() for override in overrides)
-
-
-def _open_words(arguments: Sequence[str]) -> list[str]:
-    """The words as Hydra must see them.
-
-    It wants ``++`` before a key that its schema does not have, such as the arguments of a model's
-    factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the pattern,
-    which Hydra takes only with backslashes.
-    """
-    words = []
-    for word in arguments:
-        if word.lstrip("+").startswith("model.tensor_plan={"):
-            word = _BRACKET.sub(r"\\\1", word)
-        words.append(f"++{word}" if word.startswith(_OPEN) else word)
-    return words

@@ -20,6 +20,8 @@ def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
         # "???" is OmegaConf's mark of a value that must be given.
         if is_dataclass(value):
             yield from field_problems(value, key + ".")
+        elif value is None and item.metadata.get("null"):
+            continue
         elif value == "???":
             yield f"{key} is required and was not given"
         elif _has_infinite(value) and not item.metadata.get("infinite"):
@@ -48,12 +50,17 @@ def _has_infinite(value: Any) -> bool:
     return not math.isfinite(value)
 
 
+def bounds(constraint: Mapping[str, Any]) -> str:
+    """What a number with this constraint may be: ``at least 0 and at most 1``; empty for any."""
+    named = [text.format(constraint[name]) for name, text in _BOUNDS.items() if name in constraint]
+    return " and ".join(named)
+
+
 def _bound_problems(key: str, value: Any, constraint: Mapping[str, Any]) -> Iterator[str]:
     auto = constraint.get("auto", False)
     if auto and value == "auto":
         return
-    named = [text.format(constraint[name]) for name, text in _BOUNDS.items() if name in constraint]
-    allowed = " and ".join(named)
+    allowed = bounds(constraint)
     kinds: Any = (int, float)
     if auto:
         # A key that also takes `auto` counts something, unless it says otherwise.

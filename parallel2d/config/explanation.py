@@ -20,9 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d.config import other_frameworks
-from parallel2d.config.serialization import dotted_keys, first_line
+from parallel2d.config.serialization import dotted_keys, first_line, other_models
 from parallel2d.errors import did_you_mean, nearest
 
+# The schemas stand in a group of their own, from which nobody chooses on a command line.
+SCHEMA_GROUP = "schema"
 # What a value must be, by the class of OmegaConf's node for it.
 _EXPECTED = {
     "IntegerNode": "a whole number",
@@ -52,9 +54,12 @@ def explain(words: Sequence[str], error: Exception) -> str:
     GlobalHydra.instance().clear()
     with initialize_config_module("parallel2d.conf", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        groups = set(loader.list_groups("")) - {"hydra"}
+        groups = set(loader.list_groups("")) - {"hydra", SCHEMA_GROUP}
         read = _read(arguments.overrides, loader, groups)
-        base = compose("train", overrides=read.choices)
+        try:
+            base = compose("train", overrides=read.choices)
+        except HydraException:  # such as +strategy=ddp, which no single word shows
+            return "\n".join(read.wrong) or first_line(error)
         keys = dotted_keys(base)
         tried = [_try_value(base, keys, groups, word, override) for word, override in read.values]
     return "\n".join([*read.wrong, *filter(None, tried)]) or first_line(error)
@@ -102,8 +107,7 @@ def _check_choices(group: str, override: Any, loader: Any, found: _Words) -> Non
         choices = [part.strip() for part in str(override.get_value_string()).split(",")]
     else:
         choices = [str(override.get_value_string())]
-    # Schemas are registered among the choices, but are none.
-    allowed = [name for name in loader.get_group_options(group) if not name.endswith("_schema")]
+    allowed = loader.get_group_options(group)
     for choice in choices:
         if choice not in allowed:
             found.wrong.append(_unknown_choice(group, choice, allowed))
@@ -149,7 +153,7 @@ def _try_value(
 
 def _unknown_key(key: str, word: str, keys: list[str], groups: set[str]) -> str:
     line = f"unknown key {key} (given as {word})"
-    instead = other_frameworks.answer(key)
+    instead = other_frameworks.answer(key) or other_models(key, keys)
     if instead is not None:
         return f"{line}: {instead}"
     parent = key.rpartition(".")[0]

@@ -11,7 +11,7 @@ def option(default: Any, **constraint: Any) -> Any:
 
     Constraints: ``choices`` (tuple), ``minimum``, ``above``, ``maximum`` (numbers), ``auto=True``
     (the word ``auto`` is allowed beside a whole number), ``fractions=True`` (or beside any number),
-    ``infinite=True`` (so is infinity).
+    ``infinite=True`` (so is infinity), ``null=True`` (so is None).
     """
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=constraint)

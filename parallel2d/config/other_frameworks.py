@@ -26,6 +26,11 @@ _DEEPSPEED = "DeepSpeed"
 _THUNDER = "thunder.distributed"
 _LIGHTNING = "Lightning"
 
+_LOGGERS = (
+    "metrics.tensorboard=true, the default; for others train.hooks=[package.module:Class], as in "
+    "examples/mlflow_hook.py and examples/wandb_hook.py"
+)
+
 OPTIONS: dict[str, ForeignOption] = {
     # How and when parameters are gathered
     "limit_all_gathers": ForeignOption(
@@ -211,10 +216,8 @@ OPTIONS: dict[str, ForeignOption] = {
         _TITAN, "optimizer.clip_norm; in your own loop parallel2d.clip_gradient_norm"
     ),
     # How long, how often, where
-    "max_epochs": ForeignOption(
-        _LIGHTNING,
-        "train.steps; the data is read again as often as that needs, or data.epochs times",
-    ),
+    "max_epochs": ForeignOption(_LIGHTNING, "train.epochs"),
+    "num_train_epochs": ForeignOption("transformers", "train.epochs"),
     "max_steps": ForeignOption(_LIGHTNING, "train.steps"),
     "val_check_interval": ForeignOption(_LIGHTNING, "train.validate_every, in steps"),
     "limit_val_batches": ForeignOption(_LIGHTNING, "train.validate_batches"),
@@ -257,9 +260,29 @@ OPTIONS: dict[str, ForeignOption] = {
     "enable_tensorboard": ForeignOption(_TITAN, "metrics.tensorboard"),
     "enable_profiling": ForeignOption(_TITAN, "profile.steps=[FIRST,LAST]"),
     "save_top_k": ForeignOption(
-        _LIGHTNING,
-        "checkpoint.keep_last and checkpoint.keep_every; nothing is kept by its validation loss",
+        _LIGHTNING, "checkpoint.keep_last, and checkpoint.keep_best=METRIC for the best one"
     ),
+    "metric_for_best_model": ForeignOption("transformers", "checkpoint.keep_best"),
+    "early_stopping_patience": ForeignOption(
+        "transformers", "train.stop.patience, with train.stop.metric"
+    ),
+    "early_stopping_threshold": ForeignOption(
+        "transformers", "train.stop.min_delta, with train.stop.metric"
+    ),
+    "load_best_model_at_end": ForeignOption(
+        "transformers", "checkpoint.keep_best=METRIC, and checkpoint.resume=PATH of the best one"
+    ),
+    "greater_is_better": ForeignOption(
+        "transformers", "checkpoint.keep_best_mode=max, and train.stop.mode=max"
+    ),
+    "early_stopping": ForeignOption(
+        _LIGHTNING, "train.stop.metric=METRIC, with train.stop.patience and train.stop.min_delta"
+    ),
+    "monitor": ForeignOption(_LIGHTNING, "train.stop.metric, and checkpoint.keep_best"),
+    "logger": ForeignOption(_LIGHTNING, _LOGGERS),
+    "loggers": ForeignOption("Composer", _LOGGERS),
+    "report_to": ForeignOption("transformers", _LOGGERS),
+    "callbacks": ForeignOption(_LIGHTNING, "train.hooks=[package.module:Class] (docs/hooks.md)"),
     "resume_from_checkpoint": ForeignOption(
         "transformers", "checkpoint.resume=PATH, auto or never"
     ),
@@ -267,6 +290,9 @@ OPTIONS: dict[str, ForeignOption] = {
         _LIGHTNING, "leave it out: checkpoints are always sharded and load on any layout"
     ),
 }
+
+# Options whose word some section of ours has too: they are answered where they stand alone.
+_ALONE = {"epochs": ForeignOption("Keras", "train.epochs")}
 
 # Values of `strategy` elsewhere -> ours
 STRATEGY_VALUES = {
@@ -284,7 +310,7 @@ STRATEGY_VALUES = {
 def answer(name: str) -> str | None:
     """What to do instead of the option ``name`` (``limit_all_gathers``,
     ``parallelism.tensor_parallel_degree``), as a sentence; None for a name that is not known."""
-    found = OPTIONS.get(name.rpartition(".")[2])
+    found = OPTIONS.get(name.rpartition(".")[2], _ALONE.get(name))
     if found is None:
         return None
     return f"{name} is an option of {found.source}: {found.answer}"

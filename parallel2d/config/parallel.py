@@ -35,13 +35,13 @@ class MeshConfig:
     """Sizes of the mesh axes, outermost to innermost. ``auto`` is resolved against the machines
     that are found."""
 
-    # whole copies; only reduced gradients cross this axis
+    # Whole copies of the model; only reduced gradients cross this axis
     replicate: int | str = option("auto", minimum=1, auto=True)
-    # ranks that split parameters, gradients, optimizer state
+    # Ranks that split the parameters, gradients and optimizer state of one copy
     shard: int | str = option("auto", minimum=1, auto=True)
-    # ranks that split each matrix; auto = 1
+    # Ranks that split each matrix product; auto is 1
     tensor: int | str = option("auto", minimum=1, auto=True)
-    # accept a shard or tensor group across hosts that would fit in one: up to 4x traffic
+    # Accept a shard or tensor group across hosts that would fit in one: up to 4x traffic
     allow_cross_node: bool = False
 
 
@@ -77,25 +77,33 @@ PLACEMENTS = {
     "hybrid_full": Placement(_PARAMETERS_WHOLE, _EVERYTHING_SPLIT),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
+AUTOMATIC = "auto"  # strategy=auto, sync=auto: chosen by the planner before ranks build anything
 
 
 @dataclass
 class StrategyConfig:
-    """What each mesh axis does to parameters, gradients and optimizer state; see `PLACEMENTS`.
+    """What each mesh axis does to parameters, gradients and optimizer state.
 
-    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and frees them
-    after each module's forward; ``zero2`` keeps them gathered until backward is done (fewer
-    all-gathers, more memory). The hybrids do the same inside the shard axis and all-reduce the
-    sharded gradient over the replicate axis. ``hybrid_full`` also splits the gradients and the
-    optimizer state over the replicas, for the same bytes: gradients are reduced to the replica that
-    updates them, and the updated parameters are gathered.
+    `PLACEMENTS` has it as a table. ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters
+    over all ranks and frees them after each module's forward; ``zero2`` keeps them gathered until
+    backward is done (fewer all-gathers, more memory). The hybrids do the same inside the shard axis
+    and all-reduce the sharded gradient over the replicate axis. ``hybrid_full`` also splits the
+    gradients and the optimizer state over the replicas, for the same bytes: gradients are reduced
+    to the replica that updates them, and the updated parameters are gathered. ``auto`` is the one
+    that the planner finds, with its mesh; `parallelize` does not take it.
     """
 
-    name: str = option("hybrid", choices=STRATEGY_NAMES)
+    # Set by the group: strategy=zero3
+    name: str = option("hybrid", choices=(*STRATEGY_NAMES, AUTOMATIC))
 
     @property
     def placement(self) -> Placement:
-        """What is whole and what is split."""
+        """What is whole and what is split. Raises `ConfigError` for ``auto``."""
+        if self.name == AUTOMATIC:
+            raise ConfigError(
+                "strategy=auto was not resolved: the train command does that; in code, name one of "
+                f"{', '.join(STRATEGY_NAMES)}"
+            )
         return PLACEMENTS[self.name]
 
     @property
@@ -137,13 +145,14 @@ class BucketingConfig:
     ``size_mib``. ``none``: the finest the engine allows, which is ``layer``; said in the log.
     """
 
+    # Set by the group: bucketing=size
     name: str = option("block", choices=("none", "layer", "block", "size"))
-    # used by name=size; inf puts the whole model into the root group
+    # bucketing=size: MiB of parameters in a group. inf puts the whole model into the root group
     size_mib: float = option(25.0, above=0, infinite=True)
-    # class names that are blocks; empty: repeated structure is detected
+    # Class names that are blocks; empty: repeated structure is detected
     blocks: list[str] = option([])
-    # package.module:function, or in code a callable: (module, name) -> whether it is a block;
-    # replaces detection. Outermost matches count; none at all is an error
+    # Which modules are blocks, instead of detection: package.module:function(module, name) -> bool.
+    # In code it may be a callable. Outermost matches count; none at all is an error
     policy: Any = None
 
 
@@ -157,41 +166,43 @@ class PrefetchConfig:
     gathered, and so nothing prefetched, without a shard axis.
     """
 
-    # 0: a group is gathered when it is reached, which on GPU still overlaps, because the host runs
-    # ahead of the device
+    # Groups gathered ahead in forward; 0: each when it is reached. On GPU that overlaps all the
+    # same, because the host runs ahead of the device
     forward: int = option(0, minimum=0)
-    backward: int = option(1, minimum=0)  # 0: a group is gathered when its backward begins
+    # Groups gathered ahead in backward; 0: each when its backward begins
+    backward: int = option(1, minimum=0)
 
 
 @dataclass
 class PrecisionConfig:
     """The dtype of every tensor that mixed precision decides about."""
 
-    name: str = "fp32"
-    # sharded parameters, their gradients and the optimizer state
+    name: str = "fp32"  # Set by the group: precision=bf16
+    # Dtype of the sharded parameters, their gradients and the optimizer state
     storage: str = option("fp32", choices=DTYPES)
-    # gathered parameters and activations; halves all-gather bytes at bf16
+    # Dtype of gathered parameters and activations; bf16 halves all-gather bytes
     param: str = option("fp32", choices=DTYPES)
-    # gradients on the wire; bf16 halves the bytes and rounds the sums
+    # Dtype of gradients between ranks; bf16 halves the bytes and rounds the sums
     reduce: str = option("fp32", choices=DTYPES)
-    loss_scaling: bool = False  # fp16 only: dynamic scaling against underflow
-    # of floating-point outputs of the root module; None: whatever it computes. Blocks keep theirs
+    loss_scaling: bool = False  # Dynamic loss scaling against underflow, with fp16 only
+    # Dtype of the root module's floating-point outputs; null: whatever it computes. Blocks keep
+    # theirs
     output: str | None = None
-    # of floating-point buffers; None: as built, widened with storage=fp64
+    # Dtype of floating-point buffers; null: as built, widened with storage=fp64
     buffers: str | None = None
-    # floating-point inputs are cast to `param`; false: the model must match dtypes itself
+    # Cast floating-point inputs to `param`; false: the model must match dtypes itself
     cast_forward_inputs: bool = True
-    # Gradients stay in `reduce` after the reduction instead of being cast to `storage`: half the
+    # Leave gradients in `reduce` after the reduction instead of casting them to `storage`. Half the
     # gradient memory at bf16, for optimizers of your own that read such gradients. AdamW does not,
     # so the train command refuses it
     keep_low_precision_gradients: bool = False
-    # class names that compute in fp32 beside a lower `param`, each instance its own group
+    # Class names that compute in fp32 beside a lower `param`, each instance its own group
     fp32_modules: list[str] = option([])
-    # Matrix products of the Linear layers inside blocks in 8-bit floats (needs torchao, and a GPU
-    # of compute capability 8.9): one scale per tensor, or per row, which is more accurate and
+    # Matrix products of the Linear layers inside blocks in 8-bit floats: a scale per tensor or per
+    # row. Needs torchao and a GPU of compute capability 8.9. One per row is more accurate and
     # slower. Worth its casts only with compile=block
     float8: str = option("none", choices=("none", "tensorwise", "rowwise"))
-    # patterns of module names that stay as they are, such as *.attention.*
+    # Patterns of module names that stay out of float8, such as *.attention.*
     float8_exclude: list[str] = option([])
 
 
@@ -221,17 +232,18 @@ class ActivationCheckpointingConfig:
     keeps the results of the operators in ``keep`` too and recomputes the cheap rest. ``budget``
     lets the compiler choose what fits in ``memory_budget``."""
 
+    # Set by the group: activation_checkpointing=full
     name: str = option("none", choices=("none", "full", "selective", "budget"))
-    # 2: only every second block is checkpointed, half the saving, half the cost
+    # Every how many blocks one is checkpointed; 2: half the saving, half the cost
     every: int = option(1, minimum=1)
-    # selective: operators whose results stay in memory; by default those that are expensive to
+    # selective: operators whose results stay in memory. By default those that are expensive to
     # compute, small against what they save
     keep: list[str] = option(list(KEPT_OPERATORS))
-    # budget: share of the activations; 0 recomputes all, 1 nothing
+    # budget: share of the activations that is kept; 0 recomputes all, 1 nothing
     memory_budget: float = option(0.5, minimum=0, maximum=1)
-    # class names of what is checkpointed, if not the blocks of bucketing
+    # Class names of what is checkpointed, if not the blocks of bucketing
     blocks: list[str] = option([])
-    policy: Any = None  # as bucketing.policy, instead of blocks
+    policy: Any = None  # Which modules are checkpointed, as bucketing.policy, instead of blocks
 
     @property
     def compiler_budget(self) -> float | None:
@@ -241,12 +253,11 @@ class ActivationCheckpointingConfig:
 
 @dataclass
 class CompileConfig:
-    """``block`` compiles each repeated block on its own (one compilation serves all equal
-    blocks)."""
+    """Which parts of the model torch.compile compiles. ``block``: each repeated block on its own
+    (one compilation serves all equal blocks)."""
 
-    name: str = option("none", choices=("none", "block"))
-    # any backend torch.compile knows; inductor on CPU needs a C++ compiler
-    backend: str = "inductor"
+    name: str = option("none", choices=("none", "block"))  # Set by the group: compile=block
+    backend: str = "inductor"  # A backend of torch.compile; inductor on CPU needs a C++ compiler
 
 
 SYNC_NAMES = ("every_step", "diloco")
@@ -259,45 +270,47 @@ class SyncConfig:
 
     ``every_step``: the gradients of every global batch. ``diloco`` (Douillard et al. 2023): each
     replica trains on its own, and every ``every`` steps the change of its parameters is averaged
-    and applied to the parameters that all replicas share.
+    and applied to the parameters that all replicas share. ``auto`` is the fastest method that the
+    planner finds within ``plan.sync_loss``; `parallelize` does not take it.
     """
 
-    name: str = option("every_step", choices=SYNC_NAMES)
-    # In what form replicas send, whatever the shard axis does: auto = precision.reduce with
+    # Set by the group: sync=diloco
+    name: str = option("every_step", choices=(*SYNC_NAMES, AUTOMATIC))
+    # Form in which replicas send, whatever the shard axis does. auto = precision.reduce with
     # every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded at
     # random in blocks of 256. With diloco also int4 = an eighth; sparse = the 64 largest values of
     # each 64 x 64 chunk in 2 bits, the rest kept for the next time
     wire: str = option("auto", choices=SYNC_WIRES)
-    # diloco: steps between two exchanges of the same parameters
-    every: int = option(30, minimum=1)
+    every: int = option(30, minimum=1)  # diloco: steps between two exchanges of the same parameters
     # diloco: parts of the model that are exchanged in turn instead of all at once
     fragments: int = option(1, minimum=1)
     # diloco: steps that training goes on while a fragment is exchanged
     delay: int = option(0, minimum=0)
-    # diloco: share of a replica's own parameters that is kept when the shared ones arrive; auto =
+    # diloco: share of a replica's own parameters that is kept when the shared ones arrive. auto =
     # 0, or 0.5 with a delay
     mix: float | int | str = option("auto", minimum=0, maximum=1, auto=True, fractions=True)
-    # diloco: of the Nesterov step on the shared parameters; auto = 0.7 and 0.6, but 1 and 0 with
-    # wire=sparse. A smaller `every` wants a smaller momentum
+    # diloco: learning rate of the outer Nesterov step; auto = 0.7, or 1 with wire=sparse
     outer_lr: float | int | str = option("auto", above=0, auto=True, fractions=True)
+    # diloco: momentum of the outer Nesterov step; auto = 0.6, or 0 with wire=sparse. A smaller
+    # `every` wants a smaller momentum
     outer_momentum: float | int | str = option(
         "auto", minimum=0, maximum=1, auto=True, fractions=True
     )
-    # Steps between comparisons of the replicas, which must be equal; the parameter that differs
-    # ends the run. 0: never
+    # Steps between comparisons of the replicas, which must be equal; 0: never. The parameter that
+    # differs ends the run
     compare_every: int = option(50, minimum=0)
 
-    # Under gradient accumulation, per micro-batch: full = reduce-scatter and all-reduce (most
-    # bytes); reduce_scatter_only = the replicate axis moves once per global batch; none = nothing
-    # moves before the last one (full gradients in memory)
+    # What each micro-batch reduces under gradient accumulation. full = reduce-scatter and
+    # all-reduce (most bytes); reduce_scatter_only = the replicate axis moves once per global batch;
+    # none = nothing moves before the last one (full gradients in memory)
     during_accumulation: str = option(
         "reduce_scatter_only", choices=("full", "reduce_scatter_only", "none")
     )
-    # What reduces gradients over the replicate axis: parallel2d = by parameter, right for any
+    # What reduces gradients over the replicate axis. parallel2d = by parameter, right for any
     # routing of data through the model, added in fp32 at least; torch = the second axis of
     # fully_shard, for comparison, without these guarantees
     engine: str = option("parallel2d", choices=("parallel2d", "torch"))
-    # gradients of neighbouring small groups that cross the replicate axis in one piece
+    # MiB of small neighbouring groups' gradients that cross the replicate axis in one piece
     bucket_mib: float = option(4.0, above=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +15,14 @@ from parallel2d.config.job import TrainConfig
 from parallel2d.config.model_and_data import CustomModel, HuggingFaceModel, LlamaModel
 from parallel2d.errors import ConfigError, did_you_mean
 
-_FAMILIES = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
+# What `model` holds, by `model.family`.
+FAMILIES = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
+# The choices of the group `model`, by family.
+_CHOICES = {
+    "llama": "model=llama_8b and its other sizes",
+    "custom": "model=custom",
+    "hf": "model=hf",
+}
 
 
 def to_config(composed: DictConfig) -> TrainConfig:
@@ -35,10 +43,10 @@ def from_yaml(text: str) -> TrainConfig:
     """
     loaded = OmegaConf.create(text)
     family = loaded.model.family
-    if family not in _FAMILIES:
-        raise ConfigError(f"model.family={family} is not one of {', '.join(_FAMILIES)}")
+    if family not in FAMILIES:
+        raise ConfigError(f"model.family={family} is not one of {', '.join(FAMILIES)}")
     schema = OmegaConf.structured(TrainConfig)
-    schema.model = OmegaConf.structured(_FAMILIES[family])
+    schema.model = OmegaConf.structured(FAMILIES[family])
     return _to_dataclasses(OmegaConf.merge(schema, loaded))  # type: ignore[arg-type]
 
 
@@ -61,10 +69,25 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
 
 
 def _unknown_key(key: str, known: list[str]) -> str:
-    instead = other_frameworks.answer(key)
+    instead = other_frameworks.answer(key) or other_models(key, known)
     if instead is not None:
         return f"unknown key {key}: {instead}"
     return f"unknown key {key}{did_you_mean(key, known)}"
+
+
+def other_models(key: str, known: Collection[str]) -> str | None:
+    """Which choices of ``model`` have the unknown ``key``; None where the one that was chosen, with
+    the keys ``known``, or no other has it."""
+    section, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    if section != "model" or f"model.{name}" in known:
+        return None
+    having = [
+        _CHOICES[family]
+        for family, schema in FAMILIES.items()
+        if name in {item.name for item in dataclasses.fields(schema)}
+    ]
+    return f"it belongs to {' or '.join(having)}" if having else None
 
 
 def _unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:

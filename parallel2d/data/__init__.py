@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.data.batch import IGNORED, Batch
+    from parallel2d.data.batch_plan import BatchPlan
     from parallel2d.data.feed import BatchFeed, EndOfData, StepBatch
     from parallel2d.data.opening import OpenData, open_data
-    from parallel2d.data.plan import BatchPlan
     from parallel2d.data.stream import SampleStream
 
 _MODULES = {
     "IGNORED": "batch",
     "Batch": "batch",
     "BatchFeed": "feed",
-    "BatchPlan": "plan",
+    "BatchPlan": "batch_plan",
     "EndOfData": "feed",
     "OpenData": "opening",
     "SampleStream": "stream",

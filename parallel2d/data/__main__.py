@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.data") -> int:
     """Runs one command and returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser(program).parse_args(arguments)
     try:
         options.run(options)
     except (ConfigError, OSError, RuntimeError) as error:
@@ -39,10 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel2d.data", description="Token shards for data=tokens."
-    )
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Token shards for data=tokens.")
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect | verify")
     default = DataConfig()
     command = commands.add_parser(

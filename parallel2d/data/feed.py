@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel2d.data.batch import Batch
-from parallel2d.data.plan import BatchPlan
+from parallel2d.data.batch_plan import BatchPlan
 from parallel2d.data.stream import SampleStream
 from parallel2d.errors import ConfigError
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from parallel2d.config import DataConfig
 from parallel2d.config.checks import check_data
+from parallel2d.config.model_and_data import validation_set
 from parallel2d.data.cache import cache_root, open_cached, options_key
 from parallel2d.data.images import ImageSamples, find_images
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
@@ -43,6 +45,12 @@ class OpenData:
     fingerprint: str
     description: str  # one line
     classes: tuple[str, ...] = ()  # of images, by class id
+    # The sets of ``data.validation``, by name; each is finite, as `validation`
+    named_validation: Mapping[str, SampleStream] = field(default_factory=dict)
+    # Of these sets, as `fingerprint`; empty without any
+    validation_fingerprint: str = ""
+    # The name and the fingerprint of the tokenizer; empty for images
+    tokenizer: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -75,27 +83,15 @@ def open_data(
         raise ConfigError(
             f"open_data needs seq_len, the tokens of a sequence, with data={config.name}"
         )
-    if config.mixture:
-        parts = [
-            _Part(entry["path"], _prepared(entry["path"]), entry["weight"])
-            for entry in config.mixture
-        ]
-    else:
-        name = config.name if config.path is None else f"{config.name} {config.path}"
-        parts = [_Part(name, _open_store(config), 1)]
+    parts = _open_parts(config)
     tokenizer = parts[0].store.manifest["tokenizer"]
-    for part in parts[1:]:
-        other = part.store.manifest["tokenizer"]
-        if other["fingerprint"] != tokenizer["fingerprint"]:
-            raise ConfigError(
-                f"data.mixture has two tokenizers: {parts[0].name} was prepared with "
-                f"{tokenizer['name']} and {part.name} with {other['name']} (another one, or "
-                "another end token)"
-            )
 
-    train = _stream(config, parts, "train", seq_len, seed, context)
-    assert train is not None
-    validation = _stream(config, parts, "validation", seq_len, _VALIDATION_SEED, context)
+    def open_set(own: DataConfig) -> tuple[SampleStream, str]:
+        return _open_validation_set(own, tokenizer, seq_len, context)
+
+    named, named_fingerprint = _open_named(config, open_set)
+    train = _training_stream(config, parts, seq_len, seed, context)
+    validation = _validation_stream(config, parts, "validation", seq_len, context)
     identity = [[part.store.content, part.weight] for part in parts]
     options = [
         seq_len,
@@ -110,6 +106,91 @@ def open_data(
         vocab_size=tokenizer["vocab_size"],
         fingerprint=hashlib.sha256(json.dumps([identity, options]).encode()).hexdigest(),
         description=_describe(config, parts, train, seq_len),
+        named_validation=named,
+        validation_fingerprint=named_fingerprint,
+        tokenizer=(tokenizer["name"], tokenizer["fingerprint"]),
+    )
+
+
+def _open_parts(config: DataConfig) -> list[_Part]:
+    """The components of a mixture, or the only data set. Raises `ConfigError` for two
+    tokenizers."""
+    if not config.mixture:
+        name = config.name if config.path is None else f"{config.name} {config.path}"
+        return [_Part(name, _open_store(config), 1)]
+    parts = [
+        _Part(entry["path"], _prepared(entry["path"]), entry["weight"]) for entry in config.mixture
+    ]
+    tokenizer = parts[0].store.manifest["tokenizer"]
+    for part in parts[1:]:
+        other = part.store.manifest["tokenizer"]
+        if other["fingerprint"] != tokenizer["fingerprint"]:
+            raise ConfigError(
+                f"data.mixture has two tokenizers: {parts[0].name} was prepared with "
+                f"{tokenizer['name']} and {part.name} with {other['name']} (another one, or "
+                "another end token)"
+            )
+    return parts
+
+
+def _open_named(
+    config: DataConfig, open_set: Callable[[DataConfig], tuple[SampleStream, str]]
+) -> tuple[dict[str, SampleStream], str]:
+    """The sets of ``data.validation`` by name, and their fingerprint. ``open_set``: a stream and
+    its identity. Raises `ConfigError` that names the set."""
+    streams, identities = {}, []
+    for name, entry in sorted(config.validation.items()):
+        try:
+            streams[name], identity = open_set(validation_set(config, entry))
+        except ConfigError as error:
+            raise ConfigError(f"data.validation.{name}: {error}") from None
+        identities.append([name, identity])
+    if not streams:
+        return {}, ""
+    return streams, hashlib.sha256(json.dumps(identities).encode()).hexdigest()
+
+
+def _open_validation_set(
+    config: DataConfig, tokenizer: Mapping[str, str], seq_len: int, context: int
+) -> tuple[SampleStream, str]:
+    """All documents that ``config`` names, or those of them that are held out, where some are."""
+    parts = _open_parts(config)
+    other = parts[0].store.manifest["tokenizer"]
+    if other["fingerprint"] != tokenizer["fingerprint"]:
+        raise ConfigError(
+            f"prepared with the tokenizer {other['name']}, the training data with "
+            f"{tokenizer['name']} (another one, or another end token)"
+        )
+    held_out = any(part.store.splits["validation"].tokens for part in parts)
+    split = "validation" if held_out else "train"
+    stream = _validation_stream(config, parts, split, seq_len, context)
+    if stream is None:
+        raise ConfigError(f"{parts[0].name} holds no document with two tokens")
+    identity = [[part.store.content, part.weight] for part in parts]
+    return stream, json.dumps([identity, split, config.packing])
+
+
+def _validation_stream(
+    config: DataConfig, parts: list[_Part], split: str, seq_len: int, context: int
+) -> SampleStream | None:
+    """Reads a split once, in an order that does not depend on the seed; None where it is empty."""
+    components, weights = [], []
+    for part in parts:
+        samples = _samples(config, part, part.store.splits[split], seq_len)
+        if len(samples):
+            components.append(samples)
+            weights.append(part.weight)
+    if not components:
+        return None
+    return SampleStream(
+        components,
+        Schedule(weights),
+        seed=_VALIDATION_SEED,
+        name="validation",
+        intra_document_masking=config.intra_document_masking,
+        context=context,
+        epochs=1,
+        end="pad",
     )
 
 
@@ -135,6 +216,28 @@ def _open_images(config: DataConfig, seed: int) -> OpenData:
             [samples], Schedule([1]), seed=seed, name=name, epochs=epochs, end=end, threads=threads
         )
 
+    def open_set(own: DataConfig) -> tuple[SampleStream, str]:
+        found = find_images(str(own.path))
+        if found.classes != folder.classes:
+            raise ConfigError(
+                f"{own.path} has the classes {', '.join(found.classes)}, and the training images "
+                f"{', '.join(folder.classes)}"
+            )
+        everything, held_out = found.split(own.validation_fraction)
+        indices = held_out if len(held_out) else everything
+        samples = ImageSamples(found, indices, channels, size)
+        stream = SampleStream(
+            [samples],
+            Schedule([1]),
+            seed=_VALIDATION_SEED,
+            name="validation",
+            epochs=1,
+            end="pad",
+            threads=threads,
+        )
+        return stream, json.dumps([found.content, own.validation_fraction])
+
+    named, named_fingerprint = _open_named(config, open_set)
     identity = ["images", folder.content, size, channels, config.validation_fraction, seed]
     return OpenData(
         stream(training, "train", seed, config.epochs, config.end),
@@ -143,32 +246,29 @@ def _open_images(config: DataConfig, seed: int) -> OpenData:
         fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         description=folder.describe(len(training), channels, size),
         classes=folder.classes,
+        named_validation=named,
+        validation_fingerprint=named_fingerprint,
     )
 
 
-def _stream(
-    config: DataConfig, parts: list[_Part], split: str, seq_len: int, seed: int, context: int
-) -> SampleStream | None:
+def _training_stream(
+    config: DataConfig, parts: list[_Part], seq_len: int, seed: int, context: int
+) -> SampleStream:
     components, weights = [], []
     for part in parts:
-        samples = _samples(config, part, part.store.splits[split], seq_len)
-        if split == "train":
-            _check_length(config, part, samples, seq_len)
-        if len(samples):
-            components.append(samples)
-            weights.append(part.weight)
-    if not components:
-        return None
-    train = split == "train"
+        samples = _samples(config, part, part.store.splits["train"], seq_len)
+        _check_length(config, part, samples, seq_len)
+        components.append(samples)
+        weights.append(part.weight)
     return SampleStream(
         components,
         Schedule(weights),
         seed=seed,
-        name=split,
+        name="train",
         intra_document_masking=config.intra_document_masking,
         context=context,
-        epochs=config.epochs if train else 1,
-        end=config.end if train else "pad",
+        epochs=config.epochs,
+        end=config.end,
     )
 
 

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from parallel2d.data.batch import IGNORED, Batch, SampleHash, SampleShape
+from parallel2d.data.batch_plan import Position
 from parallel2d.data.mixture import Schedule
 from parallel2d.data.order import Order
-from parallel2d.data.plan import Position
 
 Array = NDArray[np.int64]
 # Positions whose order is computed at once: permuting many costs little more than permuting one
@@ -105,6 +105,13 @@ class SampleStream:
         """Samples in one epoch. Of a mixture: positions until the first of its components is
         exhausted."""
         return self._length
+
+    def global_batches(self, global_batch_size: int) -> int | None:
+        """How many global batches there are until the end; None for a stream without end."""
+        if self.end is None:
+            return None
+        whole, rest = divmod(self.end.positions, global_batch_size)
+        return whole + bool(rest and self.end.policy != "drop")
 
     def ends_before(self, position: int, global_batch_size: int) -> bool:
         """Whether there is no global batch at ``position``."""

@@ -8,6 +8,7 @@ that format is data, not code.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
         """One 1-D array of ids per text, without the end-of-document id."""
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; ids without a text are left out."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0-255, and 256 for the end of a document."""
@@ -50,6 +54,10 @@ class ByteTokenizer:
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
         """uint8 arrays."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are no UTF-8 become the replacement character."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
 
 class LibraryTokenizer:
@@ -97,6 +105,11 @@ class LibraryTokenizer:
         """uint32 arrays."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens are shown as text."""
+        known = [token for token in ids if self._tokenizer.id_to_token(token) is not None]
+        return str(self._tokenizer.decode(known, skip_special_tokens=False))
 
 
 def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:

@@ -110,10 +110,13 @@ def _write_new(path: str, text: str, durable: bool) -> None:
 
 
 def check_no_planted_links(folder: str) -> None:
-    """Raises OSError for a link, in the folder or in one inside it, that another user has made:
-    what is written there goes elsewhere. Nothing happens when the folder does not exist."""
+    """Raises OSError for a link, in the folder or up to two folders further inside, that another
+    user has made: what is written there goes elsewhere. Nothing happens when the folder does not
+    exist."""
     for inside in _checked_folders(folder):
-        _checked_folders(inside)
+        # Such as those of mesh axes in that of TensorBoard
+        for further_inside in _checked_folders(inside):
+            _checked_folders(further_inside)
 
 
 def _checked_folders(folder: str) -> list[str]:

@@ -15,10 +15,16 @@ from parallel2d.files import for_terminal
 from parallel2d.store.secret import find_secret, new_secret, write_secret
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.launch"
+) -> int:
     """Returns the exit code: 0; 2 for an address that cannot be listened on, or for a secret that
     cannot be read or written."""
-    parser = argparse.ArgumentParser(prog="python -m parallel2d.launch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Keeps the rendezvous of jobs outside of the nodes, or makes the secret that "
+        "the nodes of a job share.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     store = commands.add_parser(
         "store", help="keep the rendezvous of jobs; holds no data of theirs, needs next to nothing"

@@ -351,7 +351,8 @@ def _told(meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
         else ""
     )
     others = f"\nlogs of the other ranks: {team.logs}" if team.logs else ""
-    return WorkersFailed(f"rank {rank} failed first:\n{cause}{tried}{others}")
+    first_line = "" if story and story["complete"] else f"rank {rank} failed first:\n"
+    return WorkersFailed(f"{first_line}{cause}{tried}{others}")
 
 
 def _is_first_to_tell(meeting: Meeting, bystander: bool) -> bool:

@@ -23,27 +23,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from parallel2d import files
-from parallel2d.config import Job
-from parallel2d.config.composition import Composition, compose, is_multirun, run_sweep
+from parallel2d.config import Job, TrainConfig
+from parallel2d.config.composition import Composition, compose, run_sweep
 from parallel2d.config.serialization import from_yaml, to_yaml
-from parallel2d.errors import ConfigError
+from parallel2d.config.words import is_multirun
+from parallel2d.errors import ConfigError, HookError
 from parallel2d.files import private_folders as folders
-from parallel2d.rank_environment import AGENT, CONFIG, RUN_DIR, RankIdentity
+from parallel2d.rank_environment import AGENT, CONFIG, LABEL, RECORDS, RUN_DIR, WORDS, RankIdentity
+from parallel2d.run_directory import note_failure
 from parallel2d.store.address import answered_within
 
 _Position = TypeVar("_Position")
+# Chooses what is left to the planner, from the words, the number of nodes and of ranks.
+Settle = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
+_RECORDED = ("run_dir", "config", "words", "records")  # of a job, for workers that replace others
 
 
 def agree_on_job(
     identity: RankIdentity,
     store: Any,
     arguments: Sequence[str],
-    composition: Composition | None = None,
+    composition: Composition | None,
+    settle: Settle,
 ) -> Job | None:
     """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
     and published in ``store``.
 
-    ``composition``: of ``arguments``, if there is one already. None when rank 0 had nothing to run
+    ``composition``: of ``arguments``, if there is one already. ``settle``: rank 0 calls it, at each
+    start, since after a restart there may be other nodes. None when rank 0 had nothing to run
     (``--help``, ``--cfg``). See [Note: one run directory].
     """
     if identity.local_rank == 0:
@@ -60,6 +67,8 @@ def agree_on_job(
                 message = {**earlier, "restarted": True}
             else:
                 message = _first_job(identity, arguments, composition)
+            if message is not None:
+                message["settled"] = _settled(message, identity, settle)
         except ConfigError as error:
             store.set("parallel2d/job", json.dumps({"error": str(error)}))
             raise
@@ -74,11 +83,24 @@ def agree_on_job(
         raise ConfigError(received["error"])
     if identity.local_rank == 0:
         _record_job(received)
-    config = from_yaml(received["config"])
+    config = from_yaml(received["settled"])
     own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
     if own:  # the one key that differs between nodes
         config.launch.host_id = own[-1]
-    return Job(config, received["run_dir"], (), restarted=received["restarted"])
+    return Job(
+        config,
+        received["run_dir"],
+        tuple(received["words"]),
+        restarted=received["restarted"],
+        records=received["records"],
+        label=os.environ.get(LABEL, ""),
+    )
+
+
+def _settled(job: Mapping[str, Any], identity: RankIdentity, settle: Settle) -> str:
+    """The configuration of ``job``, as text, with what ``settle`` has chosen."""
+    config = settle(from_yaml(job["config"]), job["words"], identity.nodes, identity.world_size)
+    return to_yaml(config)
 
 
 def _first_job(
@@ -86,7 +108,13 @@ def _first_job(
 ) -> dict[str, Any] | None:
     """The job as its ranks receive it, composed here or by the launcher; None for no job."""
     if identity.launcher == "self":
-        return {"config": os.environ[CONFIG], "run_dir": os.environ[RUN_DIR], "restarted": False}
+        return {
+            "config": os.environ[CONFIG],
+            "run_dir": os.environ[RUN_DIR],
+            "words": json.loads(os.environ[WORDS]),
+            "records": os.environ.get(RECORDS, ""),
+            "restarted": False,
+        }
     if is_multirun(arguments):
         raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
     jobs: list[Job] = []
@@ -97,7 +125,14 @@ def _first_job(
         composition.start(jobs.append)
     if not jobs:
         return None
-    return {"config": to_yaml(jobs[0].config), "run_dir": jobs[0].run_dir, "restarted": False}
+    job = jobs[0]
+    return {
+        "config": to_yaml(job.config),
+        "run_dir": job.run_dir,
+        "words": list(job.overrides),
+        "records": job.records,
+        "restarted": False,
+    }
 
 
 def launcher_folder() -> str:
@@ -133,14 +168,14 @@ def _is_started_again() -> bool:
     return AGENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _recorded_job(folder: str) -> dict[str, str] | None:
+def _recorded_job(folder: str) -> dict[str, Any] | None:
     if not folders.is_private(folder) or not folders.is_private(os.path.dirname(folder)):
         return None  # somebody else may have written it
     try:
         record = files.read_json(os.path.join(folder, "job.json"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and set(record) == {"run_dir", "config"} else None
+    return record if isinstance(record, dict) and set(record) == set(_RECORDED) else None
 
 
 def _record_job(job: Mapping[str, Any]) -> None:
@@ -150,7 +185,7 @@ def _record_job(job: Mapping[str, Any]) -> None:
     with folder_errors_explained():
         folders.make_own(folder)
     path = os.path.join(folder, "job.json")
-    files.replace(path, json.dumps({"run_dir": job["run_dir"], "config": job["config"]}))
+    files.replace(path, json.dumps({key: job[key] for key in _RECORDED}))
 
 
 def forget_run(identity: RankIdentity) -> None:
@@ -182,11 +217,14 @@ def telling_progress(
 
 
 @contextlib.contextmanager
-def failures_told_once(identity: RankIdentity, store: Any) -> Iterator[None]:
+def failures_told_once(
+    identity: RankIdentity, store: Any, run_dir: str | None = None
+) -> Iterator[None]:
     """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
 
     Workers of our own launchers leave the message to them. Otherwise the rank that is first to
-    claim it in ``store`` prints it.
+    claim it in ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless
+    the launcher of a single node does so.
     """
     try:
         yield
@@ -194,21 +232,25 @@ def failures_told_once(identity: RankIdentity, store: Any) -> Iterator[None]:
         # to the microsecond: peers fail within the same second, because this one did
         now = time.time()
         config_error = isinstance(error, ConfigError)
+        complete = config_error or isinstance(error, HookError)
         interrupted = isinstance(error, KeyboardInterrupt)
         text = (
             str(error)
-            if config_error
+            if complete
             else "interrupted"
             if interrupted
             else traceback.format_exc().rstrip()
         )
+        first = identity.launcher != "self" and _first_to_claim(store)
+        if first and run_dir is not None:
+            note_failure(run_dir, text)
         # torchrun would print what it finds there beside what is printed here
         if identity.launcher in ("self", "nodes"):
-            leave_story(text, now, config_error=config_error)
+            leave_story(text, now, config_error=config_error, complete=complete)
             if identity.rank and identity.launcher == "self":  # its stderr is its log
                 print(files.for_terminal(text), file=sys.stderr, flush=True)
-        elif _first_to_claim(store):
-            prefix = "" if config_error else f"rank {identity.rank} failed first:\n"
+        elif first:
+            prefix = "" if complete else f"rank {identity.rank} failed first:\n"
             print(f"{prefix}{files.for_terminal(text)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them
@@ -225,8 +267,9 @@ def _first_to_claim(store: Any) -> bool:
     return answered_within(5.0, claim, True)
 
 
-def leave_story(text: str, when: float, *, config_error: bool) -> None:
-    """Writes a worker's error to the file that torch's elastic agent reads."""
+def leave_story(text: str, when: float, *, config_error: bool, complete: bool = False) -> None:
+    """Writes a worker's error to the file that torch's elastic agent reads. ``complete``: the text
+    says which rank failed."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         info = {
@@ -234,6 +277,7 @@ def leave_story(text: str, when: float, *, config_error: bool) -> None:
             "timestamp": str(int(when)),
             "time": when,
             "config_error": config_error,
+            "complete": complete,
         }
         with open(path, "w") as file:
             json.dump(
@@ -243,13 +287,14 @@ def leave_story(text: str, when: float, *, config_error: bool) -> None:
 
 
 def read_story(path: str) -> dict[str, Any] | None:
-    """``text``, ``time`` and ``config_error`` of what `leave_story` wrote, or None."""
+    """``text``, ``time`` and both flags of what `leave_story` wrote, or None."""
     try:
         with open(path) as file:
             extra = json.load(file)["message"]["extraInfo"]
         return {
             "text": extra["py_callstack"],
             "config_error": extra.get("config_error", False),
+            "complete": extra.get("complete", False),
             "time": extra.get("time", math.inf),
         }
     except (OSError, ValueError, KeyError, TypeError):

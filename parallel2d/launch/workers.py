@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import signal
@@ -19,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 from parallel2d.config import Job, LaunchConfig
 from parallel2d.config.serialization import to_yaml
 from parallel2d.launch.agreement import recorded_run_dir
-from parallel2d.launch.endings import Preempted, StoreLost, WorkersFailed
+from parallel2d.launch.endings import Preempted, StoppedBySignal, StoreLost, WorkersFailed
 from parallel2d.launch.network_interface import GLOO, NCCL
-from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import Restarts
-from parallel2d.rank_environment import CONFIG, RUN_DIR
+from parallel2d.rank_environment import CONFIG, LABEL, RECORDS, RUN_DIR, WORDS
 
 if TYPE_CHECKING:
     from parallel2d.launch.nursery import Main, Nursery
@@ -38,10 +38,17 @@ def start_workers(job: Job, nproc: int, main: Main) -> None:
     ended then.
     """
     from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
+    from parallel2d.launch.rendezvous import meet_alone
 
     settings = job.config.launch
     logs = os.path.join(job.run_dir, "logs")
-    inherited = {CONFIG: to_yaml(job.config), RUN_DIR: job.run_dir}
+    inherited = {
+        CONFIG: to_yaml(job.config),
+        RUN_DIR: job.run_dir,
+        WORDS: json.dumps(job.overrides),
+        RECORDS: job.records,
+        LABEL: job.label,
+    }
     with (
         _nursery(main) as nursery,
         launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder,
@@ -63,6 +70,7 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
     checkpoint. Raises as `start_workers` does.
     """
     from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
+    from parallel2d.launch.rendezvous import meet
 
     settings: LaunchConfig = config.launch
     with contextlib.ExitStack() as stack:
@@ -147,7 +155,7 @@ def _told_to_end(
         saved = newest()
         if saved != before:
             raise Preempted(f"told to end; saved {saved}", settings.requeue_exit_code) from None
-        raise WorkersFailed(f"stopped by {signal.Signals(error.sigval).name}") from None
+        raise StoppedBySignal(f"stopped by {signal.Signals(error.sigval).name}") from None
 
 
 def _checkpoints(folder: str | None, run_dir: str | None) -> str | None:

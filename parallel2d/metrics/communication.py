@@ -36,7 +36,7 @@ from parallel2d.runtime import on_teardown
 class _Tally:
     """Running sums of one axis."""
 
-    __slots__ = ("axis", "bytes", "calls", "events", "seconds", "size")
+    __slots__ = ("axis", "bytes", "calls", "events", "ring_passes", "seconds", "size")
 
     def __init__(self, axis: str, size: int) -> None:
         self.axis = axis
@@ -48,6 +48,7 @@ class _Tally:
     def reset(self) -> None:
         self.bytes = 0.0
         self.calls = 0
+        self.ring_passes = 0
         self.seconds = 0.0
         self.events.clear()
 
@@ -80,13 +81,16 @@ def remove_installed() -> None:
 class CommunicationMeter:
     """Counts what this rank sends over each axis of ``mesh``; see [Note: what is counted].
 
-    ``dry``: collectives are counted and not run; only for tensors without storage. One meter can be
-    installed at a time in a process.
+    ``dry``: collectives are counted and not run; only for tensors without storage. ``device_type``:
+    whose bytes a dry meter counts; default: that of the mesh. One meter can be installed at a time
+    in a process.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, dry: bool = False) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, dry: bool = False, device_type: str | None = None
+    ) -> None:
         self._dry = dry
-        self._device_type = mesh.device_type
+        self._device_type = device_type or mesh.device_type
         self._streams: StreamWaits | None = None
         if mesh.device_type == "cuda" and not dry:
             self._streams = cuda_stream_waits(torch.device("cuda", torch.cuda.current_device()))
@@ -173,6 +177,11 @@ class CommunicationMeter:
     def sent_over(self, axis: str) -> float:
         """Bytes sent over ``axis`` since `start`."""
         return self._axes[axis].bytes
+
+    def ring_passes_over(self, axis: str) -> int:
+        """How often a ring through the ranks of ``axis`` was gone round since `start`: twice by an
+        all-reduce, once by any other collective."""
+        return self._axes[axis].ring_passes
 
     def position(self) -> tuple[int, str]:
         """Collectives begun in this step, and the last of them with its axis, for people. Callable
@@ -294,6 +303,7 @@ class CommunicationMeter:
         self._last = (collective, tally.axis)
         sent = sent_bytes(collective, whole, tally.size, device_type)
         tally.bytes += sent
+        tally.ring_passes += 2 if collective == "all_reduce" else 1
         if self.log is not None:
             self.log.append(LoggedCollective(tally.axis, collective, tensor.dtype, sent))
         if self._dry:

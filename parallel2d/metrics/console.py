@@ -23,13 +23,16 @@ _LINE_EVERY_S = 5.0  # of plain lines
 
 class ConsoleDisplay:
     """``mode``: ``rich`` (a bar and the newest row, live; off a terminal the same as plain),
-    ``plain`` (a row every few seconds), ``silent``. ``unit``: what is counted, in short."""
+    ``plain`` (a row every few seconds), ``silent``. ``unit``: what is counted, in short.
+    ``label``: what every line begins with, where several jobs print to one terminal: then there is
+    no bar."""
 
-    def __init__(self, mode: str, steps: int, unit: str = "tok") -> None:
+    def __init__(self, mode: str, steps: int, unit: str = "tok", label: str = "") -> None:
         self._steps = steps
         self._unit = unit
         self._silent = mode == "silent"
-        self._rich = mode == "rich" and sys.stderr.isatty()
+        self._label = f"{label} " if label else ""
+        self._rich = mode == "rich" and sys.stderr.isatty() and not label
         self._live: Live | None = None
         self._last_shown = 0.0
         self._interval_s = _LINE_EVERY_S
@@ -75,7 +78,7 @@ class ConsoleDisplay:
         if row[keys.STEP] in (1, self._steps):
             return True
         # Plain lines stay, so every validation gets one.
-        if self._live is None and keys.VALIDATION_LOSS in row:
+        if self._live is None and (keys.VALIDATION_LOSS in row or keys.set_losses(row)):
             return True
         return since_last_s > self._interval_s
 
@@ -97,7 +100,8 @@ class ConsoleDisplay:
         if self._live is not None:
             self._live.console.print(for_terminal(text), markup=False, highlight=False)
         else:
-            print(for_terminal(text), file=sys.stderr, flush=True)
+            lines = [f"{self._label}{line}\n" for line in for_terminal(text).splitlines()]
+            print("".join(lines), end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._live is not None:
@@ -109,6 +113,7 @@ def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "t
     parts = [f"loss {row[keys.LOSS]:.4f}"]
     if keys.VALIDATION_LOSS in row:
         parts.append(f"validation {row[keys.VALIDATION_LOSS]:.4f}")
+    parts += [f"{name} {loss:.4f}" for name, loss in keys.set_losses(row).items()]
     if keys.TOKENS_PER_S in row:
         speed = _count(row[keys.TOKENS_PER_S])
         parts.append(f"{speed} {unit}/s")

@@ -1,8 +1,9 @@
 """Which part of the wall time trained the model, and what took the rest: `Goodput`.
 
-The totals count from when the run first began, restarts included: a restarted run goes on from the
-totals of its last row, and the time between that row and its first new step is lost to the restart.
-Steps that it repeats were of no use before: their time moves from useful to ``repeated``.
+The totals count from when the run first began, restarts included: a run that goes on takes the
+totals of its last row. Where workers replaced others, the time between that row and their first new
+step is lost to the restart. Where somebody started the run again, it is not: nobody waited for it.
+Steps that are repeated were of no use before: their time moves from useful to ``repeated``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ class Goodput:
         self._begun = time.time()
 
     def resume(
-        self, step: int, last_row: dict[str, Any] | None, kept_row: dict[str, Any] | None
+        self,
+        step: int,
+        last_row: dict[str, Any] | None,
+        kept_row: dict[str, Any] | None,
+        *,
+        restarted: bool = True,
+        not_before: float = 0.0,
     ) -> None:
-        """Goes on after ``step`` from what earlier incarnations wrote.
+        """Goes on after ``step`` from what earlier incarnations wrote. ``restarted``: workers
+        replaced others, instead of a new start; ``not_before``: when the start that they belong to
+        began, as of `time.time`.
 
         ``last_row``: the last one, also one whose steps are done again now; ``kept_row``: the last
         one up to ``step``. Where rows are some steps apart, ``step`` may lie between these two, and
@@ -38,7 +47,9 @@ class Goodput:
         self._useful = _seconds(last_row, USEFUL_S)
         if last_row[STEP] > step:
             self._lose_steps_after(step, last_row, kept_row)
-        pause = max(0.0, time.time() - _seconds(last_row, UNIX_S))
+        pause = 0.0
+        if restarted:
+            pause = max(0.0, time.time() - max(not_before, _seconds(last_row, UNIX_S)))
         self._lost["restart"] += pause
         self._wall_before = _seconds(last_row, WALL_S) + pause
         self._begun = time.time()

@@ -3,14 +3,11 @@ as ``layout.json``: `RunFacts`."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from parallel2d import files
 from parallel2d.config import AXES
 from parallel2d.data.batch import SampleShape
 from parallel2d.mesh import MeshShape, draw_mesh
@@ -42,7 +39,10 @@ class RunFacts:
     run_dir: str
     # bytes a rank sends per step, by ``comm/AXIS/bytes``
     predicted: dict[str, float] = field(default_factory=dict)
+    # of a step, by the keys of the rows that measure it; empty where ``cluster`` gives no times
+    predicted_time: dict[str, float] = field(default_factory=dict)
     classes: tuple[str, ...] = ()  # of images, by class id
+    trained_parameters: int | None = None  # None: all
     # that exact fp32 gradients would send over the replicate axis per step
     exact_bytes: float = 0.0
 
@@ -59,6 +59,7 @@ class RunFacts:
             *(f"            {note}" for note in self.notes),
             f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} "
             "on this rank",
+            *self._trained(),
             f"            precision {self.precision}, bucketing {self.bucketing}",
             f"sync        {self.sync}",
             f"data        {self.data}",
@@ -67,15 +68,16 @@ class RunFacts:
             f"run dir     {self.run_dir}",
         ]
 
+    def _trained(self) -> list[str]:
+        if self.trained_parameters in (None, self.parameters):
+            return []
+        return [f"            {self.trained_parameters:,} of them are trained, the others frozen"]
+
     def hparams(self, lr: float) -> dict[str, str | float | bool]:
-        """Settings by which runs are compared."""
+        """Settings by which runs are compared. Whole numbers are texts: TensorBoard shows any
+        number with five digits, 2 as 2.0000 and 115008 as 1.1501e+5."""
         shape = self.shape
-        return {
-            "strategy": self.strategy,
-            "bucketing": self.bucketing,
-            "precision": self.precision,
-            "sync": self.sync,
-            "model": self.model,
+        whole = {
             "replicate": shape.replicate,
             "shard": shape.shard,
             "tensor": shape.tensor,
@@ -83,8 +85,20 @@ class RunFacts:
             "global_batch_size": self.global_batch_size,
             "accumulation": self.accumulation,
             "seq_len": self.sample.targets_per_sample,
+        }
+        return {
+            "strategy": self.strategy,
+            "bucketing": self.bucketing,
+            "precision": self.precision,
+            "sync": self.sync,
+            "model": self.model,
+            **{name: str(value) for name, value in whole.items()},
             "lr": lr,
         }
+
+    def used_axes(self) -> tuple[str, ...]:
+        """Axes with more than one rank."""
+        return tuple(axis for axis in AXES if getattr(self.shape, axis) > 1)
 
     def slow_axes(self) -> tuple[str, ...]:
         """Axes that have a group with ranks on several hosts."""
@@ -97,12 +111,6 @@ class RunFacts:
 
     def _crosses_hosts(self, ranks: list[int]) -> bool:
         return len({self.topology.hosts[rank] for rank in ranks}) > 1
-
-    def write_layout(self) -> None:
-        """Writes ``layout.json`` into the run directory."""
-        files.replace(
-            os.path.join(self.run_dir, "layout.json"), json.dumps(self.layout(), indent=1)
-        )
 
     def layout(self) -> dict[str, Any]:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
@@ -122,5 +130,5 @@ class RunFacts:
             "inputs": list(self.sample.inputs),
             **({"classes": list(self.classes)} if self.classes else {}),
             "torch": torch.__version__,
-            "predicted": self.predicted,
+            "predicted": {**self.predicted, **self.predicted_time},
         }

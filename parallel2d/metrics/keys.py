@@ -6,6 +6,8 @@ This module does not load torch, so that reports are made without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from parallel2d.config import AXES
 
 # Norm of the change that replicas shared last, with sync=diloco; and how many times fewer bytes
@@ -13,16 +15,33 @@ from parallel2d.config import AXES
 OUTER_NORM = "sync/outer_norm"
 COMPRESSION = "sync/compression"
 
-# How far training is, and how well it goes
+# How far training is, and how well it goes. A segment is a start of the run: `segments.jsonl`
 STEP = "step"
+SEGMENT = "segment"
 LOSS = "loss"
-VALIDATION_LOSS = "validation/loss"
+VALIDATION_LOSS = "validation/loss"  # of the held-out part of the training data
 GRAD_NORM = "grad_norm"
 LEARNING_RATE = "learning_rate"
 TOKENS = "tokens"
 SAMPLES = "samples"
 BATCH_HASH = "data/batch_hash"
 SKIPPED_STEPS = "skipped_steps"
+
+
+def set_loss_key(name: str) -> str:
+    """Of the set of ``data.validation`` that is called ``name``."""
+    return f"validation/{name}/loss"
+
+
+def set_losses(row: Mapping[str, float]) -> dict[str, float]:
+    """By name, the losses of sets of ``data.validation`` that ``row`` holds."""
+    begin, end = "validation/", "/loss"
+    return {
+        key.removeprefix(begin).removesuffix(end): value
+        for key, value in row.items()
+        if key.startswith(begin) and key.endswith(end) and key != VALIDATION_LOSS
+    }
+
 
 # Seconds of a step: the mean over the steps since the row before. The first step of a process has
 # a key of its own and counts in no mean.

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from parallel2d.files import for_terminal
 from parallel2d.metrics import keys
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
@@ -97,6 +100,8 @@ class Recorder:
         self.meter = meter
         self.slow_axes = tuple(slow_axes)
         self.profiler = profiler
+        self._takes_turns = _takes_turns(self.device, hosts)
+        self._waited_before_s = 0.0
         self._goodput = Goodput()
         self._stragglers = Stragglers(hosts)
         self.predicted = dict(predicted or {})
@@ -106,9 +111,11 @@ class Recorder:
         self._crossed_bytes = 0.0
         self._crossed_steps = 0
         self._outer_norm: float | None = None
+        self._segment = 1
         self._step = 0
         self._first = True
         self._saved_at: float | None = None  # when the last checkpoint was written
+        self._given: dict[str, float] = {}  # metrics of hooks since the last row
         # Over the steps since the last row
         self._sums: dict[str, float] = {}
         self._counted = 0
@@ -116,19 +123,27 @@ class Recorder:
         self._steady_s = 0.0
         self._steady_steps = 0
 
-    def begin(self, step: int) -> None:
+    def begin(
+        self, step: int, segment: int = 1, *, restarted: bool = False, not_before: float = 0.0
+    ) -> None:
         """Opens what is written to, after ``step`` finished steps (0, or those of a restored
-        run)."""
+        run). ``segment``: which start of the run this is, from 1; ``restarted``: workers replaced
+        others; ``not_before``: as of `Goodput.resume`."""
+        self._segment = segment
         if self.meter:
             self.meter.install()
         if self.writer:
-            self._goodput.resume(step, *self.writer.begin(step))
+            self._goodput.resume(
+                step, *self.writer.begin(step), restarted=restarted, not_before=not_before
+            )
         if self.display:
             self.display.begin(step)
 
     def start_step(self, step: int) -> None:
         """Begins the measurement of ``step`` on this rank."""
         self._step = step
+        if self._takes_turns:
+            self._waited_before_s = _waited_for_core_s()
         if self.profiler:
             self.profiler.start_step(step)
         if self.meter:
@@ -148,7 +163,8 @@ class Recorder:
 
         Busy are the seconds of the step without those spent in collectives and in the agreement.
         Where these are not known (on GPU, where they run beside the rest, or unmeasured) it is
-        ``busy_cpu_s``, the CPU seconds used.
+        ``busy_cpu_s``, the CPU seconds used. On a host with more ranks than cores the wait for a
+        core is left out: it falls to any rank.
         """
         if self.profiler and "step_s" in seconds:
             self.profiler.end_step(self._step)
@@ -160,6 +176,9 @@ class Recorder:
             held_up_s = sum(moved[key] for key in keys.COMMUNICATION_SECONDS)
             # Not zero, which would mean that this rank was not measured.
             busy_s = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
+            if self._takes_turns:
+                waited_s = _waited_for_core_s() - self._waited_before_s
+                busy_s = max(min(busy_s, busy_cpu_s), busy_s - waited_s)
         return measure_rank(self.device, busy_s=busy_s, communication=moved)
 
     def record(
@@ -168,14 +187,20 @@ class Recorder:
         outcome: StepOutcome,
         learning_rate: float,
         seconds: dict[str, float],
-        validation_loss: float | None,
+        validation: Mapping[str, float] | None,
         *,
         last: bool,
+        given: Mapping[str, float] | None = None,
     ) -> None:
         """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
-        with a validation."""
+        with a validation.
+
+        ``validation``: its losses by key; None: there was none. ``given``: metrics of hooks; the
+        next row holds the newest value of each.
+        """
         row: dict[str, Any] = {
             keys.STEP: progress.step,
+            keys.SEGMENT: self._segment,
             keys.LOSS: outcome.loss,
             keys.GRAD_NORM: outcome.grad_norm,
             keys.LEARNING_RATE: learning_rate,
@@ -192,8 +217,8 @@ class Recorder:
             self._outer_norm = outcome.outer_norm
         if self._outer_norm is not None:
             row[keys.OUTER_NORM] = self._outer_norm
-        if validation_loss is not None:
-            row[keys.VALIDATION_LOSS] = validation_loss
+        row |= validation or {}
+        self._given |= given or {}
         self._goodput.add(seconds, first=self._first)
         row |= self._goodput.row()
         if seconds.get("checkpoint_s"):
@@ -204,7 +229,7 @@ class Recorder:
             return
         self._warn(self._stragglers.check(busy_s))
         self._add(seconds, outcome.ranks)
-        due = progress.step % self.log_every == 0 or last or validation_loss is not None
+        due = progress.step % self.log_every == 0 or last or validation is not None
         if not due:
             return
         row |= self._averages()
@@ -260,6 +285,8 @@ class Recorder:
         return row
 
     def _emit(self, row: dict[str, Any], busy_s: Sequence[float] = ()) -> None:
+        row |= self._given
+        self._given = {}
         if self.writer:
             self.writer.write(row, busy_s)
         if self.display is None:
@@ -278,6 +305,19 @@ class Recorder:
             log.warning("%s", sentence)
             self.display.say(f"warning: {sentence}")
 
+    def say(self, text: str) -> None:
+        """A line for people, in ``train.log`` and on the console; nothing on other ranks than the
+        first."""
+        if self.display is not None:
+            log.info("%s", text)
+            self.display.say(text)
+
+    def show_text(self, tag: str, text: str, step: int) -> None:
+        """As `say`, with the step and below it ``text``, which TensorBoard shows under ``tag``."""
+        self.say(f"{tag} at step {step}:\n{for_terminal(text)}")
+        if self.writer:
+            self.writer.text(tag, text, step)
+
     def close(self) -> None:
         """Ends the measurements and closes what is written to."""
         if self.meter:
@@ -288,6 +328,24 @@ class Recorder:
             self.writer.close()
         if self.display:
             self.display.close()
+
+
+def _takes_turns(device: torch.device, hosts: Sequence[str]) -> bool:
+    """Whether this rank's host has more ranks than cores, all of which compute on them."""
+    if device.type != "cpu" or not dist.is_initialized() or dist.get_rank() >= len(hosts):
+        return False
+    return hosts.count(hosts[dist.get_rank()]) > len(os.sched_getaffinity(0))
+
+
+def _waited_for_core_s() -> float:
+    """How long this thread has been ready to run without a core, as Linux counts it; 0 where it
+    does not."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            _, waited_ns, _ = file.read().split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(waited_ns) / 1e9
 
 
 def _memory(reports: Sequence[RankReport]) -> dict[str, float]:

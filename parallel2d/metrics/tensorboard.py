@@ -1,12 +1,17 @@
 """Writes TensorBoard's files: scalars, the layout of the dashboard, texts, the table of
 hyperparameters and how busy seconds spread over the ranks (`Board`).
 
+TensorBoard gives each folder of event files a colour. So what is measured for each axis is also
+written to a folder of that axis, under a tag that all axes share, and a chart of the tag shows them
+in colours of their own.
+
 Events are built by hand, one per row with all of its scalars: ``add_scalar`` builds and queues one
 per value, which costs more than everything else that is measured.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +20,13 @@ from parallel2d.metrics import keys
 
 HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of a row
 
-_ANY_AXIS = f"({'|'.join(keys.AXES)})"
+# In the folder of an axis: tag by quantity, and what a value is multiplied by
+OF_AN_AXIS = {
+    "bytes": ("axis/megabytes", 1e-6),
+    "seconds": ("axis/seconds", 1.0),
+    "exposed_seconds": ("axis/exposed_seconds", 1.0),
+    "calls": ("axis/calls", 1.0),
+}
 _ANY_PHASE = f"({'|'.join(keys.PHASES)})"
 
 
@@ -27,21 +38,20 @@ def _lines(*patterns: str) -> list[Any]:
 # Charts by group. A pattern matches a tag that it begins, so one that begins others ends with $.
 LAYOUT = {
     "Throughput": {
-        "tokens per second": _lines(f"{keys.TOKENS_PER_S}$", keys.TOKENS_PER_S_PER_RANK),
+        "tokens per second": _lines(f"{keys.TOKENS_PER_S}$"),
+        "tokens per second and rank": _lines(keys.TOKENS_PER_S_PER_RANK),
         "model TFLOP/s per rank": _lines(keys.MODEL_TFLOPS_PER_RANK),
         "goodput": _lines(keys.GOODPUT),
     },
     "Communication by axis": {
-        "bytes sent per rank and step": _lines(keys.communication_key(_ANY_AXIS, "bytes")),
-        "seconds per step": _lines(keys.communication_key(_ANY_AXIS, "seconds")),
-        "seconds per step that nothing hides": _lines(
-            keys.communication_key(_ANY_AXIS, "exposed_seconds")
-        ),
-        "calls per step": _lines(keys.communication_key(_ANY_AXIS, "calls")),
+        "MB sent per rank and step": _lines(OF_AN_AXIS["bytes"][0]),
+        "seconds per step": _lines(OF_AN_AXIS["seconds"][0]),
+        "seconds per step that nothing hides": _lines(OF_AN_AXIS["exposed_seconds"][0]),
+        "calls per step": _lines(OF_AN_AXIS["calls"][0]),
     },
     "Memory": {"GiB, largest rank": _lines("memory/.*_gib")},
     "Loss": {
-        "training and validation": _lines(f"^{keys.LOSS}$", keys.VALIDATION_LOSS),
+        "training and validation": _lines(f"^{keys.LOSS}$", "validation/(.*/)?loss$"),
         "gradient norm": _lines(keys.GRAD_NORM),
     },
     "Where time goes": {
@@ -55,12 +65,14 @@ BETWEEN_REPLICAS = {"bytes saved: exact over sent": _lines(keys.COMPRESSION)}
 OF_DILOCO = {"norm of the shared change": _lines(keys.OUTER_NORM)}
 # the columns that the table of runs shows first
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
+# and the results, of which it shows the last value
+_RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
 
 
-def _layout_of(hparams: Mapping[str, str | float | bool]) -> dict[str, Any]:
+def _layout_of(hparams: Mapping[str, str | float | bool], axes: Sequence[str]) -> dict[str, Any]:
     """The charts that a run with these settings fills."""
     replicas: dict[str, Any] = {}
-    if hparams.get("replicate", 1) != 1:
+    if "replicate" in axes:
         replicas |= BETWEEN_REPLICAS
     if str(hparams.get("sync", "")).startswith("diloco"):
         replicas |= OF_DILOCO
@@ -68,7 +80,8 @@ def _layout_of(hparams: Mapping[str, str | float | bool]) -> dict[str, Any]:
 
 
 class Board:
-    """``folder``: of the event files; goes on after ``from_step``."""
+    """``folder``: of the event files; goes on after ``from_step``. ``axes``: of the mesh, those
+    with several ranks, each of which gets a folder in it."""
 
     def __init__(
         self,
@@ -76,6 +89,7 @@ class Board:
         from_step: int,
         texts: dict[str, str],
         hparams: dict[str, str | float | bool],
+        axes: Sequence[str] = (),
     ) -> None:
         # Imported here, so that only runs with TensorBoard wait for it.
         from torch.utils.tensorboard import SummaryWriter
@@ -86,11 +100,15 @@ class Board:
         purged = from_step + 1 if from_step else None
         self._writer: Any = SummaryWriter(folder, purge_step=purged, flush_secs=5)
         self._files: Any = self._writer.file_writer
+        self._axes: dict[str, Any] = {
+            axis: SummaryWriter(os.path.join(folder, axis), purge_step=purged, flush_secs=5)
+            for axis in axes
+        }
         for name, text in texts.items():
             self._writer.add_text(name, text)
-        self._writer.add_custom_scalars(_layout_of(hparams))
+        self._writer.add_custom_scalars(_layout_of(hparams, axes))
         if hparams:
-            metrics = dict.fromkeys((keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT))
+            metrics = dict.fromkeys(_RESULTS)
             # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.
             for summary in hparams_summary(hparams, metrics):
                 _mark_compared(summary)
@@ -98,25 +116,46 @@ class Board:
 
     def write(self, row: dict[str, Any], busy_s: Sequence[float]) -> None:
         """The numbers of ``row`` at its step, and how the ranks' busy seconds spread."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [
-            Summary.Value(tag=key, simple_value=float(value))
+        step = row[keys.STEP]
+        scalars = {
+            key: float(value)
             for key, value in row.items()
-            if key != keys.STEP and isinstance(value, int | float)
-        ]
-        event = Event(wall_time=time.time(), step=row[keys.STEP], summary=Summary(value=values))
-        self._files.event_writer.add_event(event)
+            if key not in (keys.STEP, keys.SEGMENT) and isinstance(value, int | float)
+        }
+        _add(self._files, step, scalars)
+        for axis, writer in self._axes.items():
+            moved: dict[str, float] = {}
+            for quantity, (tag, scale) in OF_AN_AXIS.items():
+                value = scalars.get(keys.communication_key(axis, quantity))
+                if value is not None:
+                    moved[tag] = scale * value
+            # The first row of a process has no measurement.
+            if moved:
+                _add(writer.file_writer, step, moved)
         self._rows += 1
         if len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
             import numpy
 
             self._writer.add_histogram(keys.BUSY_S, numpy.asarray(busy_s), row[keys.STEP])
 
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Shows ``text``, as it stands, under ``tag``."""
+        self._writer.add_text(tag, f"```\n{text}\n```", step)
+
     def close(self) -> None:
         """Writes what is left."""
-        self._writer.close()
+        for writer in (self._writer, *self._axes.values()):
+            writer.close()
+
+
+def _add(files: Any, step: int, scalars: Mapping[str, float]) -> None:
+    """All of them as one event."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+    files.event_writer.add_event(event)
 
 
 def _mark_compared(summary: Any) -> None:

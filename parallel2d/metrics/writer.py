@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, TextIO
 
 from parallel2d.metrics.keys import STEP
+from parallel2d.metrics.rows import Row, parse_row
 from parallel2d.metrics.tensorboard import Board
 
 _BLOCK = 1 << 20  # bytes read at once from the end of a file
-
-Row = dict[str, Any]
 
 
 class MetricsWriter:
@@ -22,7 +21,7 @@ class MetricsWriter:
 
     ``texts``: shown in TensorBoard beside the curves (``config``, ``mesh``), as Markdown.
     ``hparams``: settings by which the runs of a sweep are told apart, so that TensorBoard shows
-    them in one table.
+    them in one table. ``axes``: of the mesh, those with several ranks.
     """
 
     def __init__(
@@ -32,11 +31,13 @@ class MetricsWriter:
         *,
         tensorboard: bool,
         hparams: dict[str, str | float | bool] | None = None,
+        axes: Sequence[str] = (),
     ) -> None:
         self._run_dir = run_dir
         self._texts = texts
         self._tensorboard = tensorboard
         self._hparams = hparams or {}
+        self._axes = tuple(axes)
         self._file: TextIO | None = None
         self._board: Board | None = None
 
@@ -51,7 +52,7 @@ class MetricsWriter:
         self._file = open(path, "a")  # noqa: SIM115 (closed by close)
         if self._tensorboard:
             folder = os.path.join(self._run_dir, "tensorboard")
-            self._board = Board(folder, from_step, self._texts, self._hparams)
+            self._board = Board(folder, from_step, self._texts, self._hparams, self._axes)
         return rows
 
     def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
@@ -63,6 +64,11 @@ class MetricsWriter:
         self._file.flush()
         if self._board is not None:
             self._board.write(row, busy_s)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """A text in TensorBoard, where that is written."""
+        if self._board is not None:
+            self._board.text(tag, text, step)
 
     def close(self) -> None:
         if self._file is not None:
@@ -92,7 +98,7 @@ def _set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]
         end = file.seek(0, os.SEEK_END)
         cut = end  # where the rows to be moved begin
         for begin, line in _lines_backwards(file):
-            row = _row(line)
+            row = parse_row(line)
             last = last or row
             # Steps only grow, so all rows before this one stand too.
             if row is not None and row[STEP] <= from_step:
@@ -132,16 +138,3 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         for line in reversed(lines):
             at -= len(line)
             yield at, line
-
-
-def _row(line: bytes) -> Row | None:
-    """None for a line of which a kill left only a part, and for one that is no row."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or type(row.get(STEP)) is not int:
-        return None
-    return row

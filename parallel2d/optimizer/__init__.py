@@ -16,7 +16,7 @@ from torch import nn
 from parallel2d.config import OptimizerConfig
 from parallel2d.config.checks import check_optimizer
 from parallel2d.optimizer.adafactor import Adafactor
-from parallel2d.optimizer.groups import describe_group, plan_groups
+from parallel2d.optimizer.groups import describe_group, muon_names, plan_groups
 from parallel2d.optimizer.muon import Muon
 from parallel2d.optimizer.schedules import LossScaler, learning_rate, set_learning_rate
 from parallel2d.sync.engine import engines_in
@@ -29,6 +29,7 @@ __all__ = [
     "Muon",
     "build_optimizer",
     "learning_rate",
+    "muon_names",
     "plan_groups",
     "set_learning_rate",
     "update_bytes",

@@ -72,6 +72,22 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     return ordered
 
 
+def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
+    """Canonical names of the parameters that Muon updates; empty with another optimizer. Raises
+    `ConfigError` as `plan_groups`."""
+    if config.name != "muon":
+        return set()
+    updated: set[int] = set()
+    for group in plan_groups(model, config):
+        if _is_muon(group):
+            updated.update(id(parameter) for parameter in group["params"])
+    names = set()
+    for name, parameter in model.named_parameters():
+        if id(updated_as(parameter)) in updated:
+            names.add(canonical_name(name))
+    return names
+
+
 def _settings(
     parameter: Tensor, entry: Mapping[str, Any], config: OptimizerConfig, is_hidden: bool
 ) -> dict[str, Any]:

@@ -11,14 +11,16 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import ParallelConfig
 from parallel2d.config.other_frameworks import refuse
 from parallel2d.mesh import mesh_shape
-from parallel2d.model_structure import find_blocks
+from parallel2d.model_structure import canonical_name, find_blocks
 from parallel2d.parallelize.activation_checkpointing import (
     checkpoint_activations,
     select_without_hooks,
@@ -95,8 +97,77 @@ def parallelize(
     topology = topology or Topology.gather()
     check(model, mesh, config, topology)
 
-    # What the model is, while it is still plain: its weights, its dtypes, its blocks.
     source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
+    # The page of transforms, and then errors for calls that would go wrong.
+    _lay_out(
+        model,
+        mesh,
+        config,
+        topology,
+        source,
+        nullcontext(),
+        tensor_plan=tensor_plan,
+        ignored=ignored,
+        seed=seed or 0,
+    )
+    guard(model, mesh)
+    clear_with_gradients(model)
+    return model
+
+
+def parallelize_on_fake_tensors(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    fake: FakeTensorMode,
+    *,
+    topology: Topology,
+    init: Initializer | None = None,
+    tensor_plan: Mapping[str, object] | None = None,
+) -> nn.Module:
+    """As `parallelize`, for a ``model`` on meta whose parameters become tensors of ``fake``,
+    without storage: to ask what a layout allocates. Calls that would go wrong are not refused.
+
+    Raises `ConfigError` for what `parallelize` refuses.
+    """
+    check_arguments(model, mesh, config)
+    check(model, mesh, config, topology)
+    source = WeightSource(model, seed=0, init=init, broadcast_from=None, given=_all_names)
+    _lay_out(
+        model,
+        mesh,
+        config,
+        topology,
+        source,
+        fake,
+        tensor_plan=tensor_plan,
+        ignored=(),
+        seed=0,
+    )
+    return model
+
+
+def _all_names(model: nn.Module) -> set[str]:
+    """Canonical names of all parameters and buffers: nothing is left to be drawn."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    return set(map(canonical_name, names))
+
+
+def _lay_out(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    topology: Topology,
+    source: WeightSource,
+    while_filling: AbstractContextManager[object],
+    *,
+    tensor_plan: Mapping[str, object] | None,
+    ignored: Sequence[str | nn.Module | nn.Parameter],
+    seed: int,
+) -> None:
+    """The transforms, and what comes after them inside ``while_filling``."""
+    # What the model is, while it is still plain: its dtypes, its blocks.
     precision = Precision.of(config.precision, model)
     ignored_here = ignored_names(model, ignored)
     cast_storage(model, precision)
@@ -115,16 +186,14 @@ def parallelize(
     without_dims = scalar_places(model, plain)
     shard(model, mesh, groups, config, precision, plain | set(without_dims))
     scalars = keep_whole(model, mesh, without_dims.values())
-    synchronize(model, mesh, config, precision, topology, scalars, seed or 0)
+    synchronize(model, mesh, config, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, mesh, config.prefetch)
 
-    # Weights on this rank, and errors for calls that would go wrong.
-    source.fill(model, mesh.device_type, offload=config.cpu_offload)
-    engine_of(model).prepare()
-    guard(model, mesh)
-    clear_with_gradients(model)
-    return model
+    # Weights on this rank.
+    with while_filling:
+        source.fill(model, mesh.device_type, offload=config.cpu_offload)
+        engine_of(model).prepare()
 
 
 _OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")

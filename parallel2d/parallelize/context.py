@@ -30,7 +30,7 @@ def model_sharded_context(
     tensor_plan: Mapping[str, object] | Callable[[nn.Module], Mapping[str, object]] | None = None,
 ) -> Iterator[None]:
     """Inside, modules are built without weights; at the end each outermost one with parameters is
-    parallelized over ``mesh``. Collective.
+    parallelized over ``mesh``. Collective. ::
 
         with model_sharded_context(mesh, ParallelConfig("hybrid"), seed=0):
             model = MyModel(...)

@@ -93,6 +93,17 @@ def convert_to_float8(
     return [name for name, _ in chosen]
 
 
+def float8_layers(
+    blocks: Sequence[tuple[str, nn.Module]], precision: PrecisionConfig
+) -> list[nn.Linear]:
+    """The layers that `convert_to_float8` would replace, whether torchao is there or not; none
+    without ``precision.float8``."""
+    if precision.float8 == "none":
+        return []
+    _, chosen = _choose(blocks, precision.float8_exclude, ())
+    return [layer for _, layer in chosen]
+
+
 def _choose(
     blocks: Sequence[tuple[str, nn.Module]], exclude: Sequence[str], apart: Collection[int]
 ) -> tuple[dict[str, list[str]], list[tuple[str, nn.Linear]]]:

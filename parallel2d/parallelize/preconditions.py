@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.config import ParallelConfig
 from parallel2d.config.checks import validated
+from parallel2d.config.parallel import AUTOMATIC
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather
 from parallel2d.mesh import check_placement, mesh_shape
@@ -50,6 +51,10 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         raise ConfigError(
             "the third argument of parallelize is a ParallelConfig, such as "
             f"ParallelConfig('zero3'); got {config!r}"
+        )
+    if config is not None and AUTOMATIC in (config.strategy.name, config.sync.name):
+        raise ConfigError(
+            "strategy=auto and sync=auto are resolved by the train command: in code, name one"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(

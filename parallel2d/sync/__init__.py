@@ -8,7 +8,7 @@ from parallel2d.sync.accumulation import (
     no_sync,
 )
 from parallel2d.sync.gradient_sync import GradientSync
-from parallel2d.sync.hooks import register_sync_hook, replicate_group
+from parallel2d.sync.reduction_hook import register_sync_hook, replicate_group
 from parallel2d.sync.torch_engine import TorchSync
 from parallel2d.sync.updates import (
     attach_optimizer,

@@ -318,6 +318,10 @@ class GradientSync:
         self._deferred = not self._scalars and self.method.outer is None
         return self._deferred
 
+    def never_agree(self) -> None:
+        """Leaves the agreement out: tensors without storage have no values to agree on."""
+        self._deferred = True
+
     def vector(self) -> Tensor:
         """What to sum over all ranks and pass to `agree_on`: fp64, on CPU."""
         return self._agreement.vector()

@@ -30,6 +30,7 @@ from parallel2d.model_structure import (
     owns_itself,
     tied_parameters,
 )
+from parallel2d.models import adapters
 from parallel2d.weights.geometry import copy_slice
 
 Initializer = Callable[[nn.Module, str], None]
@@ -161,12 +162,13 @@ class InitialWeights:
             if called in given:
                 written.add(id(parameter))
         buffers = dict(model.named_buffers(remove_duplicate=False))
+        loaded = self._loaded_modules(parameters, written)
         unset: list[str] = []
         for unit in self.units:
             # Nothing is drawn for a unit whose values were all loaded.
             if given and self._is_given(unit, parameters, written):
                 continue
-            filled = self._fill(unit, seed)
+            filled = self._fill(unit, seed, loaded)
             unset += _write_parameters(filled, unit, parameters, written)
             unset += self._write_buffers(filled, unit, buffers)
             del filled  # before the next unit is made, or two would be held
@@ -224,11 +226,24 @@ class InitialWeights:
             buffers[name].copy_(buffer)
         return unset
 
-    def _fill(self, unit: str, seed: int) -> nn.Module:
-        """The unit's modules with storage on CPU and initial values; other units inside it stay on
-        meta."""
+    def _loaded_modules(
+        self, parameters: Mapping[str, nn.Parameter], written: set[int]
+    ) -> set[int]:
+        """Ids of the blueprint's modules that need no initial values, in a model with adapters.
+
+        The base of such a model is large and loaded, and its adapters are in every block. In other
+        models the initializer of a module may set what is inside a loaded one.
+        """
+        if not written or not adapters.settings_of(self.blueprint):
+            return set()
+        given = {name for name, parameter in parameters.items() if id(parameter) in written}
+        return set(map(id, adapters.given_modules(self.blueprint, given)))
+
+    def _fill(self, unit: str, seed: int, loaded: set[int]) -> nn.Module:
+        """The unit's modules with storage on CPU and initial values; other units inside it, and
+        the modules in ``loaded``, by id, stay on meta."""
         module = self.blueprint.get_submodule(unit)
-        others: set[int] = set()
+        others = set(loaded)
         for name in self.units:
             if name != unit:
                 others.add(id(self.blueprint.get_submodule(name)))
@@ -249,11 +264,24 @@ class InitialWeights:
     def _initialize(self, module: nn.Module, name: str, seed: int, foreign: set[int]) -> None:
         """Runs the initializers of what is below ``module``, called ``name``, and then its own.
         Modules in ``foreign``, by id, are skipped."""
-        complete = foreign.isdisjoint(map(id, module.modules()))
         # Children first: the initializer of their parent may overwrite what they draw.
         for child_name, child in module.named_children():
             if id(child) not in foreign:
                 self._initialize(child, join_names(name, child_name), seed, foreign)
+        self._initialize_itself(module, name, seed, foreign)
+        if adapters.has_adapter(module):
+            # Such a layer sets them last, whatever its parts have drawn for them.
+            torch.default_generator.manual_seed(module_seed(seed, name))
+            try:
+                adapters.reset_adapter(module, self.blueprint)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+    def _initialize_itself(
+        self, module: nn.Module, name: str, seed: int, foreign: set[int]
+    ) -> None:
+        """Runs the initializer of ``module`` alone, whose parts have their values."""
+        complete = foreign.isdisjoint(map(id, module.modules()))
         owns = owns_itself(module)
         library = self._library_initializer(name) if self.init is None else None
         if library is not None:

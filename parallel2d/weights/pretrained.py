@@ -30,7 +30,7 @@ from parallel2d.files.tensor_file import (
     read_rows,
 )
 from parallel2d.model_structure import canonical_name
-from parallel2d.models import huggingface
+from parallel2d.models import adapters, huggingface
 from parallel2d.weights.geometry import Region, local_part, local_region
 from parallel2d.weights.scatter import PIECE_BYTES
 
@@ -107,15 +107,17 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     ``transformers`` library changes between file and model (experts stored one by one) are changed
     alike. Parameters outside of the base that the folder does not have, a new head, are left to the
     caller and logged; so are those whose canonical names match a pattern of ``fresh``: adapters.
+    The base of a model of the ``peft`` library is filled, its adapters are left to the caller.
 
     Raises `ConfigError` for shapes that differ, for other parameters of the base that the folder
     does not have, and for a pattern of ``fresh`` that matches no parameter.
     """
     # Where each tensor is, by its name; no values are read before they are wanted.
     headers = _read_headers(path)
-    prefix, base = _base_prefixes(model)
-    targets = _targets(model, prefix, base)
-    stored = _find_stored(model, targets, headers)
+    plain, adapted = adapters.base_of(model)
+    prefix, base = _base_prefixes(plain)
+    targets = _targets(model, adapted, prefix, base)
+    stored = _find_stored(plain, targets, headers)
     found: set[str] = set()
     read: set[str] = set()
     missing: list[str] = []
@@ -123,7 +125,9 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     for target in targets:
         names = target.stored_names(stored)
         if not names:
-            missing.append(target.names[0])
+            # Without spellings it is of an adapter of peft's, which is in no folder of a base.
+            if target.spellings:
+                missing.append(target.names[0])
             continue
         # A tied parameter may be stored once per name: one of them is read, none is left over.
         read.update(chain.from_iterable(stored[name].names for name in names))
@@ -138,7 +142,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
                 f"{printable(names[0])} has shape {value.shape}, the model's is {shape}"
             )
     _check_patterns(fresh, targets, model)
-    required = [name for name in missing if _is_required(name, base, fresh)]
+    required = [name for name in missing if _is_required(name, adapted + base, fresh)]
     problems += [f"{name} is missing" for name in required]
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
@@ -163,8 +167,9 @@ def _base_prefixes(model: nn.Module) -> tuple[str, str]:
     return prefix, ""
 
 
-def _targets(model: nn.Module, prefix: str, base: str) -> list[_Target]:
-    """Everything in the model's state dict, tied parameters once."""
+def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
+    """Everything in the model's state dict, tied parameters once. ``adapted``: what names begin
+    with in a model with adapters."""
     persistent = {canonical_name(name) for name in model.state_dict()}
     # After `state_dict`, which frees gathered parameters: the sharded ones are to be filled.
     named = chain(
@@ -179,8 +184,10 @@ def _targets(model: nn.Module, prefix: str, base: str) -> list[_Target]:
         # Tied parameters are one tensor with several names.
         target = found.setdefault(id(tensor), _Target(tensor, [], []))
         target.names.append(name)
-        # The first of them that the folder has is read.
-        target.spellings.extend([name, name.removeprefix(base), f"{prefix}{name}"])
+        plain = adapters.base_name(name, adapted)
+        if plain is not None:
+            # The first of them that the folder has is read.
+            target.spellings.extend([plain, plain.removeprefix(base), f"{prefix}{plain}"])
     return list(found.values())
 
 
@@ -210,7 +217,8 @@ def _find_stored(
         whole = _StoredPart(source, entry, (0,) * len(entry.shape))
         stored[name] = _Stored(entry.shape, [whole], [name])
     # The library builds a second model to find its names, which takes time.
-    if all(target.stored_names(stored) for target in targets):
+    wanted = [target for target in targets if target.spellings]
+    if all(target.stored_names(stored) for target in wanted):
         return stored
     # Names that need no conversion take precedence.
     return {**_converted(model, headers), **stored}

@@ -4,9 +4,9 @@ ends at its next step. Start at `RunClaim`.
 [Note: two halves of a job] When a network splits, or a launcher does not answer for longer than the
 others wait, both halves may go on as what is left of the job, and both would write rows and
 checkpoints of one run. The rendezvous cannot rule that out, since it cannot reach a node that is
-cut off from it. So every start writes its mark into the run directory before it reads anything
-there, and rank 0 checks at every step whether the mark is still its own. The half that was there
-first ends, and joins the other once it can reach it.
+cut off from it. So every start writes its mark into the run directory before it writes anything
+else there, and rank 0 checks at every step whether the mark is still its own. The half that was
+there first ends, and joins the other once it can reach it.
 """
 
 from __future__ import annotations

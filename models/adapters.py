@@ -1,0 +1,234 @@
+"""Adapters of the ``peft`` library (LoRA) on a model: `add_adapter`.
+
+An adapted model is the library's ``PeftModel`` around the base model: the base is frozen, and its
+layers are renamed. The functions here know these names; none needs the library itself, except those
+that make an adapter or its configuration.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+# Arguments of peft.LoraConfig that do not depend on the values of the base, and change nothing but
+# the layers that they name. The rest would need whole weights, or tensors that are not saved.
+ARGUMENTS = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "init_lora_weights",
+    "task_type",
+)
+# What the library writes of its own accord, without meaning for the weights.
+_DESCRIPTIVE = (
+    "peft_type",
+    "peft_version",
+    "base_model_name_or_path",
+    "auto_mapping",
+    "inference_mode",
+    "revision",
+)
+INITIAL = (True, "gaussian")  # of init_lora_weights
+
+
+def library() -> Any:
+    """The ``peft`` module. Raises ImportError naming the extra that installs it."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(
+            f'adapters need the peft library: pip install "parallel2d[peft]" ({error})'
+        ) from None
+    return peft
+
+
+def lora_settings(arguments: Mapping[str, Any]) -> Any:
+    """The ``peft.LoraConfig`` of these arguments. Raises ValueError for arguments that are not in
+    `ARGUMENTS`, and for values that the library does not take."""
+    unknown = [str(name) for name in arguments if name not in ARGUMENTS]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: an adapter is LoRA with {', '.join(ARGUMENTS)}; whatever else "
+            "peft has (DoRA, other initial values, trained biases) is not supported"
+        )
+    initial = arguments.get("init_lora_weights", True)
+    # Not with `in`: 1 is equal to True.
+    if initial is not True and initial != "gaussian":
+        raise ValueError(
+            f"init_lora_weights={initial} must be true or gaussian: others are computed from the "
+            "base's weights, which no rank holds"
+        )
+    rank = arguments.get("r", 8)
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"r={rank} must be a whole number of at least 1")
+    try:
+        return library().LoraConfig(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"peft.LoraConfig: {error}") from None
+
+
+def add_adapter(model: nn.Module, arguments: Mapping[str, Any], path: str) -> nn.Module:
+    """``model`` frozen, with a LoRA adapter called ``default``. Parameters of the adapter are on
+    meta where ``model``'s are. ``path``: the folder of the base, for the adapter's configuration.
+
+    Raises ValueError for what `lora_settings` refuses and for modules that ``model`` does not have,
+    ImportError without the library.
+    """
+    settings = lora_settings(arguments)
+    # By its task the library would choose a class whose forward names its arguments differently.
+    task, settings.task_type = settings.task_type, None
+    adapted: Any = library().get_peft_model(model, settings)
+    made = adapted.peft_config["default"]
+    made.task_type = task
+    made.base_model_name_or_path = os.path.abspath(path)
+    # The library may have added to the settings, such as whole parameters to adapt.
+    checked_settings(plain_settings(made))
+    return adapted
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether ``model`` itself is a model of the ``peft`` library, sharded or not."""
+    return any(kind.__module__.startswith("peft.peft_model") for kind in type(model).__mro__)
+
+
+def base_of(model: Any) -> tuple[nn.Module, str]:
+    """The model that is adapted, and what its names begin with in ``model``; of any other model,
+    itself and ""."""
+    if not is_adapted(model):
+        return model, ""
+    base = model.base_model.model
+    name = next(name for name, module in model.named_modules() if module is base)
+    return base, f"{name}."
+
+
+def base_name(name: str, prefix: str) -> str | None:
+    """The name that a parameter has in the base without adapters; None for one that only the
+    adapter has. ``prefix``: from `base_of`."""
+    if not prefix:
+        return name
+    kept: list[str] = []
+    parts = iter(name.removeprefix(prefix).split("."))
+    for part in parts:
+        if part.startswith("lora_"):
+            return None
+        # A layer that has an adapter, and one that is trained as a copy, are a level deeper.
+        if part in ("base_layer", "original_module"):
+            continue
+        if part == "modules_to_save":
+            next(parts)  # the adapter's name
+            continue
+        kept.append(part)
+    return ".".join(kept)
+
+
+def saved_name(name: str, adapter: str) -> str | None:
+    """The name that peft saves a parameter of ``adapter`` under; None for what it does not save."""
+    parts = name.split(".")
+    if "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        if parts[at + 1 : at + 2] != [adapter]:
+            return None
+        return ".".join(parts[:at] + parts[at + 2 :])
+    for at, part in enumerate(parts):
+        if part.startswith("lora_") and parts[at + 1 : at + 2] == [adapter]:
+            return ".".join(parts[: at + 1] + parts[at + 2 :])
+    return None
+
+
+def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Name of an adapter -> its configuration as plain values; empty for a model without any."""
+    found = {}
+    for name, settings in _adapters_in(model).items():
+        found[name] = plain_settings(settings)
+    return found
+
+
+def _adapters_in(model: nn.Module) -> dict[str, Any]:
+    for module in model.modules():
+        # Looked up in the module itself: the library's models hand other names on to their base.
+        settings = vars(module).get("peft_config")
+        if isinstance(settings, dict):
+            return settings
+    return {}
+
+
+def plain_settings(settings: Any) -> dict[str, Any]:
+    """A configuration of peft's as values that JSON has; sets become sorted lists."""
+    plain = settings.to_dict()
+    return {str(key): _plain(value) for key, value in plain.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(getattr(value, "value", value))  # of an enumeration, its word
+
+
+def checked_settings(plain: Mapping[str, Any]) -> Any:
+    """The ``peft.LoraConfig`` of which `plain_settings` were read from a file. Raises ValueError
+    for another method, and for an argument outside of `ARGUMENTS` that is not the default."""
+    if plain.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type={plain.get('peft_type')}: only LORA is converted")
+    defaults = plain_settings(library().LoraConfig())
+    arguments = {}
+    for key, value in plain.items():
+        if key in ARGUMENTS:
+            arguments[key] = value
+            continue
+        # An empty list and None both mean that something is not used.
+        is_default = value == defaults.get(key) or not (value or defaults.get(key))
+        if key not in _DESCRIPTIVE and not is_default:
+            raise ValueError(f"{key}={value}: adapters of this kind are not converted")
+    return lora_settings(arguments)
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer that peft put LoRA adapters beside."""
+    return hasattr(module, "reset_lora_parameters")
+
+
+def reset_adapter(layer: Any, model: nn.Module) -> None:
+    """Gives the adapters of a layer of ``model`` their initial values by peft's own rule: one
+    factor is drawn, the other is zero.
+
+    Raises ValueError for adapters whose initial values follow from those of the base.
+    """
+    settings = _adapters_in(model)
+    for adapter in layer.r:
+        initial = settings[adapter].init_lora_weights
+        if initial not in INITIAL or settings[adapter].use_dora:
+            raise ValueError(
+                f"adapter {adapter}: init_lora_weights={initial}, "
+                f"use_dora={settings[adapter].use_dora} are computed from the base's weights, and "
+                "the model is on meta: build it with real weights, or use init_lora_weights=True"
+            )
+        layer.reset_lora_parameters(adapter, initial)
+
+
+def given_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
+    """The modules in ``model`` of which all parameters are ``given``, by name, and no buffer is on
+    meta."""
+    for name, module in model.named_modules():
+        names = [inner for inner, _ in module.named_parameters(prefix=name)]
+        on_meta = any(buffer.is_meta for buffer in module.buffers())
+        if names and given.issuperset(names) and not on_meta:
+            yield module

@@ -1,0 +1,145 @@
+"""The command ``parallel2d``, also ``python -m parallel2d``: ``parallel2d train`` is
+``python -m parallel2d.train``, and so are the others. Start at `main`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parallel2d.config.information import show, version
+from parallel2d.errors import ConfigError, did_you_mean
+from parallel2d.files import for_terminal
+
+
+class Command(NamedTuple):
+    """One command of ``parallel2d``."""
+
+    module: str  # in this package; its `main` runs the command
+    purpose: str
+    subcommands: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command("train", "train a model; its words are groups and keys"),
+    "certify": Command("certify", "compare a layout of train with one process, step by step"),
+    "plan": Command("plan", "find the fastest layout of train that fits, and what it costs"),
+    "report": Command("report.__main__", "write one page about one finished run or several"),
+    "dashboard": Command("dashboard", "start TensorBoard on runs"),
+    "checkpoint": Command(
+        "checkpoint.__main__",
+        "inspect, verify or convert a checkpoint",
+        ("inspect", "verify", "convert"),
+    ),
+    "data": Command(
+        "data.__main__",
+        "prepare, inspect or verify a folder of token shards",
+        ("prepare", "inspect", "verify"),
+    ),
+    "preflight": Command("preflight.__main__", "check whether the nodes of a cluster fit together"),
+    "launch": Command(
+        "launch.__main__",
+        "run a rendezvous store, or make the secret of a job",
+        ("store", "secret"),
+    ),
+}
+# Their words are overrides of the configuration.
+_CONFIGURED = ("train", "certify", "plan")
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") -> int:
+    """Runs one command and returns its exit code; 2 for a command that does not exist."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        text = _information(words, program)
+        if text is not None:
+            show(text)
+            return 0
+        command = _find(words, program)
+    except ConfigError as error:
+        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
+        return 2
+    # As `python -m` does: a model or a hook of the current folder is found either way.
+    if sys.path[:1] not in ([""], [os.getcwd()]):
+        sys.path.insert(0, os.getcwd())
+    module = importlib.import_module(f"parallel2d.{command.module}")
+    return int(module.main(words[1:], program=f"{program} {words[0]}"))
+
+
+def _information(words: list[str], program: str) -> str | None:
+    """What options in the place of a command ask for; None for a command."""
+    first = words[0] if words else ""
+    if first in ("-h", "--help"):
+        return _help(program)
+    if first == "--version":
+        return version()
+    if first in ("-sc", "--shell-completion"):
+        return _completion(words[1:], program)
+    return None
+
+
+def _find(words: list[str], program: str) -> Command:
+    if not words:
+        raise ConfigError(f"a command is missing\n{_help(program)}")
+    if words[0] not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        near = did_you_mean(words[0], COMMANDS)
+        raise ConfigError(f"{words[0]} is not one of {names}{near}")
+    return COMMANDS[words[0]]
+
+
+def _help(program: str) -> str:
+    lines = [f"  {name:<12}{command.purpose}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [WORD ...]",
+            "",
+            "Hybrid 2-D parallel training: sharded inside a node, replicated across nodes.",
+            "",
+            *lines,
+            "",
+            f"{program} COMMAND --help   explains a command",
+            f"{program} --version        shows the version",
+            f"{program} -sc install=bash prints what completes words with TAB; or zsh, fish",
+        ]
+    )
+
+
+def _completion(words: list[str], program: str) -> str:
+    """A script for a shell, or what completes the line that the shell has."""
+    # Imported here because commands need none of it.
+    from parallel2d.config.completion import module_words, reply, words_until
+    from parallel2d.config.shell_scripts import shell_script
+
+    request = words[0] if words else "install="
+    action, _, shell = request.partition("=")
+    if action != "query":
+        return shell_script(request, program)
+    line = words_until(os.environ.get("COMP_LINE", ""), os.environ.get("COMP_POINT", ""))
+    line = module_words(line) or []
+    return reply(shell, _candidates(line[1:]), line[-1], os.environ) if line else ""
+
+
+def _candidates(words: list[str]) -> list[str]:
+    """What may stand in the place of the last of ``words``, the first of which is a command."""
+    if not words:
+        return []
+    if len(words) == 1:
+        names = list(COMMANDS)
+        if words[0].startswith("parallel2d."):  # after python -m
+            names = [f"parallel2d.{name}" for name in COMMANDS]
+        return [name for name in names if name.startswith(words[0])]
+    if words[0] in _CONFIGURED:
+        from parallel2d.config.completion import candidates
+
+        return candidates(words[1:])
+    command = COMMANDS.get(words[0])
+    if command is None or len(words) > 2:
+        return []
+    return [name for name in command.subcommands if name.startswith(words[1])]
+
+
+if __name__ == "__main__":
+    sys.exit(main(program="python -m parallel2d"))

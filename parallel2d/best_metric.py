@@ -1,0 +1,145 @@
+"""The best value of a metric so far (`BestMetric`), and what follows from it: what
+`checkpoint.keep_best` keeps and when `train.stop` ends a run (`WatchedMetrics`). Part of a run's
+saved state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from parallel2d.config import TrainConfig
+from parallel2d.errors import did_you_mean
+
+_LONGEST_NAME = 200
+
+
+@dataclass
+class BestMetric:
+    """The best value that was measured. ``mode``: ``min`` or ``max``, which values are better;
+    better by less than ``min_delta`` counts as not better."""
+
+    metric: str
+    mode: str
+    min_delta: float = 0.0
+    step: int = 0  # at which it was measured; 0: none was
+    value: float = 0.0
+    since: int = 0  # measurements after it
+
+    def measure(self, step: int, value: float) -> bool:
+        """Takes a value; returns whether it is the best one. One that is not finite never is."""
+        if math.isfinite(value) and self._is_better(value):
+            self.step = step
+            self.value = value
+            self.since = 0
+            return True
+        self.since += 1
+        return False
+
+    def _is_better(self, value: float) -> bool:
+        if self.step == 0:
+            return True
+        gained = self.value - value if self.mode == "min" else value - self.value
+        return gained > 0 and gained >= self.min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from what `state_dict` gave, if it was of the same metric and settings; otherwise
+        nothing was measured yet."""
+        if state is None:
+            return
+        same = all(state[key] == getattr(self, key) for key in ("metric", "mode", "min_delta"))
+        if same:
+            self.step = state["step"]
+            self.value = float(state["value"])
+            self.since = state["since"]
+
+
+class WatchedMetrics:
+    """The metrics of ``checkpoint.keep_best`` and ``train.stop``, where these are on."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        checkpoint, self._rule = config.checkpoint, config.train.stop
+        self._best: BestMetric | None = None
+        self._stop: BestMetric | None = None
+        if checkpoint.keep_best is not None:
+            self._best = BestMetric(checkpoint.keep_best, checkpoint.keep_best_mode)
+        if self._rule.metric is not None:
+            self._stop = BestMetric(self._rule.metric, self._rule.mode, self._rule.min_delta)
+        self._names: set[str] = set()  # of what was measured so far
+
+    def measure(self, step: int, measured: Mapping[str, float]) -> bool:
+        """Takes what was measured in ``step``, by key. Returns whether ``keep_best`` has a new best
+        value."""
+        self._names.update(measured)
+        if self._stop is not None and self._stop.metric in measured:
+            self._stop.measure(step, measured[self._stop.metric])
+        if self._best is None or self._best.metric not in measured:
+            return False
+        return self._best.measure(step, measured[self._best.metric])
+
+    def reason_to_stop(self, step: int) -> str | None:
+        """Why ``train.stop`` ends the run after ``step``; None: it does not."""
+        stop, patience = self._stop, self._rule.patience
+        if stop is None or stop.since < patience:
+            return None
+        best = "no value was finite"
+        if stop.step:
+            best = f"the best is {stop.value:.6g} of step {stop.step}"
+        return (
+            f"stopped after step {step}: {stop.metric} did not improve in {stop.since} "
+            f"measurements (train.stop.patience={patience}), {best}"
+        )
+
+    def never_measured(self) -> list[str]:
+        """A sentence for each setting whose metric did not come up."""
+        told: list[str] = []
+        settings = (("checkpoint.keep_best", self._best), ("train.stop.metric", self._stop))
+        for key, best in settings:
+            if best is not None and not best.step and not best.since:
+                near = did_you_mean(best.metric, self._names)
+                told.append(f"{key}={best.metric} was never measured{near}")
+        return told
+
+    def state_dict(self) -> dict[str, Any]:
+        """``best`` and ``stop``, each where something is known."""
+        state: dict[str, Any] = {}
+        if self._best is not None and self._best.step:
+            state["best"] = self._best.state_dict()
+        if self._stop is not None:
+            state["stop"] = self._stop.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, which may be among other keys."""
+        if self._best is not None:
+            self._best.load_state_dict(state.get("best"))
+        if self._stop is not None:
+            self._stop.load_state_dict(state.get("stop"))
+
+
+def problems_of_best(name: str, state: Any, step: int) -> list[str]:
+    """What is wrong with ``state``, which should be a `BestMetric.state_dict` after ``step``, or
+    None; empty if nothing."""
+    if state is None:
+        return []
+    names = {item.name for item in fields(BestMetric)}
+    if not isinstance(state, Mapping) or set(state) != names:
+        return [f"{name} is not {', '.join(sorted(names))}"]
+    counts = (state["step"], state["since"])
+    # Not isinstance: True and False are ints too.
+    if any(type(count) is not int or not 0 <= count <= step for count in counts):
+        return [f"{name} has a step or a count that is no whole number from 0 to {step}"]
+    values = (state["value"], state["min_delta"])
+    if any(type(value) not in (int, float) or not math.isfinite(value) for value in values):
+        return [f"{name} has a value that is no finite number"]
+    metric = state["metric"]
+    if not isinstance(metric, str) or len(metric) > _LONGEST_NAME:
+        return [f"{name} has no metric"]
+    if state["mode"] not in ("min", "max"):
+        return [f"{name} has a mode that is neither min nor max"]
+    return []

@@ -1,0 +1,89 @@
+"""``segments.jsonl``: one line for every start of a run, which rows of ``metrics.jsonl`` name by
+its number. Start at `read_segments`."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel2d import files
+
+NAME = "segments.jsonl"
+_LONGEST_LINE = 1 << 22  # bytes; a layout lists every rank
+_LARGEST_FILE = 1 << 28
+_MOST_SEGMENTS = 10_000
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One start of a run: by a person or a scheduler, or of workers that replace others."""
+
+    number: int  # from 1
+    first_step: int  # that it trains
+    restarted: bool  # workers of the same job replaced others
+    begun: str  # local time
+    begun_s: float = 0.0  # the same as of `time.time`
+    certified: bool = False  # compared with one process before its first step
+    command: tuple[str, ...] = ()  # the words of the command line
+    config: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)  # as in layout.json
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def read_segments(run_dir: str) -> list[Segment]:
+    """In the order in which they began; none where there is no file, as in older runs. A line that
+    is no segment, such as one that a kill has cut, is passed over. Raises OSError."""
+    found: list[Segment] = []
+    try:
+        file = files.open_regular(os.path.join(run_dir, NAME))
+    except FileNotFoundError:
+        return []
+    with file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 20} MiB", file.name)
+        while len(found) < _MOST_SEGMENTS and (line := file.readline(_LONGEST_LINE)):
+            segment = _segment(line)
+            if segment is not None:
+                found.append(segment)
+    return found
+
+
+def append(run_dir: str, segment: Segment) -> None:
+    """Adds a line. Raises OSError."""
+    line = json.dumps(dataclasses.asdict(segment), default=str)
+    with open(os.path.join(run_dir, NAME), "a") as file:
+        # A line that a kill has cut must not swallow this one.
+        cut = file.tell() and not _ends_with_newline(file.name)
+        file.write(("\n" if cut else "") + line + "\n")
+
+
+def _ends_with_newline(path: str) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _segment(line: bytes) -> Segment | None:
+    try:
+        value = files.parse(line)
+        known = {item.name for item in dataclasses.fields(Segment)}
+        segment = Segment(**{name: value[name] for name in known & set(value)})
+    except (ValueError, TypeError, KeyError):
+        return None
+    whole = type(segment.number) is int and type(segment.first_step) is int
+    parts = (segment.config, segment.layout, segment.versions)
+    if not whole or not all(isinstance(part, dict) for part in parts):
+        return None
+    words = segment.command if isinstance(segment.command, list) else ()
+    begun_s = segment.begun_s if type(segment.begun_s) in (int, float) else 0.0
+    return dataclasses.replace(
+        segment,
+        command=tuple(map(str, words)),
+        restarted=segment.restarted is True,
+        certified=segment.certified is True,
+        begun_s=begun_s,
+    )

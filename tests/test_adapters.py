@@ -1,0 +1,476 @@
+"""LoRA adapters of the ``peft`` library: trained alike on every layout, beside a base that stays as it was, and saved for the library."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+from test_checkpoint_hostile import reseal
+from test_library_export import drawn, loaded, logits
+from test_models_library import MODELS
+
+from parallel2d import build_on_meta
+from parallel2d.checkpoint import Checkpoint
+from parallel2d.checkpoint.__main__ import main
+from parallel2d.config import HuggingFaceModel
+from parallel2d.errors import ConfigError
+from parallel2d.model_families import build_model
+from parallel2d.model_structure import find_blocks
+from parallel2d.weights.initial_values import plan_weights
+
+pytestmark = pytest.mark.extras("peft")
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+WORDS = "{r: 4, lora_alpha: 16, target_modules: [q_proj, v_proj]}"
+VOCAB = 260  # of bytes
+ADAPTED = {
+    "gpt2": "{r: 4, target_modules: [c_attn]}",
+    "bert": "{r: 4, target_modules: [query, value], init_lora_weights: gaussian}",
+    "t5": "{r: 4, target_modules: [q, v], task_type: SEQ_2_SEQ_LM}",
+    "mixtral": "{r: 4, target_modules: [q_proj], use_rslora: true}",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(4000)))
+    return tmp_path
+
+
+def save_base(folder, kind="llama", **changes):
+    arguments = {**MODELS[kind], "vocab_size": VOCAB, **changes}
+    drawn(architecture=kind, arguments=arguments).save_pretrained(folder / "base")
+    return str(folder / "base")
+
+
+def train(ranks, folder, name, world, words, adapter=WORDS, steps=4, after_step=None):
+    """The rows of a job of some steps that adapts the model in ``folder``/base."""
+    model = ["model=hf", f"model.path={folder / 'base'}", f"model.adapter={adapter}"]
+    words = [*model, "optimizer.lr=1e-2", "train.seq_len=15", *words]
+    ranks.run(world, jobs.run, str(folder), str(folder / name), words, steps, after_step)
+    return jobs.rows(folder / name)
+
+
+def same(rows, expected, bound=1e-10):
+    assert len(rows) == len(expected)
+    for row, other in zip(rows, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=bound, abs=0)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=100 * bound, abs=0)
+
+
+def only_adapters_are_trained(trainer):
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name), name
+    held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert set(map(id, trainer.optimizer.state)) <= set(map(id, held))
+    assert len(held) == 2 * 2 * 2  # two layers, two modules, two factors
+    assert sum(p.numel() for p in held) == 2 * 4 * (16 + 16 + 16 + 8)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "zero3", "hybrid_full"])
+def test_an_adapter_is_trained_alike_on_every_layout(ranks, folder, strategy):
+    save_base(folder)
+    alone = train(ranks, folder, "alone", 1, ["strategy=ddp"], after_step=only_adapters_are_trained)
+    rows = train(
+        ranks, folder, "run", 4, [f"strategy={strategy}"], after_step=only_adapters_are_trained
+    )
+    same(rows, alone)
+    stored = Checkpoint.open(str(folder / "run" / "checkpoints" / "step-00000004"))
+    moved = [name for name in stored.tensors if re.match(r"model/.*lora_B", name)]
+    assert len(moved) == 4
+    assert all(stored.read(name).abs().max() > 1e-3 for name in moved)  # from zero
+
+
+def test_replicas_exchange_gradients_of_the_adapter_alone(ranks, folder):
+    save_base(folder)
+    row = train(ranks, folder, "run", 4, ["strategy=hybrid"])[-1]
+    elements = 2 * 4 * (16 + 16 + 16 + 8)
+    # two replicas of two shards, in fp64: 2 (R - 1) / R of a shard
+    assert row["comm/replicate/bytes"] == pytest.approx(elements / 2 * 8, rel=0.01)
+
+
+def test_the_checkpoint_has_optimizer_state_of_the_adapter_alone(ranks, folder):
+    save_base(folder)
+    train(ranks, folder, "run", 4, ["strategy=hybrid"])
+    tensors = Checkpoint.open(str(folder / "run" / "checkpoints" / "step-00000004")).tensors
+    moments = [name for name in tensors if name.startswith("optimizer/exp_avg/")]
+    assert len(moments) == 8
+    assert all("lora_" in name for name in tensors if name.startswith("optimizer/"))
+
+
+def initial(adapter, seed=0):
+    parts = build_model(HuggingFaceModel(path=adapter.pop("path"), adapter=adapter))
+    model = parts.module
+    plan = plan_weights(model, find_blocks(model), None)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, key = name.rpartition(".")
+        setattr(
+            model.get_submodule(owner),
+            key,
+            torch.nn.Parameter(
+                torch.full_like(parameter, math.nan, device="cpu"), parameter.requires_grad
+            ),
+        )
+    given = parts.weights(model)
+    plan.write(model, seed, "cpu", given=given)
+    return model, given
+
+
+@pytest.mark.parametrize("rule", [True, "gaussian"])
+def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rule):
+    path = save_base(tmp_path)
+    model, given = initial({"path": path, **LORA, "init_lora_weights": rule})
+    base = loaded(path, "llama").state_dict()
+    found = model.state_dict()
+    for name, value in base.items():
+        adapted = re.sub(r"(q|v)_proj\.weight", r"\1_proj.base_layer.weight", name)
+        assert torch.equal(found[f"base_model.model.{adapted}"], value), name
+    assert len(given) == len(base)
+    factors = [value for name, value in found.items() if "lora_A" in name]
+    others = [value for name, value in found.items() if "lora_B" in name]
+    assert not any(map(torch.count_nonzero, others))
+    drawn_values = torch.cat([value.flatten() for value in factors])
+    assert len(drawn_values.unique()) > 0.9 * len(drawn_values)  # no two layers draw the same
+    if rule is True:
+        # kaiming_uniform_(a=sqrt(5)) of 16 inputs
+        assert 0.2 < drawn_values.abs().max() <= 0.25
+        assert drawn_values.std().item() == pytest.approx(0.25 / math.sqrt(3), rel=0.1)
+    else:
+        assert drawn_values.std().item() == pytest.approx(1 / 4, rel=0.15)
+        assert drawn_values.abs().max() > 0.5
+    assert torch.equal(
+        torch.cat(
+            [
+                v.flatten()
+                for n, v in initial({"path": path, **LORA, "init_lora_weights": rule})[0]
+                .state_dict()
+                .items()
+                if "lora_A" in n
+            ]
+        ),
+        drawn_values,
+    )
+    other = initial({"path": path, **LORA, "init_lora_weights": rule}, seed=1)[0].state_dict()
+    assert not torch.equal(
+        torch.cat([v.flatten() for n, v in other.items() if "lora_A" in n]), drawn_values
+    )
+
+
+def test_nothing_is_drawn_for_modules_that_were_loaded(tmp_path, monkeypatch):
+    from transformers import PreTrainedModel
+
+    drawn_for = []
+    inner = PreTrainedModel._init_weights
+
+    def record(self, module):
+        # While the model is built all of it is on meta.
+        if any(not parameter.is_meta for parameter in module.parameters()):
+            drawn_for.append(module)
+        inner(self, module)
+
+    path = save_base(tmp_path)
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", record)
+    initial({"path": path, **LORA})
+    own = [module for module in drawn_for if not list(module.children())]
+    assert len(own) == 8
+    assert all(4 in module.weight.shape for module in own)  # the rank
+
+
+def trained_model(folder, kind, adapter):
+    """The model of a run, from its weights in torch's own format."""
+    assert main(["convert", str(folder / "run"), str(folder / "plain.pt")]) == 0
+    parts = build_model(HuggingFaceModel(path=str(folder / "base"), adapter=adapter))
+    model = parts.module.to_empty(device="cpu")
+    fresh = loaded(folder / "base", kind)
+    for name, buffer in fresh.named_buffers():
+        model.base_model.model.get_buffer(name).copy_(buffer)
+    model.load_state_dict(torch.load(folder / "plain.pt", weights_only=True))
+    return model
+
+
+def exported(folder, kind):
+    """The adapter of a run on the base, by the library alone."""
+    from peft import PeftModel
+
+    assert main(["convert", str(folder / "run"), str(folder / "adapter"), "--to", "peft"]) == 0
+    names = sorted(path.name for path in (folder / "adapter").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    base = loaded(folder / "base", kind)
+    return PeftModel.from_pretrained(base, folder / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "changes"),
+    [
+        *((kind, adapter, {}) for kind, adapter in ADAPTED.items()),
+        ("llama", WORDS, {"tie_word_embeddings": True}),
+        ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}", {}),
+        ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}", {}),
+    ],
+)
+def test_an_adapter_is_loaded_by_the_library_with_equal_logits(
+    ranks, folder, kind, adapter, changes
+):
+    from omegaconf import OmegaConf
+    from safetensors.torch import load_file
+
+    if kind in ADAPTED:
+        save_base(folder, kind)
+    else:
+        save_base(folder, kind, **changes)
+    # The library computes experts in fp32 at most.
+    words = ["strategy=hybrid", "train.seq_len=8", "precision=fp32"]
+    rows = train(ranks, folder, "run", 4, words, adapter)
+    assert rows[-1]["loss"] != rows[0]["loss"]
+    before = logits(loaded(folder / "base", kind), kind)
+    found = exported(folder, kind)
+    settings = OmegaConf.to_container(OmegaConf.create(adapter))
+    model = trained_model(folder, kind, settings)
+    after = logits(found, kind)
+    assert torch.equal(after, logits(model, kind))
+    assert (after - before).abs().max() > 1e-6
+    model.save_pretrained(folder / "theirs", save_embedding_layers=False)
+    ours, theirs = (
+        load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "theirs")
+    )
+    assert sorted(ours) == sorted(theirs)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    config, expected = (
+        json.loads((folder / name / "adapter_config.json").read_text())
+        for name in ("adapter", "theirs")
+    )
+    for key in ("auto_mapping", "target_modules", "modules_to_save", "target_parameters"):
+        assert sorted(config.pop(key) or []) == sorted(
+            (key != "auto_mapping" and expected.get(key)) or []
+        )
+        expected.pop(key, None)
+    assert config == expected
+    assert config["base_model_name_or_path"] == str(folder / "base")
+
+
+@pytest.mark.parametrize("later", ["strategy=zero3", "strategy=hybrid_full"])
+def test_a_run_goes_on_on_another_layout(ranks, folder, later):
+    save_base(folder)
+    whole = train(ranks, folder, "whole", 1, ["strategy=ddp"], steps=6)
+    train(ranks, folder, "run", 4, ["strategy=hybrid"], steps=4)
+    same(train(ranks, folder, "run", 2, [later], steps=2), whole)
+
+
+@pytest.mark.parametrize("words", [
+    ["precision=bf16"],
+    ["activation_checkpointing=full"],
+    ["bucketing=layer"],
+    ["bucketing=size", "bucketing.size_mib=0.01"],
+    ["train.micro_batch_size=2"],
+])  # fmt: skip
+def test_other_settings_give_the_same_losses(ranks, folder, words):
+    save_base(folder)
+    expected = train(ranks, folder, "alone", 1, ["strategy=ddp", *words])
+    bound = 1e-2 if "precision=bf16" in words else 1e-10
+    same(train(ranks, folder, "run", 4, ["strategy=hybrid", *words]), expected, bound)
+
+
+def test_compiled_blocks_give_the_same_losses(ranks, folder):
+    save_base(folder)
+    expected = train(ranks, folder, "alone", 1, ["strategy=ddp"])
+    found = train(ranks, folder, "run", 2, ["strategy=zero3", "compile=block"])
+    same(found, expected, bound=1e-8)  # the library's norms compute in fp32
+
+
+REFUSED = [
+    ({"rank": 4}, "rank: an adapter is LoRA with r, lora_alpha,"),
+    ({"use_dora": True}, "use_dora: an adapter is LoRA with"),
+    ({"bias": "all"}, "bias: an adapter is LoRA with"),
+    ({"r": 0}, "r=0 must be a whole number of at least 1"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa must be true or gaussian"),
+    ({"init_lora_weights": False}, "init_lora_weights=False must be true or gaussian"),
+    ({"target_modules": ["nothing"]}, "Target modules {'nothing'} not found in the base model"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_an_adapter_that_cannot_be_is_one_message(tmp_path, changes, message):
+    path = save_base(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        build_model(HuggingFaceModel(path=path, adapter={**LORA, **changes}))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["model.path=base", "mesh.tensor=2"], "mesh.tensor=2: a model with model.adapter is not split"),
+    (["model.architecture=llama"], "model.adapter needs model.path"),
+    (["model.path=base", "model.load_weights=false"], "and model.load_weights=true"),
+])  # fmt: skip
+def test_what_an_adapter_needs_is_said_before_anything_starts(words, message):
+    with pytest.raises(ConfigError) as error:
+        jobs.config_of(["model=hf", f"model.adapter={WORDS}", *words])
+    assert message in str(error.value)
+
+
+def test_an_adapter_that_is_no_mapping_is_refused():
+    with pytest.raises(ConfigError, match=r"model.adapter=lora must be arguments of peft"):
+        jobs.config_of(["model=hf", "model.path=base", "model.adapter=lora"])
+
+
+def test_a_folder_without_weights_has_nothing_to_adapt(tmp_path):
+    drawn(architecture="llama", arguments=MODELS["llama"]).config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="holds no weights to adapt"):
+        build_model(HuggingFaceModel(path=str(tmp_path), adapter=LORA))
+
+
+def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
+    path = save_base(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ConfigError, match=r'pip install "parallel2d\[peft\]"'):
+        build_model(HuggingFaceModel(path=path, adapter=LORA))
+
+
+def test_a_checkpoint_without_an_adapter_is_refused(tmp_path, capsys):
+    from test_library_export import save
+
+    model = drawn(architecture="llama", arguments=MODELS["llama"])
+    checkpoint = save(tmp_path / "run", model, architecture="llama", arguments=MODELS["llama"])
+    assert main(["convert", checkpoint, str(tmp_path / "out"), "--to", "peft"]) == 1
+    assert "the checkpoint names no adapter" in capsys.readouterr().err
+
+
+PLANTED = [
+    (lambda adapter: adapter.update(peft_type="IA3"), "peft_type=IA3: only LORA is converted"),
+    (lambda adapter: adapter.update(use_dora=True), "use_dora=True: adapters of this kind"),
+    (lambda adapter: adapter.update(megatron_core="os", megatron_config={"a": 1}), "megatron_co"),
+    (lambda adapter: adapter.update(r="4"), "r=4 must be a whole number"),
+    (lambda adapter: adapter.update(own=1), "own=1: adapters of this kind"),
+]
+
+
+def test_a_configuration_in_a_checkpoint_is_checked(ranks, folder, capsys):
+    save_base(folder)
+    train(ranks, folder, "run", 1, ["strategy=ddp"], steps=2)
+    victim = folder / "run" / "checkpoints" / "step-00000002"
+    original = (victim / "manifest.json").read_bytes()
+    for plant, message in PLANTED:
+        reseal(
+            victim, lambda manifest, plant=plant: plant(manifest["layout"]["adapters"]["default"])
+        )
+        assert main(["convert", str(victim), str(folder / "out"), "--to", "peft"]) == 1
+        assert message in capsys.readouterr().err
+        (victim / "manifest.json").write_bytes(original)
+    plant = {"auto_mapping": {"base_model_class": "system", "parent_library": "os"}}
+    reseal(victim, lambda manifest: manifest["layout"]["adapters"]["default"].update(plant))
+    assert main(["convert", str(victim), str(folder / "out"), "--to", "peft"]) == 0
+    assert "system" not in (folder / "out" / "adapter_config.json").read_text()
+    assert main(["convert", str(victim), str(folder / "merged"), "--to", "hf"]) == 1
+    assert "--to peft writes them" in capsys.readouterr().err
+
+
+def test_an_adapter_of_a_run_whose_replicas_meet_now_and_then_is_saved(ranks, folder, capsys):
+    save_base(folder)
+    train(ranks, folder, "run", 4, ["strategy=hybrid", "sync=diloco", "sync.every=2"])
+    assert main(["convert", str(folder / "run"), str(folder / "adapter"), "--to", "peft"]) == 0
+    assert capsys.readouterr().out.strip() == f"{folder / 'adapter'}: 8 tensors"
+
+
+def _with_real_weights(base, strategy):
+    """Losses and adapters of a peft model that was built with weights, as the library loads it."""
+    import peft
+    import training
+
+    from parallel2d import (
+        MeshSpec,
+        ParallelConfig,
+        build_mesh,
+        data_coordinate,
+        mesh_shape,
+        parallelize,
+        token_weight,
+    )
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(loaded(base, "llama"), peft.LoraConfig(**LORA, use_dora=True))
+    mesh = build_mesh(MeshSpec(), strategy)
+    model = parallelize(model, mesh, ParallelConfig(strategy, precision="fp64"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    rank, count = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+    for step in range(3):
+        tokens = torch.randint(VOCAB, (8, 9), generator=torch.Generator().manual_seed(step))
+        tokens = tokens.chunk(count)[rank]
+        output = model(tokens[:, :-1]).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(output, tokens[:, 1:].flatten(), reduction="sum")
+        (loss * token_weight(tokens[:, 1:].numel(), mesh)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [training.whole(p).detach() for p in trained]
+
+
+def test_dora_with_real_weights_is_trained_alike_in_code(ranks, tmp_path):
+    base = save_base(tmp_path)
+    alone = ranks.run(1, _with_real_weights, base, "zero3")[0]
+    for found in ranks.run(4, _with_real_weights, base, "hybrid"):
+        assert len(found) == 12
+        for value, other in zip(found, alone, strict=True):
+            torch.testing.assert_close(value, other, rtol=0, atol=1e-10)
+
+
+def own_adapted(**changes):
+    """A factory of somebody's own: a peft model whose base comes from the seed."""
+    import peft
+
+    from parallel2d.models import huggingface
+
+    arguments = {**MODELS["llama"], "vocab_size": VOCAB}
+    base = huggingface.build(architecture="llama", arguments=arguments)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", **{**LORA, **changes})
+    return peft.get_peft_model(base, settings)
+
+
+def test_a_peft_model_of_ones_own_is_trained_and_saved(ranks, folder):
+    from safetensors.torch import load_file
+
+    words = [
+        "model=custom",
+        "model.target=test_adapters:own_adapted",
+        "optimizer.lr=1e-2",
+        "train.seq_len=15",
+    ]
+    for name, world, strategy in [("alone", 1, "ddp"), ("run", 4, "hybrid")]:
+        ranks.run(
+            world,
+            jobs.run,
+            str(folder),
+            str(folder / name),
+            [*words, f"strategy={strategy}"],
+            4,
+            only_adapters_are_trained,
+        )
+    same(jobs.rows(folder / "run"), jobs.rows(folder / "alone"))
+    assert main(["convert", str(folder / "run"), str(folder / "adapter"), "--to", "peft"]) == 0
+    assert len(load_file(folder / "adapter" / "adapter_model.safetensors")) == 8
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["task_type"]) == (4, "CAUSAL_LM")
+
+
+def test_initial_values_that_need_the_base_are_refused_on_meta():
+    with build_on_meta():
+        model = own_adapted(use_dora=True)
+    plan = plan_weights(model, find_blocks(model), None)
+    with pytest.raises(ConfigError, match="use_dora=True are computed from the base's weights"):
+        plan.write(model, 0, "cpu")
+
+
+def _lines_of_the_guide(base):
+    text = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    (lines,) = re.findall(r"### Adapters.*?```python\n(.*?)```", text, re.DOTALL)
+    names = {"BASE": base}
+    exec(lines, names)
+    return {n: p.requires_grad for n, p in names["model"].named_parameters()}
+
+
+def test_the_guides_lines_shard_an_adapted_model(ranks, tmp_path):
+    for found in ranks.run(4, _lines_of_the_guide, save_base(tmp_path)):
+        assert sum(found.values()) == 8
+        assert all(("lora_" in name) == trained for name, trained in found.items())

@@ -1,0 +1,265 @@
+"""The best checkpoint and early stopping: what is kept, what a stopped, resumed or restarted run knows, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict
+
+import jobs
+import pytest
+
+from parallel2d.best_metric import BestMetric, problems_of_best
+from parallel2d.errors import ConfigError
+from parallel2d.hooks import Hook
+from parallel2d.progress import Progress, problems_of_state
+
+
+class Scripted(Hook):
+    """A metric with a given value at each step; None: it is not measured there."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def step(self, run, step, metrics):
+        value = self.values[step - 1]
+        return None if value is None else {"accuracy": value}
+
+
+def scripted(*values):
+    listed = ",".join("null" if value is None else str(value) for value in values)
+    return f"train.hooks=[{{hook: 'test_best_metric:Scripted', values: [{listed}]}}]"
+
+
+KEPT = (
+    "checkpoint.keep_best=accuracy", "checkpoint.keep_best_mode=max", "checkpoint.keep_last=1", "checkpoint.asynchronous=false"
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
+    )
+    return tmp_path
+
+
+def steps_of(folder, name="run"):
+    found = (folder / name / "checkpoints").glob("step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+
+def best_of(folder, name="run"):
+    return json.loads((folder / name / "checkpoints" / "best.json").read_text())
+
+
+def test_the_best_is_kept_beside_the_newest_and_named(ranks, folder):
+    words = (*KEPT, "checkpoint.every=2", "train.steps=8", scripted(1, 5, 7, 2, 3, 1, 4, 2))
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert steps_of(folder) == [3, 8]
+    assert best_of(folder) == {
+        "metric": "accuracy", "mode": "max", "step": 3, "value": 7.0, "checkpoint": "step-00000003"
+    }  # fmt: skip
+
+
+def test_a_new_best_replaces_the_one_before_it_and_is_saved_whatever_the_interval(ranks, folder):
+    words = (*KEPT, "checkpoint.every=0", "train.steps=6", scripted(3, 4, 4, 1, 6, 2))
+    for end, found in ((1, [1]), (2, [2]), (4, [2]), (5, [5])):
+        ranks.run(2, jobs.run, str(folder), str(folder / f"to-{end}"), words, end)
+        assert steps_of(folder, f"to-{end}") == found
+    # Not a number is never the best.
+    words = (*KEPT, "checkpoint.every=0", "train.steps=3", scripted(3, "nan", 2))
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "nan"), words)
+    assert steps_of(folder, "nan") == [1, 3]
+
+
+@pytest.mark.parametrize(("mode", "better"), [("min", min), ("max", max)])
+def test_mode_says_which_validation_loss_is_the_best(ranks, folder, mode, better):
+    words = (
+        "checkpoint.keep_best=validation/loss", f"checkpoint.keep_best_mode={mode}", "checkpoint.keep_last=1",
+        "checkpoint.every=0", "train.validate_every=2", "train.steps=6",
+    )  # fmt: skip
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    rows = jobs.rows(folder / "run")
+    measured = {row["validation/loss"]: row["step"] for row in rows if "validation/loss" in row}
+    assert len(measured) == 3
+    value = better(measured)
+    assert (best_of(folder)["step"], best_of(folder)["value"]) == (measured[value], value)
+    assert steps_of(folder) == sorted({measured[value], 6})
+
+
+VALUES = (1, 5, 7, 2, 3, 6, 4, 8, 2)
+
+
+def test_a_resumed_run_goes_on_with_the_best_so_far(ranks, folder):
+    words = (*KEPT, "checkpoint.every=2", "train.steps=9", scripted(*VALUES))
+    # the steps after 4 are lost
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
+    assert (steps_of(folder), best_of(folder)["step"]) == ([3, 4], 3)
+    assert ranks.run(4, jobs.run, str(folder), str(folder / "run"), words, 3) == [4] * 4
+    # 6 at step 6 is worse than 7 at step 3, which another process has measured
+    assert (steps_of(folder), best_of(folder)["step"]) == ([3, 6], 3)
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert (steps_of(folder), best_of(folder)["step"]) == ([8, 9], 8)
+
+
+def test_going_back_undoes_a_best_of_later_steps(ranks, folder):
+    words = (*KEPT, "checkpoint.keep_last=0", "checkpoint.every=1", "train.steps=9", scripted(*VALUES))  # fmt: skip
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 4)
+    assert best_of(folder)["step"] == 3
+    back = (*words, f"checkpoint.resume={folder / 'run' / 'checkpoints' / 'step-00000002'}")
+    # one step of no use, so that a best of its own is none
+    undone = (*back, scripted(1, 5, 4, 4, 4, 4, 4, 4, 4))
+    assert ranks.run(2, jobs.run, str(folder), str(folder / "run"), undone, 1) == [2, 2]
+    assert (best_of(folder)["step"], best_of(folder)["value"]) == (2, 5.0)
+
+
+def test_a_best_whose_checkpoint_is_gone_is_forgotten(ranks, folder):
+    words = (*KEPT, "checkpoint.every=2", "train.steps=9", scripted(*VALUES))
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 4)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000003")
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 3)
+    # 6 at step 6 is the best of those that are there
+    assert (best_of(folder)["step"], best_of(folder)["value"]) == (6, 6.0)
+
+
+def test_another_metric_begins_anew_and_none_removes_the_name(ranks, folder):
+    words = (*KEPT, "checkpoint.every=1", scripted(*VALUES), "train.steps=9")
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 3)
+    changed = (*words, "checkpoint.keep_best=grad_norm", "checkpoint.keep_best_mode=min")
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), changed, 1)
+    assert (best_of(folder)["metric"], best_of(folder)["step"]) == ("grad_norm", 4)
+    without = ("checkpoint.every=1", "train.steps=9")
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), without, 1)
+    assert not (folder / "run" / "checkpoints" / "best.json").exists()
+
+
+def test_losses_are_those_of_a_run_that_keeps_and_watches_nothing(ranks, folder):
+    watching = (*KEPT, scripted(*VALUES), "train.stop.metric=accuracy", "train.stop.mode=max", "train.stop.patience=9")  # fmt: skip
+    for name, words in (("plain", ()), ("watching", watching)):
+        arguments = (str(folder), str(folder / name), ("train.steps=9", *words))
+        ranks.run(2, jobs.run_to_the_end, *arguments)
+    plain, other = (jobs.rows(folder / name) for name in ("plain", "watching"))
+    assert [row["loss"] for row in plain] == [row["loss"] for row in other]
+    assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in other]
+
+
+# Early stopping
+
+STOP = ("train.stop.metric=accuracy", "train.stop.mode=max", "checkpoint.every=2", "train.steps=9")
+UNTIL = scripted(3, None, 4, None, 4, 2, 1, 9, 9)
+
+
+def test_a_run_ends_when_a_metric_has_not_improved_and_stays_ended(ranks, folder):
+    words = (*STOP, "train.stop.patience=3", UNTIL)
+    arguments = (str(folder), str(folder / "run"), words)
+    reason = (
+        "stopped after step 7: accuracy did not improve in 3 measurements (train.stop.patience=3), the best is 4 of step 3"
+    )  # fmt: skip
+    assert ranks.run(2, jobs.run_to_the_end, *arguments) == [(7, reason)] * 2
+    assert steps_of(folder)[-1] == 7
+    assert len(jobs.rows(folder / "run")) == 7
+    # Resumed with the same settings it trains no further; with others it does.
+    assert ranks.run(2, jobs.run_to_the_end, *arguments) == [(7, reason)] * 2
+    assert len(jobs.rows(folder / "run")) == 7
+    longer = (str(folder), str(folder / "run"), (*words, "train.stop.patience=4"))
+    assert ranks.run(2, jobs.run_to_the_end, *longer) == [(9, None)] * 2
+
+
+def test_measurements_are_counted_over_a_stop_and_a_resume(ranks, folder):
+    words = (*STOP, "train.stop.patience=3", UNTIL)
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
+    step, reason = ranks.run(4, jobs.run_to_the_end, str(folder), str(folder / "run"), words)[0]
+    assert (step, reason.partition(":")[0]) == (7, "stopped after step 7")
+
+
+def test_patience_counts_measurements_and_min_delta_what_is_better():
+    best = BestMetric("loss", "min", min_delta=0.5)
+    found = [best.measure(step, value) for step, value in enumerate((3.0, 2.6, 2.5, 2.4, 1.9), 1)]
+    assert found == [True, False, True, False, True]
+    assert (best.step, best.value, best.since) == (5, 1.9, 0)
+    assert not best.measure(6, math.nan)
+    assert not best.measure(7, -math.inf)
+    assert (best.step, best.since) == (5, 2)
+    equal = BestMetric("loss", "min")
+    assert [equal.measure(step, 1.0) for step in (1, 2)] == [True, False]
+
+
+def test_a_state_of_other_settings_begins_anew():
+    best = BestMetric("a", "max")
+    best.measure(3, 5.0)
+    same, other = BestMetric("a", "max"), BestMetric("a", "min")
+    same.load_state_dict(json.loads(json.dumps(best.state_dict())))
+    other.load_state_dict(best.state_dict())
+    assert same == best
+    assert other == BestMetric("a", "min")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"step": 11}, "no whole number from 0 to 10"),
+        ({"since": -1}, "no whole number"),
+        ({"step": True}, "no whole number"),
+        ({"value": math.nan}, "no finite number"),
+        ({"value": "5"}, "no finite number"),
+        ({"metric": "x" * 999}, "has no metric"),
+        ({"mode": "best"}, "neither min nor max"),
+        ({"more": 1}, "best is not"),
+    ],
+)
+def test_an_impossible_state_is_named(change, problem):
+    best = BestMetric("a", "max")
+    best.measure(3, 5.0)
+    assert problems_of_best("best", best.state_dict(), 10) == []
+    (found,) = problems_of_best("best", {**best.state_dict(), **change}, 10)
+    assert problem in found
+    assert problems_of_best("best", [1], 10)
+
+
+def test_an_impossible_state_is_refused_with_the_rest_of_a_checkpoint():
+    scaler = {"scale": 1.0, "good_steps": 0}
+    state = {**asdict(Progress(10, 80, 800)), "scaler": scaler, "data_fingerprint": "x"}
+    best = BestMetric("a", "max", step=3, value=5.0).state_dict()
+    assert problems_of_state({**state, "best": best, "stop": best}, 10) == []
+    for key in ("best", "stop"):
+        (found,) = problems_of_state({**state, key: {**best, "step": 11}}, 10)
+        assert found.startswith(f"{key} has a step")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("checkpoint.keep_best=validation/los",), "is never measured: it may be .*did you mean validation/loss"),
+        (("train.stop.metric=accuracy",), "train.stop.metric=accuracy is never measured"),
+        (("checkpoint.keep_best=validation/wiki/loss",), "never measured"),
+        (("checkpoint.keep_best=validation/loss", "train.validate_every=0"), "never measured with train.validate_every=0"),
+        (("checkpoint.keep_best=validation/loss", "train.validate_every=1", "data.validation_fraction=0"), "never measured with data.validation_fraction=0"),
+        (("checkpoint.keep_best=loss", "checkpoint.enabled=false"), "no effect with checkpoint.enabled=false"),
+        (("checkpoint.keep_best_mode=max",), "no effect without checkpoint.keep_best"),
+        (("train.stop.patience=2",), "no effect without train.stop.metric"),
+        (("train.stop.metric=loss", "train.stop.patience=0"), "train.stop.patience=0 must be at least 1"),
+        (("train.stop.metric=loss", "train.stop.mode=low"), "train.stop.mode=low is not one of min, max"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_is_never_measured_is_refused(words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        jobs.config_of(words)
+
+
+def said(folder, run_dir, words):
+    """What the run says to people, on each rank."""
+    trainer = jobs.build(folder, run_dir, words)
+    lines = []
+    trainer.recorder.say = lines.append
+    trainer.run()
+    trainer.recorder.close()
+    return lines
+
+
+def test_a_metric_that_no_hook_gave_is_told_at_the_end(ranks, folder):
+    words = ("checkpoint.keep_best=acuracy", scripted(1, 2), "train.steps=2")
+    found = ranks.run(2, said, str(folder), str(folder / "run"), words)
+    expected = "warning: checkpoint.keep_best=acuracy was never measured; did you mean accuracy?"
+    assert found == [[expected]] * 2

@@ -1,0 +1,59 @@
+"""Groups of the configuration: experiments of one's own, and which choices a group has."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel2d import ConfigError
+from parallel2d.config.composition import compose, run_sweep
+
+MODELS = "custom, hf, llama_15m, llama_160m, llama_1b, llama_405b, llama_70b, llama_8b, llama_debug"
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder for --config-dir with two experiments and a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "model").mkdir()
+    for name, steps in (("big", 7), ("small", 3)):
+        text = f"# @package _global_\ntrain:\n  steps: {steps}\n"
+        (tmp_path / "own" / "experiment" / f"{name}.yaml").write_text(text)
+    (tmp_path / "own" / "model" / "narrow.yaml").write_text(
+        "defaults: [llama_debug, _self_]\ndim: 64\n"
+    )
+    return "--config-dir=own"
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_an_experiment_is_chosen_with_and_without_plus(own, plus):
+    assert compose([own, f"{plus}experiment=big"]).config.train.steps == 7
+    assert compose([own, f"{plus}experiment=big", "train.steps=8"]).config.train.steps == 8
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_experiments_are_swept_with_and_without_plus(own, plus):
+    jobs = []
+    run_sweep(["-m", own, f"{plus}experiment=big,small"], jobs.append)
+    assert [job.config.train.steps for job in jobs] == [7, 3]
+
+
+def test_a_model_of_ones_own_builds_on_one_of_ours(own):
+    assert compose([own, "model=narrow"]).config.model.dim == 64
+
+
+@pytest.mark.parametrize("name", ["llama_schema", "schema", "train_schema"])
+def test_a_schema_is_no_choice(name):
+    with pytest.raises(ConfigError, match=f"model={name} is not one of {MODELS}(;|$)"):
+        compose([f"model={name}"])
+
+
+@pytest.mark.parametrize("word", ["schema=llama", "+schema=llama"])
+def test_the_group_of_schemas_is_no_group_to_choose_from(word):
+    with pytest.raises(ConfigError, match="unknown key schema"):
+        compose([word])
+
+
+def test_a_group_that_is_added_twice_is_one_message():
+    with pytest.raises(ConfigError, match="Multiple values for strategy"):
+        compose(["+strategy=ddp"])

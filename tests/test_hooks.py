@@ -1,0 +1,481 @@
+"""Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes. Losses are bitwise
+those of a run without."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+from training import whole
+from workers import WorkerError
+
+from parallel2d.config.checks import validated
+from parallel2d.errors import ConfigError
+from parallel2d.hooks import Hook, HookResult, SampleText, build_hooks
+
+ANY_RANK = ("checkpoint.every=0",)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
+    )
+    return tmp_path
+
+
+class Giving(Hook):
+    """Metrics of its own, on all ranks, on one, and after a validation."""
+
+    def start(self, run, step):
+        return {"begun_on": float(run.rank)}
+
+    def step(self, run, step, metrics):
+        given = {"rank": run.rank, "loss_twice": 2 * metrics["loss"]}
+        return given if run.rank == 0 else HookResult({**given, "only": torch.tensor(step)})
+
+    def validation(self, run, step, metrics):
+        return {"validation/worst": max(metrics.values())}
+
+
+def test_a_metric_is_the_mean_over_the_ranks_that_gave_it(ranks, folder):
+    words = ("train.hooks=[test_hooks:Giving]", "train.steps=4", "train.validate_every=2")
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    rows = jobs.rows(folder / "run")
+    assert [row["rank"] for row in rows] == [0.5] * 4
+    assert [row["only"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
+    assert [row["loss_twice"] for row in rows] == [2 * row["loss"] for row in rows]
+    assert [row.get("begun_on") for row in rows] == [0.5, None, None, None]
+    worst = [row.get("validation/worst") for row in rows]
+    assert worst == [row.get("validation/loss") for row in rows]
+    assert worst.count(None) == 2
+
+
+def test_a_row_holds_the_newest_value_of_each_metric(ranks, folder):
+    words = ("train.hooks=[test_hooks:Giving]", "train.steps=5", "metrics.log_every=2")
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    rows = jobs.rows(folder / "run")
+    assert [(row["step"], row["only"]) for row in rows] == [(1, 1), (2, 2), (4, 4), (5, 5)]
+
+
+class Asking(Hook):
+    """Rank 1 asks for a save after step 3 and for an end after step 5."""
+
+    def step(self, run, step, metrics):
+        if run.rank != 1 or step not in (3, 5):
+            return None
+        return HookResult(save=step == 3, stop="enough" if step == 5 else None)
+
+
+def test_one_rank_may_ask_and_all_follow(ranks, folder):
+    words = (*ANY_RANK, "train.hooks=[test_hooks:Asking]")
+    ends = ranks.run(4, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert ends == [(5, "stopped after step 5 by a hook: enough")] * 4
+    saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    assert saved == ["step-00000003", "step-00000005"]
+    assert jobs.rows(folder / "run")[-1]["step"] == 5
+
+
+def test_a_run_that_a_hook_ends_is_validated_at_its_end(ranks, folder):
+    words = (*ANY_RANK, "train.hooks=[test_hooks:Asking]", "train.validate_every=4")
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    measured = [row["step"] for row in jobs.rows(folder / "run") if "validation/loss" in row]
+    assert measured == [4, 5]
+
+
+class Early(Hook):
+    """One metric before the first step and after each."""
+
+    def start(self, run, step):
+        return {"level": -1.0}
+
+    def step(self, run, step, metrics):
+        return {"level": float(step)}
+
+
+def test_a_metric_may_be_given_before_the_first_step_too(ranks, folder):
+    words = ("train.hooks=[test_hooks:Early]", "train.steps=2")
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert [row["level"] for row in jobs.rows(folder / "run")] == [1.0, 2.0]
+
+
+def run_until_asked_to_end(folder, run_dir, words, step):
+    """Returns whether it was, and its last step."""
+    trainer = jobs.build(folder, run_dir, words)
+    trainer.stop_requested = lambda: trainer.progress.step >= step
+    trainer.run()
+    trainer.recorder.close()
+    return trainer.preempted, trainer.progress.step
+
+
+def test_the_last_row_of_a_run_that_is_asked_to_end_is_its_last_step(ranks, folder):
+    words = ("metrics.log_every=50", "train.steps=12")
+    ends = ranks.run(2, run_until_asked_to_end, str(folder), str(folder / "run"), words, 3)
+    was_asked, last = ends[0]
+    assert was_asked
+    assert 3 <= last < 12
+    assert jobs.rows(folder / "run")[-1]["step"] == last
+
+
+class Noting(Hook):
+    """Notes its calls in a file per rank."""
+
+    def note(self, run, *what):
+        with open(os.path.join(run.run_dir, f"calls-{run.rank}.jsonl"), "a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    def start(self, run, step):
+        self.note(run, "start", step)
+
+    def step(self, run, step, metrics):
+        self.note(run, "step", step)
+
+    def validation(self, run, step, metrics):
+        self.note(run, "validation", step, sorted(metrics))
+
+    def save(self, run, step, path):
+        assert os.path.exists(os.path.join(path, "manifest.json"))
+        self.note(run, "save", step, os.path.basename(path))
+
+    def end(self, run, step, reason):
+        self.note(run, "end", step, reason)
+
+
+def test_every_rank_is_called_in_the_same_order_also_when_resumed(ranks, folder):
+    words = (
+        "train.hooks=[test_hooks:Noting]", "train.validate_every=3", "checkpoint.asynchronous=false", "train.steps=6"
+    )  # fmt: skip
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    calls = [
+        [json.loads(line) for line in (folder / "run" / f"calls-{rank}.jsonl").read_text().splitlines()]
+        for rank in (0, 1)
+    ]  # fmt: skip
+    assert calls[0] == calls[1]
+    validation = ["validation", 3, ["validation/loss"]]
+    first = [["start", 0], ["step", 1], ["step", 2], ["save", 2, "step-00000002"], validation, ["step", 3], ["step", 4], ["save", 4, "step-00000004"], ["step", 5]]  # fmt: skip
+    second = [["start", 4], ["step", 5], ["validation", 6, ["validation/loss"]], ["step", 6], ["save", 6, "step-00000006"], ["end", 6, "finished"]]  # fmt: skip
+    assert calls[0] == first + second
+
+
+def test_an_asynchronous_save_is_told_once_it_is_published_on_every_rank(ranks, folder):
+    words = ("train.hooks=[test_hooks:Noting]", "train.steps=6")
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    for rank in (0, 1):
+        lines = (folder / "run" / f"calls-{rank}.jsonl").read_text().splitlines()
+        calls = [json.loads(line) for line in lines]
+        assert [call[1] for call in calls if call[0] == "save"] == [2, 4, 6]
+
+
+class Failing(Hook):
+    """Raises in one method, on one rank."""
+
+    def __init__(self, method, rank=1):
+        self.method, self.rank = method, rank
+
+    def fail(self, run, method):
+        if method == self.method and run.rank == self.rank:
+            raise ValueError("no luck\nin two lines")
+
+    def start(self, run, step):
+        self.fail(run, "start")
+
+    def step(self, run, step, metrics):
+        self.fail(run, "step")
+
+    def validation(self, run, step, metrics):
+        self.fail(run, "validation")
+
+    def save(self, run, step, path):
+        self.fail(run, "save")
+
+    def end(self, run, step, reason):
+        self.fail(run, "end")
+
+
+@pytest.mark.parametrize(
+    ("method", "step"), [("start", 0), ("step", 1), ("validation", 3), ("save", 2), ("end", 4)]
+)
+def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, step):
+    words = (
+        f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]", "train.steps=4", "train.validate_every=3",
+        "checkpoint.asynchronous=false",
+    )  # fmt: skip
+    with pytest.raises(WorkerError) as caught:
+        ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert caught.value.everywhere
+    assert caught.value.kind == "HookError"
+    begin = f"train.hooks: test_hooks:Failing.{method} failed on rank 1 at step {step}: ValueError: no luck ("
+    assert caught.value.message.startswith(begin)
+    assert "\n" not in caught.value.message
+
+
+class Returning(Hook):
+    """Returns what it is given."""
+
+    def __init__(self, what, method="step"):
+        self.what = what
+        if method == "save":
+            self.save = self.step
+
+    def step(self, run, step, metrics):
+        return self.what
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
+        ([Returning({"time/mine": 1.0})], "the metric time/mine is one that the trainer measures"),
+        ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
+        ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
+        ([Returning({1: 1})], "a metric has the name 1, which is no string"),
+        ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
+        ([Returning({}, "save")], "save returned {}; it may return nothing"),
+    ],
+)
+def test_what_a_method_may_not_return_ends_the_run(ranks, folder, hooks, message):
+    words = ("train.steps=4", "checkpoint.asynchronous=false")
+    with pytest.raises(WorkerError) as caught:
+        ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words, hooks)
+    assert caught.value.everywhere
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
+        (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
+        (["test_hooks:folder"], "is no class derived from parallel2d.hooks.Hook"),
+        ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
+        ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
+        (
+            [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
+            r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
+        ),
+    ],
+)
+def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
+    with pytest.raises(ConfigError, match=message):
+        build_hooks(entries)
+
+
+def test_an_entry_of_another_form_is_refused_with_the_configuration():
+    for entry in ("nowhere", {"every": 5}, 7):
+        config = jobs.config_of(())
+        config.train.hooks = [entry]
+        with pytest.raises(ConfigError, match=r"an entry has the form package\.module:Class"):
+            validated(config)
+
+
+def count_exchanges(folder, run_dir, words, hooks):
+    """How many exchanges and how many collectives of the whole world the steps make."""
+    from parallel2d import hooks as module
+
+    exchanged = []
+    plain = module.all_gather
+    module.all_gather = lambda value: exchanged.append(1) or plain(value)
+    try:
+        jobs.run_to_the_end(folder, run_dir, words, hooks)
+    finally:
+        module.all_gather = plain
+    return len(exchanged)
+
+
+def test_hooks_cost_one_exchange_per_step_and_none_without(ranks, folder):
+    words = ("train.steps=5", "train.validate_every=2")
+    arguments = (str(folder), str(folder / "without"), words, ())
+    assert ranks.run(2, count_exchanges, *arguments) == [0, 0]
+    arguments = (str(folder), str(folder / "with"), words, [Giving(), Hook()])
+    # and one at the start, and one at the end
+    assert ranks.run(2, count_exchanges, *arguments) == [7, 7]
+
+
+# What SampleText shows
+
+
+class Keeping(SampleText):
+    """Keeps what it shows, by step, on every rank."""
+
+    shown: dict
+
+    def step(self, run, step, metrics):
+        self.shown = getattr(self, "shown", {})
+
+        def keep(tag, text, at):
+            self.shown[at] = text
+
+        super().step(dataclasses.replace(run, show_text=keep), step, metrics)
+
+
+SAMPLE = {"every": 2, "prompt": "12 times", "tokens": 20}
+LAYOUTS = {
+    "hybrid": ("strategy=hybrid", "mesh.replicate=2"),
+    "ddp": ("strategy=ddp",),
+    "zero2": ("strategy=zero2",),
+    "split updates": ("strategy=hybrid_full", "mesh.replicate=2"),
+    "tensor": ("strategy=hybrid", "mesh.tensor=2"),
+}
+TRAINED = ("optimizer.lr=0.02", "train.steps=6", "checkpoint.enabled=false")
+
+
+def samples(folder, run_dir, words, **arguments):
+    hook = Keeping(**{**SAMPLE, **arguments})
+    jobs.run_to_the_end(folder, run_dir, (*TRAINED, *words), [hook])
+    return hook.shown
+
+
+def greedy(folder, run_dir, words):
+    """After the last step, from whole logits of rows without padding, as one would write it down."""
+    trainer = jobs.build(folder, run_dir, (*TRAINED, *words))
+    trainer.run()
+    trainer.recorder.close()
+    ids = list(SAMPLE["prompt"].encode())
+    with torch.no_grad():
+        for _ in range(SAMPLE["tokens"]):
+            logits = trainer.model(torch.tensor([ids[-16:]]))
+            ids.append(int(logits[0, -1, :257].argmax()))
+    return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout == "tensor" else pytest.param(layout, marks=pytest.mark.slow)
+        for layout in LAYOUTS
+    ],
+)
+def test_a_sample_is_the_same_on_every_layout_and_rank(ranks, folder, layout):
+    expected = ranks.run(1, samples, str(folder), str(folder / "one"), ())[0]
+    assert list(expected) == [2, 4, 6]
+    assert expected[6] == ranks.run(1, greedy, str(folder), str(folder / "plain"), ())[0]
+    found = ranks.run(4, samples, str(folder), str(folder / "run"), LAYOUTS[layout])
+    assert found == [expected] * 4
+
+
+def test_drawn_tokens_depend_on_seed_and_step_alone(ranks, folder):
+    words = (str(folder), str(folder / "one"), ())
+    (one,) = ranks.run(1, samples, *words, temperature=1.0)
+    words = (str(folder), str(folder / "two"), LAYOUTS["ddp"])
+    assert ranks.run(4, samples, *words, temperature=1.0) == [one] * 4
+    words = (str(folder), str(folder / "seed"), ("train.seed=1",))
+    assert ranks.run(1, samples, *words, temperature=1.0)[0] != one
+    assert len(set(one.values())) == 3
+
+
+class Dropping(torch.nn.Module):
+    """Bigram logits with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(320, 16)
+        self.drop = torch.nn.Dropout(0.5)
+        self.head = torch.nn.Linear(16, 320)
+
+    def forward(self, tokens):
+        return self.head(self.drop(self.table(tokens)))
+
+
+def losses_and_weights(folder, run_dir, words, hooks):
+    trainer = jobs.build(folder, run_dir, words, hooks)
+    trainer.model.head.eval()
+    trainer.run()
+    trainer.recorder.close()
+    weights = [whole(parameter).detach().numpy() for parameter in trainer.model.parameters()]
+    return weights, torch.get_rng_state().numpy(), [m.training for m in trainer.model.modules()]
+
+
+@pytest.mark.parametrize("layout", [("strategy=ddp",), ("strategy=zero2",), ("sync=diloco", "sync.every=3", "strategy=ddp")])  # fmt: skip
+def test_hooks_and_samples_disturb_nothing(ranks, folder, layout):
+    words = (
+        "model=custom", "model.target=test_hooks:Dropping", "precision=fp32", "train.steps=7", "checkpoint.enabled=false", *layout
+    )  # fmt: skip
+    plain = ranks.run(2, losses_and_weights, str(folder), str(folder / "plain"), words, ())
+    hooks = [SampleText(every=2, tokens=9, temperature=0.7), Giving()]
+    other = ranks.run(2, losses_and_weights, str(folder), str(folder / "hooked"), words, hooks)
+    for (weights, state, modes), (same, state_after, modes_after) in zip(plain, other, strict=True):
+        assert all((left == right).all() for left, right in zip(weights, same, strict=True))
+        assert (state == state_after).all()
+        assert modes == modes_after
+    losses = [[row["loss"] for row in jobs.rows(folder / name)] for name in ("plain", "hooked")]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 7
+
+
+def test_samples_are_in_tensorboard(ranks, folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ("metrics.tensorboard=true", "train.steps=4", "checkpoint.enabled=false")
+    hook = SampleText(every=2, tokens=3, prompt="12 times")
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words, [hook])
+    board = EventAccumulator(str(folder / "run" / "tensorboard"))
+    board.Reload()
+    events = board.Tensors("sample/text_summary")
+    assert [event.step for event in events] == [2, 4]
+    assert b"12 times" in events[0].tensor_proto.string_val[0]
+
+
+def test_samples_of_another_tokenizer_than_that_of_the_data_are_refused(ranks, folder):
+    hook = SampleText(tokenizer="nowhere.json")
+    with pytest.raises(WorkerError, match=r"hooks:SampleText: data\.tokenizer=nowhere\.json"):
+        ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), (), [hook])
+
+
+# The command
+
+
+def command(folder, *words):
+    small = [word for word in jobs.SMALL if not word.startswith("metrics.console")]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "parallel2d.train", *small, "hydra.run.dir=run", *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+
+
+class FailingInside(SampleText):
+    """Rank 1 raises before a forward in which the other waits for it."""
+
+    def _next(self, run, ids, generator):
+        if dist.get_rank() == 1:
+            raise OSError("the disk of rank 1")
+        return super()._next(run, ids, generator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "found"),
+    [
+        ("{hook: 'test_hooks:Failing', method: step}", "ValueError: no luck"),
+        ("{hook: 'test_hooks:FailingInside', every: 1}", "OSError: the disk of rank 1"),
+    ],
+)
+def test_the_command_tells_it_once_and_ends_with_1(folder, hook, found):
+    words = (f"train.hooks=[{hook}]", "launch.nproc_per_node=2", "metrics.console=silent")
+    done = command(folder, *words)
+    assert done.returncode == 1
+    assert done.stderr.count(found) == 1
+    assert f"failed on rank 1 at step 1: {found}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "failed first" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sample_is_on_the_console_and_in_the_log(folder):
+    hook = "train.hooks=[{hook: 'parallel2d.hooks:SampleText', every: 2, prompt: '12 times', tokens: 4}]"
+    done = command(folder, hook, "launch.nproc_per_node=2", "train.steps=4")
+    assert done.returncode == 0, done.stderr
+    log = (folder / "run" / "train.log").read_text()
+    for text in (done.stderr, log):
+        assert text.count("sample at step") == 2
+        assert text.count("\n12 times") == 2

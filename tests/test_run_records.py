@@ -1,0 +1,432 @@
+"""What a run directory says about its starts and its end, and what a sweep says about its jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from test_command_line import SMALL, execute, folder, rows  # noqa: F401
+
+from parallel2d.config import Job, LlamaModel, TrainConfig
+from parallel2d.config.sweep import Outcome, outcomes, table
+from parallel2d.metrics.goodput import Goodput
+from parallel2d.report.page import markdown
+from parallel2d.report.runs import parts_of, read_run
+from parallel2d.run_directory import (
+    Segment,
+    accept_start,
+    changes_since,
+    discard_pending,
+    note_failure,
+    read_objective,
+    read_segments,
+    start,
+    summarize,
+)
+from parallel2d.run_directory.end import objective_missing
+
+LAYOUT = {"strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "predicted": {"comm/shard/bytes": 8.0}}  # fmt: skip
+
+
+def job_in(run_dir, **more):
+    return Job(TrainConfig(model=LlamaModel()), str(run_dir), ("train.steps=9",), **more)
+
+
+def records(run_dir):
+    """What tells how a run was made, by path."""
+    found = [*run_dir.glob("*.json*"), *run_dir.glob(".hydra/*"), *run_dir.glob("checkpoints/**/*")]
+    return {str(path): path.read_bytes() for path in found if path.is_file()}
+
+
+def test_each_start_is_a_segment(tmp_path):
+    first = accept_start(job_in(tmp_path), LAYOUT, 0)
+    for name in ("1", "2"):
+        (tmp_path / f".hydra-pending-{name}").mkdir()
+        (tmp_path / f".hydra-pending-{name}" / "config.yaml").write_text(name)
+    job = job_in(tmp_path, restarted=True, records=".hydra-pending-2")
+    job.config.optimizer.lr = 0.5
+    other = {**LAYOUT, "mesh": {"replicate": 1, "shard": 2, "tensor": 1}}
+    second = accept_start(job, other, 20)
+    assert (first.segment.number, second.segment.number) == (1, 2)
+    assert first.changes == ()
+    assert second.changes == (
+        "optimizer.lr: 0.001 -> 0.5",
+        "mesh: replicate 2 x shard 2 x tensor 1 -> replicate 1 x shard 2 x tensor 1",
+    )
+    found = read_segments(str(tmp_path))
+    assert [each.first_step for each in found] == [1, 21]
+    assert [each.restarted for each in found] == [False, True]
+    assert found[1] == dataclasses.replace(second.segment)
+    assert json.loads((tmp_path / "layout.json").read_text()) == other
+    assert (tmp_path / ".hydra" / "config.yaml").read_text() == "2"
+    assert not (tmp_path / ".hydra-pending-2").exists()
+    # That of another start, which may still be accepted
+    discard_pending(job)
+    assert (tmp_path / ".hydra-pending-1").exists()
+    discard_pending(job_in(tmp_path, records=".hydra-pending-1"))
+    assert not (tmp_path / ".hydra-pending-1").exists()
+    assert json.loads((tmp_path / "owner.json").read_text())["token"]
+
+
+def test_damaged_lines_are_no_segments_and_swallow_none(tmp_path):
+    accept_start(job_in(tmp_path), LAYOUT, 0)
+    with open(tmp_path / "segments.jsonl", "a") as file:
+        file.write('[1, 2]\n{"number": "3", "first_step": 1}\nnonsense\n{"number": 7, "fir')
+    accept_start(job_in(tmp_path), LAYOUT, 4)
+    assert [each.number for each in read_segments(str(tmp_path))] == [1, 2]
+
+
+def test_a_resume_from_another_run_is_compared_with_that_run(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    accept_start(job_in(tmp_path / "a"), LAYOUT, 0)
+    for path in ("a", "a/checkpoints", "a/checkpoints/step-00000004"):
+        job = job_in(tmp_path / "b")
+        job.config.checkpoint.resume = str(tmp_path / path)
+        job.config.train.seed = 3
+        (tmp_path / "b" / "segments.jsonl").unlink(missing_ok=True)
+        changes = accept_start(job, LAYOUT, 4).changes
+        assert "train.seed: 0 -> 3" in changes, path
+
+
+def test_changes_name_keys_of_every_depth():
+    before = Segment(1, 1, False, "", config={"a": {"b": 1, "c": {"d": True}}, "launch": {"host_id": "x"}})  # fmt: skip
+    now = Segment(2, 1, False, "", config={"a": {"b": 1, "c": {"d": False}, "e": None}, "launch": {"host_id": "y"}})  # fmt: skip
+    assert changes_since(before, now) == ["a.c.d: true -> false"]
+    longer = dataclasses.replace(now, config={"a": {"b": "x" * 500, "c": {"d": True}}})
+    (line,) = [each for each in changes_since(before, longer) if each.startswith("a.b")]
+    assert len(line) < 80
+
+
+ROWS = [
+    {"step": 1, "segment": 1, "loss": 5.0, "tokens": 10, "goodput/wall_s": 2.0, "goodput/useful_s": 1.0, "goodput/fraction": 0.5},
+    {"step": 2, "segment": 1, "loss": 3.0, "validation/loss": 3.5, "tokens": 20, "goodput/wall_s": 4.0, "goodput/useful_s": 2.0, "goodput/fraction": 0.5},
+    {"step": 3, "segment": 2, "loss": 4.0, "validation/loss": 3.75, "tokens": 30, "goodput/wall_s": 8.0, "goodput/useful_s": 5.0, "goodput/fraction": 0.625,
+     "comm/shard/bytes": 4.0},
+]  # fmt: skip
+
+
+def write_rows(run_dir):
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def test_a_run_ends_with_a_summary(tmp_path):
+    write_rows(tmp_path)
+    job = job_in(tmp_path)
+    job.config.train.steps = 3
+    checkpoint = str(tmp_path / "checkpoints/step-00000003")
+    told = "\n".join(summarize(job, stopped=False, checkpoint=checkpoint))
+    assert "step 3 of 3, 30 tokens, 00:00:08, goodput 62.5%" in told
+    assert "loss        4.0000 at the end, best 3.0000 at step 2" in told
+    assert "validation  3.7500 at the end, best 3.5000 at step 2" in told
+    assert f"train.steps=6 hydra.run.dir={tmp_path}" in told
+    assert f"parallel2d.report {tmp_path}" in told
+    assert checkpoint in told
+    assert read_objective(str(tmp_path)) == 3.75
+    told = summarize(job, stopped=False, checkpoint=checkpoint, best="b/step-2", reason="no better")
+    assert told[0].startswith("stopped ")
+    assert told[1] == "why         no better"
+    assert "best        b/step-2" in told
+    assert not any(line.startswith("go on") for line in told)
+    job.config.train.objective = "accuracy"
+    summarize(job, stopped=True, checkpoint=None)
+    assert read_objective(str(tmp_path)) is None
+    assert "accuracy was never measured" in objective_missing("accuracy", str(tmp_path))
+    assert "did you mean validation/loss?" in objective_missing("validation_loss", str(tmp_path))
+
+
+def test_an_accepted_start_removes_the_summary_of_the_one_before(tmp_path):
+    write_rows(tmp_path)
+    summarize(job_in(tmp_path), stopped=False, checkpoint=None)
+    accept_start(job_in(tmp_path), LAYOUT, 3)
+    assert read_objective(str(tmp_path)) is None
+
+
+def test_a_failure_is_kept_after_what_was_logged(tmp_path):
+    (tmp_path / "train.log").write_text("before\n")
+    note_failure(str(tmp_path), "it\nfailed")
+    before, first, second = (tmp_path / "train.log").read_text().splitlines()
+    assert (before, first[9:], second) == ("before", "it", "failed")
+    note_failure(str(tmp_path / "nowhere"), "no other error")
+
+
+@pytest.mark.parametrize(
+    ("restarted", "begun_ago", "lost"),
+    [(True, 7200.0, 3600.0), (True, 60.0, 60.0), (False, 7200.0, 0.0)],
+)
+def test_the_hours_between_two_starts_are_not_lost(restarted, begun_ago, lost):
+    row = {"step": 2, "goodput/wall_s": 4.0, "goodput/useful_s": 3.0, "goodput/unix_s": time.time() - 3600}  # fmt: skip
+    after = Goodput()
+    after.resume(2, row, row, restarted=restarted, not_before=time.time() - begun_ago)
+    found = after.row()
+    assert found["goodput/lost_restart_s"] == pytest.approx(lost, abs=5)
+    assert found["goodput/wall_s"] == pytest.approx(4 + lost, abs=5)
+
+
+def test_a_report_has_a_row_for_every_layout_of_a_run(tmp_path):
+    accept_start(job_in(tmp_path), LAYOUT, 0)
+    other = {**LAYOUT, "strategy": "zero3", "predicted": {"comm/shard/bytes": 4.0}}
+    accept_start(job_in(tmp_path), other, 2)
+    write_rows(tmp_path)
+    first, second = parts_of(read_run(str(tmp_path)))
+    assert [row["step"] for row in first.rows] == [1, 2]
+    assert first.layout["strategy"] == "hybrid"
+    assert second.layout["strategy"] == "zero3"
+    lines = markdown([read_run(str(tmp_path))]).splitlines()
+    name = tmp_path.name
+    hybrid, zero3 = [line for line in lines if line.startswith(f"| {name}: steps") and "x" in line]
+    assert "steps 1 to 2 | hybrid | 2 x 2 x 1" in hybrid
+    assert "50.0%" in hybrid
+    assert "steps 3 to 3 | zero3" in zero3
+    assert "75.0%" in zero3  # 3 of 4 seconds since the row before
+    assert any(line.endswith("| 4e-06 | 4e-06 | +0.00% |") for line in lines)
+    assert sum(line.startswith(f"| {name} | ") for line in lines) == 3  # starts, origin
+
+
+def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
+    for finished, host in ((0, "a"), (2, "b")):
+        accept_start(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)
+    write_rows(tmp_path)
+    # Of this start there is no row.
+    accept_start(job_in(tmp_path), {**LAYOUT, "strategy": "ddp", "predicted": {}}, 3)
+    (part,) = parts_of(read_run(str(tmp_path)))
+    assert part.name == tmp_path.name
+    assert part.layout["strategy"] == "hybrid"
+    assert len(part.rows) == 3
+    told = markdown([read_run(str(tmp_path))])
+    assert f"| {tmp_path.name} | hybrid | 2 x 2 x 1 | yes |" in told
+
+
+def test_a_part_that_was_not_certified_does_not_say_so(tmp_path):
+    accept_start(job_in(tmp_path, certified=True), LAYOUT, 0)
+    accept_start(job_in(tmp_path), {**LAYOUT, "strategy": "zero3"}, 2)
+    write_rows(tmp_path)
+    (tmp_path / "certificate.json").write_text('{"passed": true}')
+    told = markdown([read_run(str(tmp_path))])
+    assert "steps 1 to 2 | hybrid | 2 x 2 x 1 | yes |" in told
+    assert "steps 3 to 3 | zero3 | 2 x 2 x 1 | - |" in told
+
+
+def test_workers_that_replace_others_on_a_certified_layout_are_certified(tmp_path):
+    accept_start(job_in(tmp_path, certified=True), LAYOUT, 0)
+    accept_start(job_in(tmp_path, restarted=True), LAYOUT, 2)
+    accept_start(job_in(tmp_path, restarted=True), {**LAYOUT, "strategy": "zero3"}, 3)
+    assert [each.certified for each in read_segments(str(tmp_path))] == [True, True, False]
+
+
+def test_a_run_that_diverged_has_no_finite_objective(tmp_path):
+    rows_ = [*ROWS, {"step": 4, "loss": None, "validation/loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    told = summarize(job_in(tmp_path), stopped=False, checkpoint=None)
+    assert math.isnan(read_objective(str(tmp_path)))
+    assert "loss        nan at the end, best 3.0000 at step 2" in told
+    assert json.loads((tmp_path / "summary.json").read_text())["last"]["loss"] is None
+
+
+def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path):
+    write_rows(tmp_path)
+    words = ("--config-dir", "my conf", "checkpoint.resume=never", "+train.steps=3", "train.seed=2")
+    job = dataclasses.replace(job_in(tmp_path), overrides=words)
+    told = "\n".join(summarize(job, stopped=False, checkpoint="c"))
+    assert "train --config-dir 'my conf' train.seed=2 train.steps=6 hydra.run.dir=" in told
+    job.config.train.epochs = 2
+    told = "\n".join(summarize(job, stopped=False, checkpoint="c"))
+    assert "train.seed=2 train.epochs=4 hydra.run.dir=" in told
+
+
+def test_a_huge_file_of_segments_is_refused(tmp_path):
+    with open(tmp_path / "segments.jsonl", "wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(OSError, match="more than 256 MiB"):
+        read_segments(str(tmp_path))
+
+
+def test_a_start_that_cannot_be_recorded_does_not_take_the_directory(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError("no disk")
+
+    monkeypatch.setattr(start, "read_segments", broken)
+    with pytest.raises(OSError, match="no disk"):
+        accept_start(job_in(tmp_path), LAYOUT, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_told_best_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {0: 2.5, 1: None, 2: 1.5}
+    for number, value in values.items():
+        run_dir = tmp_path / "sweep" / str(number)
+        run_dir.mkdir(parents=True)
+        error = None if value else "it failed"
+        Outcome(number, ("a=1", f"b={number}"), value, error, str(run_dir)).write()
+    found = outcomes(str(tmp_path / "sweep"), 0.0)
+    assert [each.value for each in found] == [2.5, None, 1.5]
+    lines = [line.split() for line in table(found, "loss")]
+    assert lines == [
+        ["job", "loss", "settings", "run", "directory"],
+        ["#2", "1.5", "b=2", "sweep/2"],
+        ["#0", "2.5", "b=0", "sweep/0"],
+        ["#1", "failed", "b=1", "sweep/1"],
+    ]
+    assert table(found, "loss", descending=True)[1].split()[0] == "#0"
+    assert outcomes(str(tmp_path / "sweep"), time.time() + 60) == []
+    assert outcomes(str(tmp_path / "nowhere"), 0.0) == []
+
+
+@pytest.mark.slow
+def test_a_refused_start_leaves_the_records_of_a_good_run(folder):  # noqa: F811
+    run = (*SMALL, "hydra.run.dir=run", "launch.nproc_per_node=2")
+    first = execute(folder, *run, "strategy=zero3")
+    assert first.returncode == 0, first.stderr
+    assert "done        step 4 of 4" in first.stderr
+    before = records(folder / "run")
+    for words in (
+        ("strategy=hybrid", "model.n_layers=2"),  # does not fit the checkpoint
+        ("mesh.replicate=3",),  # does not fit the ranks
+        ("train.seed=5", "train.steps=8"),  # the checkpoint's position is in other data
+        ("checkpoint.resume=never", "model.vocab_size=4"),
+        ("train.certify=true", "checkpoint.resume=never", "data.path=nowhere.txt"),
+    ):
+        refused = execute(folder, *run, *words)
+        assert refused.returncode == 2, refused.stderr
+        assert records(folder / "run") == before, words
+        assert not list((folder / "run").glob(".hydra-pending*"))
+    log = (folder / "run" / "train.log").read_text()
+    assert "mesh.replicate=3" in log
+    assert "was trained on other data" in log
+
+    done = execute(folder, *run, "strategy=ddp")  # nothing is left to train
+    assert done.returncode == 0, done.stderr
+    after = records(folder / "run")
+    assert {name for name, old in before.items() if after[name] != old} <= {
+        str(folder / "run/summary.json")
+    }
+    on = execute(folder, *run, "strategy=zero3", "optimizer.lr=1e-2", "train.steps=6", "launch.nproc_per_node=1")  # fmt: skip
+    assert on.returncode == 0, on.stderr
+    assert "optimizer.lr: 0.001 -> 0.01" in on.stderr
+    assert "mesh: replicate 1 x shard 2 x tensor 1 -> replicate 1 x shard 1 x tensor 1" in on.stderr
+    assert [row["segment"] for row in rows(folder / "run")] == [1, 1, 1, 1, 2, 2]
+    kept = yaml.safe_load((folder / "run/.hydra/config.yaml").read_text())
+    assert kept["optimizer"]["lr"] == 1e-2
+    segments = read_segments(str(folder / "run"))
+    assert [each.first_step for each in segments] == [1, 5]
+    assert segments[1].config["optimizer"]["lr"] == 1e-2
+
+
+@pytest.mark.slow
+def test_train_log_holds_the_failure_of_a_run(folder):  # noqa: F811
+    words = ("model=custom", "model.target=my_models:Bigram", "model.arguments.fail_on=1", "model.arguments.fail_at=3")  # fmt: skip
+    small = [word for word in SMALL if not word.startswith("model.")]
+    done = execute(folder, *small, *words, "hydra.run.dir=run", "launch.nproc_per_node=2")
+    assert done.returncode == 1
+    log = (folder / "run" / "train.log").read_text()
+    assert "the model has had enough" in log
+    assert "rank 1 failed first" in log
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train")  # fmt: skip
+    done = execute(folder, *small, *words, "hydra.run.dir=other", launcher=torchrun)
+    assert done.returncode != 0
+    assert "the model has had enough" in (folder / "other" / "train.log").read_text()
+
+
+def test_a_short_run_is_validated_at_its_end(folder):  # noqa: F811
+    words = ("hydra.run.dir=run", "launch.nproc_per_node=1", "train.validate_every=100")
+    done = execute(folder, *SMALL, *words)
+    assert done.returncode == 0, done.stderr
+    assert ["validation/loss" in row for row in rows(folder / "run")] == [False] * 3 + [True]
+    assert read_objective(str(folder / "run")) == rows(folder / "run")[-1]["validation/loss"]
+
+
+WAITING = """
+import os, threading, time
+from parallel2d.metrics.recorder import _waited_for_core_s
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+others = [os.fork() for _ in range(2)]
+if 0 in others:
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        pass
+    os._exit(0)
+begin, before = time.process_time(), _waited_for_core_s()
+while time.process_time() - begin < 0.3:
+    pass
+print(_waited_for_core_s() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="Linux alone tells")
+def test_the_wait_for_a_core_is_known():
+    done = subprocess.run(
+        [sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=90
+    )
+    # A third of the time on a core, or half of it
+    assert float(done.stdout) > 0.15, done.stderr
+
+
+SWEEP = ("-m", *SMALL, "launch.nproc_per_node=1", "metrics.console=silent", "hydra.sweep.dir=sweep")
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_job_that_fails(folder):  # noqa: F811
+    done = execute(folder, *SWEEP, "optimizer.lr=1e-3,1e-2", "model.n_heads=8,7")
+    assert done.returncode == 2
+    lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
+    assert len(lines) == 4
+    assert [line[1] == "failed" for line in lines] == [False, False, True, True]
+    assert lines[0][2] == "optimizer.lr=0.01"
+    assert done.stderr.count("must be a multiple of model.n_heads=7") == 2
+
+
+@pytest.mark.extras("hydra_plugins.hydra_optuna_sweeper")
+def test_optuna_minimizes_the_objective(folder):  # noqa: F811
+    words = ("hydra/sweeper=optuna", "optimizer.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")  # fmt: skip
+    done = execute(folder, *SWEEP, *words)
+    assert done.returncode == 0, done.stderr
+    best = yaml.safe_load((folder / "sweep/optimization_results.yaml").read_text())
+    values = [rows(folder / "sweep" / str(job))[-1]["validation/loss"] for job in range(3)]
+    assert best["best_value"] == pytest.approx(min(values), abs=1e-9)
+    first = next(line for line in done.stderr.splitlines() if line.startswith("#"))
+    assert first.split()[0] == f"#{values.index(min(values))}"
+    unmeasured = execute(folder, *SWEEP, *words, "train.validate_every=0", "hydra.sweep.dir=two")
+    assert unmeasured.returncode == 2
+    assert (
+        "train.objective=validation/loss was never measured" in unmeasured.stderr.splitlines()[-1]
+    )
+    by_loss = execute(
+        folder,
+        *SWEEP,
+        *words,
+        "train.validate_every=0",
+        "train.objective=loss",
+        "hydra.sweep.dir=three",
+    )
+    assert by_loss.returncode == 0, by_loss.stderr
+
+
+@pytest.mark.extras("hydra_plugins.hydra_joblib_launcher")
+def test_jobs_of_joblib_are_labelled_and_their_failures_found(folder):  # noqa: F811
+    sweep = [word for word in SWEEP if not word.startswith("metrics.console")]
+    words = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "model.n_heads=8,7,4")
+    done = execute(folder, *sweep, *words)
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if "loss" in line and "step" in line]
+    assert told
+    assert all(line.startswith(("[#0] ", "[#2] ")) for line in told), told
+    lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
+    assert {line[0]: line[1] == "failed" for line in lines} == {"#0": False, "#1": True, "#2": False}  # fmt: skip
+    assert "must be a multiple of model.n_heads=7" in done.stderr
+
+
+@pytest.mark.extras("hydra_plugins.hydra_submitit_launcher")
+def test_jobs_of_submitit_return_their_objective(folder):  # noqa: F811
+    done = execute(folder, *SWEEP, "hydra/launcher=submitit_local", "optimizer.lr=1e-3,1e-2")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
+    assert [line[2] for line in lines] == ["optimizer.lr=0.01", "optimizer.lr=0.001"]

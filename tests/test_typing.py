@@ -1,0 +1,55 @@
+"""Type checkers find the package after an editable install, and see what its names are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parallel2d
+
+SCRIPT = """
+import parallel2d
+from torch import nn
+
+from parallel2d import OptimizerConfig, ParallelConfig, build_mesh, build_optimizer, parallelize
+from parallel2d.models.llama import Llama
+
+mesh = build_mesh(strategy="hybrid")
+model = parallelize(nn.Linear(2, 2), mesh, ParallelConfig("hybrid"))
+optimizer = build_optimizer(model, OptimizerConfig("adamw"))
+reveal_type(parallel2d.parallelize(nn.Linear(2, 2), mesh))
+reveal_type(optimizer)
+reveal_type(parallel2d.__version__)
+Llama.no_such_name
+parallelize("model", mesh)
+parallel2d.paralelize
+"""
+
+
+@pytest.mark.extras("mypy")
+def test_mypy_follows_the_package_from_a_script_elsewhere(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache"]
+    done = subprocess.run(
+        [*command, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    told = done.stdout
+    assert "cannot find" not in told.lower(), told
+    assert "import-not-found" not in told, told
+    assert 'Revealed type is "torch.nn.modules.module.Module"' in told
+    assert 'Revealed type is "torch.optim.optimizer.Optimizer"' in told
+    assert 'Revealed type is "str"' in told
+    errors = [line for line in told.splitlines() if ": error:" in line]
+    assert len(errors) == 3, told
+    assert "Llama" in errors[0]
+    assert '"parallelize" has incompatible type "str"' in errors[1]
+    assert "paralelize" in errors[2]
+
+
+def test_an_editable_install_is_a_path():
+    """An import hook would be invisible to type checkers and editors."""
+    package = Path(parallel2d.__file__).parent
+    for name in ("models", "conf"):
+        assert (package / name).is_dir()
+        assert (package / name).resolve() == package.parent / name

@@ -1,0 +1,264 @@
+"""Named validation sets, and `train.epochs`: what is read, how often, and that neither depends on the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jobs
+import pytest
+from images import Image, write_images
+
+from parallel2d.config import DataConfig
+from parallel2d.data import open_data
+from parallel2d.data.__main__ import main as prepare
+from parallel2d.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
+    )
+    (tmp_path / "sums.txt").write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(300)))
+    (tmp_path / "short.txt").write_text("a few words\n")
+    return tmp_path
+
+
+def data_of(folder: Path, **options):
+    config = DataConfig(
+        **{"name": "text", "path": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")}
+        | options
+    )
+    return open_data(config, seed=0, seq_len=16)
+
+
+# Named sets
+
+SUMS = "sums: {path: sums.txt}"
+SHORT = "short: {path: short.txt, packing: padded}"
+SAME = "same: {validation_fraction: 0.02}"
+VALIDATED = ("train.validate_every=2", "train.steps=4", "checkpoint.enabled=false")
+
+
+def losses(folder, name):
+    rows = [row for row in jobs.rows(folder / name) if row["step"] % 2 == 0]
+    return [{k: v for k, v in row.items() if k.startswith("validation/")} for row in rows]
+
+
+def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, folder):
+    runs = {
+        "one": (1, f"{{{SUMS}, {SHORT}, {SAME}}}", ()),
+        "other": (1, f"{{{SAME}, {SHORT}, {SUMS}}}", ()),
+        "hybrid": (4, f"{{{SUMS}, {SHORT}, {SAME}}}", ("mesh.replicate=2",)),
+        "tensor": (4, f"{{{SUMS}, {SHORT}, {SAME}}}", ("mesh.tensor=2",)),
+    }
+    for name, (count, sets, words) in runs.items():
+        words = (*VALIDATED, f"data.validation={sets}", *words)
+        ranks.run(count, jobs.run_to_the_end, str(folder), str(folder / name), words)
+    first = losses(folder, "one")
+    keys = ["validation/loss", "validation/same/loss", "validation/short/loss", "validation/sums/loss"]  # fmt: skip
+    assert [sorted(row) for row in first] == [keys, keys]
+    assert losses(folder, "other") == first
+    for name in ("hybrid", "tensor"):
+        for row, expected in zip(losses(folder, name), first, strict=True):
+            assert row == pytest.approx(expected, rel=1e-10, abs=0)
+    # The held-out part, under another name
+    assert [row["validation/same/loss"] for row in first] == [
+        row["validation/loss"] for row in first
+    ]
+    assert len({row["validation/sums/loss"] for row in first}) == 2
+
+
+def test_a_run_with_named_sets_trains_as_one_without(ranks, folder):
+    for name, words in (("plain", ()), ("named", (f"data.validation={{{SUMS}}}",))):
+        arguments = (str(folder), str(folder / name), (*VALIDATED, *words))
+        ranks.run(2, jobs.run_to_the_end, *arguments)
+    plain, named = (jobs.rows(folder / name) for name in ("plain", "named"))
+    assert [row["loss"] for row in plain] == [row["loss"] for row in named]
+    assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in named]
+
+
+def test_without_a_held_out_part_there_are_the_named_losses_alone(ranks, folder):
+    words = (*VALIDATED, f"data.validation={{{SUMS}}}", "data.validation_fraction=0")
+    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert [list(row) for row in losses(folder, "run")] == [["validation/sums/loss"]] * 2
+
+
+def test_a_set_is_read_as_a_whole_unless_a_fraction_is_given(folder):
+    path = str(folder / "sums.txt")
+    data = data_of(folder, validation={"whole": {"path": path}})
+    assert data.named_validation["whole"].end.policy == "pad"
+    alone = data_of(folder, path=path, validation_fraction=0.0)
+    assert len(data.named_validation["whole"]) == len(alone.train)
+    part = data_of(folder, validation={"part": {"validation_fraction": 0.5}})
+    half = data_of(folder, validation_fraction=0.5)
+    assert len(part.named_validation["part"]) == len(half.validation)
+
+
+def test_a_set_is_prepared_once(folder):
+    sets = {"sums": {"path": str(folder / "sums.txt")}}
+    data_of(folder, validation=sets)
+    before = sorted((folder / "cache").iterdir())
+    data_of(folder, validation={"again": sets["sums"], **sets})
+    data_of(folder, path=str(folder / "sums.txt"), validation_fraction=0.0)
+    assert sorted((folder / "cache").iterdir()) == before
+
+
+def test_of_a_prepared_folder_the_held_out_part_is_read(folder):
+    for name, fraction in (("parts", "0.5"), ("whole", "0")):
+        words = ["prepare", str(folder / "corpus.txt"), "--output", str(folder / name)]
+        assert prepare([*words, "--validation-fraction", fraction]) == 0
+    sets = {name: {"name": "tokens", "path": str(folder / name)} for name in ("parts", "whole")}
+    data = data_of(folder, validation=sets)
+    parts, whole = (
+        open_data(DataConfig(name="tokens", path=str(folder / name)), seed=0, seq_len=16)
+        for name in ("parts", "whole")
+    )
+    assert len(data.named_validation["parts"]) == len(parts.validation)
+    assert len(data.named_validation["whole"]) == len(whole.train)
+
+
+def test_a_set_is_no_part_of_what_a_checkpoint_belongs_to(folder):
+    plain, named = data_of(folder), data_of(folder, validation={"a": {"path": str(folder / "sums.txt")}})  # fmt: skip
+    assert plain.fingerprint == named.fingerprint
+    assert plain.validation_fingerprint != named.validation_fingerprint
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"path": "nowhere.txt"}, r"data\.validation\.it: .*nowhere\.txt"),
+        ({"pth": "x"}, r"data\.validation\.it\.pth: a set may have .*did you mean path"),
+        ({"epochs": 2}, r"data\.validation\.it\.epochs: a set may have"),
+        ({"path": 7}, r"data\.validation\.it\.path=7 is no value of data\.path"),
+        ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
+        ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
+        ({"split": "test"}, r"data\.validation\.it: data\.split=test has no effect with data=text"),
+        ({"name": "images"}, "a model reads images or tokens"),
+    ],
+)
+def test_a_wrong_entry_is_one_message(folder, entry, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        data_of(folder, validation={"it": entry})
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_wrong_name_is_one_message(folder):
+    with pytest.raises(ConfigError, match="a set's name has letters, digits"):
+        data_of(folder, validation={"a/b": {}})
+
+
+@pytest.mark.extras("tokenizers")
+def test_a_set_of_another_tokenizer_is_refused(folder):
+    import tokenizers
+
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    own.save(str(folder / "own.json"))
+    with pytest.raises(ConfigError, match=r"data\.validation\.it: prepared with the tokenizer own"):
+        data_of(folder, validation={"it": {"tokenizer": str(folder / "own.json")}})
+
+
+@pytest.mark.extras("PIL")
+def test_a_set_of_images_has_the_classes_of_the_training_images(tmp_path):
+    assert Image is not None
+    write_images(tmp_path / "train")
+    write_images(tmp_path / "other", each=3)
+    options = {"name": "images", "path": str(tmp_path / "train"), "image_size": 8}
+    sets = {"other": {"path": str(tmp_path / "other")}}
+    data = open_data(DataConfig(**options, validation=sets), seed=0)
+    assert len(data.named_validation["other"]) == 15
+    (tmp_path / "other" / "ant").rename(tmp_path / "other" / "zebra")
+    with pytest.raises(ConfigError, match=r"data\.validation\.other: .*zebra"):
+        open_data(DataConfig(**options, validation=sets), seed=0)
+
+
+# Epochs
+
+SHORT_EPOCH = (
+    "data.path=sums.txt",
+    "data.validation_fraction=0",
+    "checkpoint.every=10",
+    "optimizer.lr=0.01",
+)
+
+
+def sums(folder):
+    return data_of(folder, path=str(folder / "sums.txt"), validation_fraction=0.0).train
+
+
+def samples_of(folder):
+    return len(sums(folder))
+
+
+@pytest.mark.parametrize(
+    "end", ["drop", *(pytest.param(end, marks=pytest.mark.slow) for end in ("pad", "wrap"))]
+)
+def test_epochs_set_the_steps_from_the_size_of_the_data_on_every_layout(ranks, folder, end):
+    samples = samples_of(folder)
+    batch = 64
+    steps = 2 * samples // batch if end == "drop" else -(-2 * samples // batch)
+    assert 2 * samples % batch, "the last global batch must not be full"
+    words = (*SHORT_EPOCH, "train.epochs=2", f"data.end={end}", f"train.global_batch_size={batch}")
+    runs = {"one": (1, ()), "hybrid": (4, ("mesh.replicate=2",)), "tensor": (2, ("mesh.tensor=2",))}
+    for name, (count, layout) in runs.items():
+        arguments = (str(folder), str(folder / name), (*words, *layout))
+        assert ranks.run(count, jobs.run_to_the_end, *arguments) == [(steps, None)] * count
+    first = jobs.rows(folder / "one")
+    assert len(first) == steps
+    # The learning rate is at its floor in the last step, as the schedule says.
+    assert first[-1]["learning_rate"] == pytest.approx(0.001)
+    for name in ("hybrid", "tensor"):
+        rows = jobs.rows(folder / name)
+        assert [row["loss"] for row in rows] == pytest.approx(
+            [row["loss"] for row in first], rel=1e-9, abs=0
+        )
+        assert [row["data/batch_hash"] for row in rows] == [row["data/batch_hash"] for row in first]
+    if end == "pad":
+        targets = sums(folder).read(list(range(samples))).valid_tokens
+        assert first[-1]["tokens"] == 2 * targets
+
+
+def test_epochs_are_one_key_and_data_epochs_may_say_the_same(ranks, folder):
+    for name, words in (("one", ()), ("both", ("data.epochs=1",))):
+        words = (*SHORT_EPOCH, "train.epochs=1", *words)
+        ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / name), words)
+    one, both = (jobs.rows(folder / name) for name in ("one", "both"))
+    assert [row["loss"] for row in one] == [row["loss"] for row in both]
+    assert one[-1]["samples"] == samples_of(folder) // 16 * 16
+
+
+def test_a_resumed_run_ends_at_the_same_step(ranks, folder):
+    words = (*SHORT_EPOCH, "train.epochs=1", "checkpoint.every=5")
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 7)
+    found = ranks.run(1, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert found == [(samples_of(folder) // 16, None)]
+    more = (*words, "train.epochs=2")
+    found = ranks.run(1, jobs.run_to_the_end, str(folder), str(folder / "run"), more)
+    assert found == [(2 * samples_of(folder) // 16, None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("train.epochs=0",), "train.epochs=0 must be at least 1, or null"),
+        (("train.epochs=2", "data.epochs=3"), "train.epochs=2 and data.epochs=3 contradict"),
+        (("train.epochs=2", "train.steps=50"), "train.epochs=2 and train.steps=50 both say"),
+    ],
+)
+def test_what_contradicts_the_epochs_is_refused(words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        jobs.config_of(words)
+
+
+def test_what_does_not_fit_the_epochs_is_refused_once_the_data_are_known(ranks, folder):
+    from workers import WorkerError
+
+    steps = samples_of(folder) // 16
+    cases = {
+        f"scheduler.warmup_steps={steps}": rf"warmup_steps={steps} must be below train\.steps={steps} \(train\.epochs=1 of",
+        "train.global_batch_size=4096": "do not fill a global batch",
+    }
+    for word, problem in cases.items():
+        words = (*SHORT_EPOCH, "train.epochs=1", word)
+        with pytest.raises(WorkerError, match=problem):
+            ranks.run(1, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
