@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch.distributed as dist
-from workers import WorkerError
+from workers import Pools, WorkerError
 
 from parallel2d import MeshSpec, build_mesh
 
@@ -65,3 +65,26 @@ def test_the_same_failure_on_every_rank_keeps_the_pool_but_not_its_groups(ranks)
 
 def number_of_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def fault_until(flag: str) -> int:
+    import ctypes
+
+    dist.barrier()
+    if dist.get_rank() == 1 and not os.path.exists(flag):
+        open(flag, "w").close()
+        ctypes.string_at(0)
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_a_native_fault_is_said_with_its_stack_and_run_again(tmp_path):
+    pools = Pools()
+    try:
+        with pytest.warns(UserWarning, match=r"rank 1 ended with -11:(.|\n)*fault_until"):
+            assert pools.run(2, fault_until, str(tmp_path / "flag")) == [0, 1]
+        pools.faults = pools.most_faults
+        with pytest.raises(WorkerError, match=r"rank 1 ended with -11:(.|\n)*fault_until"):
+            pools.run(2, fault_until, str(tmp_path / "another"))
+    finally:
+        pools.close()
