@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.certification import certify
-    from parallel2d.checkpoint import Checkpointer
     from parallel2d.config import (
         BucketingConfig,
         CheckpointConfig,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from parallel2d.optimizer import build_optimizer, set_learning_rate
     from parallel2d.parallelize import build_on_meta, parallelize
     from parallel2d.parallelize.context import model_sharded_context
+    from parallel2d.recovery import Checkpointer
     from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
     from parallel2d.sync import (
         accumulate,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "BucketingConfig": "config",
     "CheckpointConfig": "config",
-    "Checkpointer": "checkpoint",
+    "Checkpointer": "recovery",
     "ConfigError": "errors",
     "Hook": "hooks",
     "HookResult": "hooks",

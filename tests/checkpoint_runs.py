@@ -31,17 +31,21 @@ from parallel2d.parallelize import parallelize
 
 
 class Heard(logging.Handler):
-    """Collects what the checkpoint room logs while it is open."""
+    """Collects what the rooms checkpoint and recovery log while it is open."""
+
+    LOGGERS = ("parallel2d.checkpoint", "parallel2d.recovery")
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []
-        logger = logging.getLogger("parallel2d.checkpoint")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
+        for name in self.LOGGERS:
+            logger = logging.getLogger(name)
+            logger.addHandler(self)
+            logger.setLevel(logging.INFO)
         return self.lines
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("parallel2d.checkpoint").removeHandler(self)
+        for name in self.LOGGERS:
+            logging.getLogger(name).removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())

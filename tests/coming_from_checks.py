@@ -18,6 +18,7 @@ from training import is_agreement
 
 import parallel2d
 from parallel2d import (
+    Checkpointer,
     ConfigError,
     MeshSpec,
     ParallelConfig,
@@ -27,7 +28,6 @@ from parallel2d import (
     sharded_state,
 )
 from parallel2d import config as config_module
-from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
 
 

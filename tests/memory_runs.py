@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 from checkpoint_runs import Heard, build, train_step
 
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.checkpoint.memory import buffer as buffers
-from parallel2d.checkpoint.memory.place import VARIABLE
 from parallel2d.config import CheckpointConfig
+from parallel2d.recovery import Checkpointer
+from parallel2d.recovery import buffer as buffers
+from parallel2d.recovery.place import VARIABLE
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
 

@@ -15,12 +15,12 @@ from memory_runs import life
 from workers import WorkerError
 
 from parallel2d.checkpoint.manifest import content_digest
-from parallel2d.checkpoint.memory import place
-from parallel2d.checkpoint.memory.buffer import RECORD, find_copies
-from parallel2d.checkpoint.memory.lineage import Lineage
 from parallel2d.config import SyncConfig
 from parallel2d.files import private_folders as folders
 from parallel2d.files.tensor_file import DamagedCheckpointError
+from parallel2d.recovery import place
+from parallel2d.recovery.buffer import RECORD, find_copies
+from parallel2d.recovery.lineage import Lineage
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
 
@@ -403,9 +403,9 @@ def _busy(run_dir, node):
     import torch.distributed as dist
     from checkpoint_runs import build, train_step
 
-    from parallel2d.checkpoint import Checkpointer
-    from parallel2d.checkpoint.memory.buffer import Buffer
     from parallel2d.config import CheckpointConfig
+    from parallel2d.recovery import Checkpointer
+    from parallel2d.recovery.buffer import Buffer
 
     asked, seal = threading.Event(), Buffer.seal
 

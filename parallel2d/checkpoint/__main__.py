@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from parallel2d.checkpoint import huggingface_format as huggingface
 from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.convert import DTYPE_CHOICES, FORMATS, Progress, convert, guess_format
-from parallel2d.checkpoint.library_export import MOVED, is_library_model
-from parallel2d.checkpoint.sources import open_source
+from parallel2d.checkpoint.convert import FORMATS, convert, guess_format, open_source
+from parallel2d.checkpoint.convert import huggingface_format as huggingface
+from parallel2d.checkpoint.convert.conversion import DTYPE_CHOICES, Progress
+from parallel2d.checkpoint.convert.library_export import MOVED, is_library_model
 from parallel2d.checkpoint.storage import describe_error, find_checkpoint
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal

@@ -22,9 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.copies import Copies
 from parallel2d.checkpoint.manifest import Manifest
-from parallel2d.checkpoint.memory import MemoryNet
-from parallel2d.checkpoint.memory.net import wanted
 from parallel2d.checkpoint.replica_state import replica_tensors
 from parallel2d.checkpoint.resume import Resume
 from parallel2d.checkpoint.rng import rng_tensors
@@ -62,12 +61,16 @@ class Checkpointer:
         age_steps: steps since the state that the newest published checkpoint holds.
         failures: saves in a row that failed.
         published: steps published by this object, ascending.
-        memory: copies in the nodes' shared memory, None without; see [Note: memory net].
+        memory: copies that a subclass keeps elsewhere; None in this class, which saves to the
+            store alone.
 
     Raises:
         ConfigError: the folder cannot be written, or is not the same folder on every rank; the
-            message names the host.
+            message names the host. ``config.memory_every`` asks for copies, and this class keeps
+            none.
     """
+
+    memory: Copies | None
 
     def __init__(
         self,
@@ -85,13 +88,13 @@ class Checkpointer:
         self.group = Group(
             dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
         )
-        copies_every = wanted(config, self.group)
+        copies_every = self._copies_every()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
         votes = distributed and bool(config.every_minutes or copies_every)
         self._votes = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if votes else None)
-        self.memory = (
-            MemoryNet(copies_every, os.fspath(run_dir), mesh, self._votes) if copies_every else None
-        )
+        self.memory = None
+        if copies_every:
+            self.memory = self._open_copies(copies_every, run_dir, self._votes)
         self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
         self.blocked_s = self.blocked_total_s = 0.0
         self.bytes_written = 0
@@ -111,6 +114,19 @@ class Checkpointer:
         self._last_save = time.monotonic()
         if config.enabled:
             self._check_folder()
+
+    def _copies_every(self) -> int:
+        """Steps between copies, 0 for none, on all ranks alike. Collective."""
+        if self.config.enabled and self.config.memory_every not in ("auto", 0):
+            raise ConfigError(
+                f"checkpoint.memory_every={self.config.memory_every}: copies in memory are kept by "
+                "parallel2d.Checkpointer, not by parallel2d.checkpoint.Checkpointer"
+            )
+        return 0
+
+    def _open_copies(self, every: int, run_dir: str | os.PathLike[str], votes: Group) -> Copies:
+        """``votes``: a group that only the training loop's thread uses. Collective."""
+        raise NotImplementedError
 
     def _check_folder(self) -> None:
         """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would

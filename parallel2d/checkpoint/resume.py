@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.copies import Copies
 from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest
-from parallel2d.checkpoint.memory import MemoryNet
 from parallel2d.checkpoint.replica_state import load_replica_state
 from parallel2d.checkpoint.rng import restore_rng
 from parallel2d.checkpoint.save import Group
@@ -63,7 +63,7 @@ class Resume:
         group: Group,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        memory: MemoryNet | None = None,
+        memory: Copies | None = None,
         settings: bool = False,
     ) -> None:
         self.config, self.store, self.group = config, store, group

@@ -33,7 +33,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from parallel2d import files
-from parallel2d.checkpoint.memory.place import SHARED_MEMORY, VARIABLE
 from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
@@ -43,6 +42,7 @@ from parallel2d.launch.nursery import ForkedContext, Nursery
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
 from parallel2d.rank_environment import AGENT, PREFIX
+from parallel2d.recovery.place import SHARED_MEMORY, VARIABLE
 
 # that workers have between SIGTERM and SIGKILL once one of their group has failed
 _SECONDS_FOR_LAST_WORDS = 5

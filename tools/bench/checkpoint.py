@@ -26,9 +26,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from parallel2d import MeshSpec, build_mesh
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.checkpoint.memory.place import VARIABLE, used
 from parallel2d.config import CheckpointConfig
+from parallel2d.recovery import Checkpointer
+from parallel2d.recovery.place import VARIABLE, used
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -> None:

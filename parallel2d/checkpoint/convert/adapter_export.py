@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from parallel2d.checkpoint.sources import Source
+from parallel2d.checkpoint.convert.sources import Source
 from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import printable
 from parallel2d.models import adapters

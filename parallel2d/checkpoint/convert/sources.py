@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel2d.checkpoint import huggingface_format as huggingface
 from parallel2d.checkpoint.archive import Checkpoint
+from parallel2d.checkpoint.convert import huggingface_format as huggingface
+from parallel2d.checkpoint.convert.torch_file import TorchReader, tensors_of
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import check_depth
 from parallel2d.checkpoint.storage import find_checkpoint
-from parallel2d.checkpoint.torch_file import TorchReader, tensors_of
 from parallel2d.errors import ConfigError
 from parallel2d.files.folder import LocalFolder, is_remote
 from parallel2d.files.tensor_file import (

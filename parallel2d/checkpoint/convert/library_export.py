@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel2d.checkpoint.sources import MAX_JSON, Source
+from parallel2d.checkpoint.convert.sources import MAX_JSON, Source
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.files.folder import LocalFolder
 from parallel2d.files.tensor_file import DTYPE_NAMES, DTYPES, parse_json, printable

@@ -24,16 +24,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.manifest import Manifest
-from parallel2d.checkpoint.memory.buffer import Buffer, Part, pack, unpack
-from parallel2d.checkpoint.memory.lineage import Lineage
-from parallel2d.checkpoint.memory.place import Place, open_place, remove, remove_place, room, used
-from parallel2d.checkpoint.memory.search import Nodes, Search
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.storage import describe_error
 from parallel2d.checkpoint.write_plan import plan_all, plan_of_replica
 from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
 from parallel2d.mesh import mesh_shape
+from parallel2d.recovery.buffer import Buffer, Part, pack, unpack
+from parallel2d.recovery.lineage import Lineage
+from parallel2d.recovery.place import Place, open_place, remove, remove_place, room, used
+from parallel2d.recovery.search import Nodes, Search
 from parallel2d.weights.geometry import local_region
 
 log = logging.getLogger(__name__)

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor
-from parallel2d.checkpoint.memory.buffer import Found, check_file, digest, find_copies, map_new_file
-from parallel2d.checkpoint.memory.lineage import Lineage
-from parallel2d.checkpoint.memory.place import remove
 from parallel2d.checkpoint.replica_state import REPLICA, needed_names
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.storage import describe_error, step_name
 from parallel2d.exchange import sendable
 from parallel2d.files.folder import LocalFolder
 from parallel2d.files.tensor_file import DamagedCheckpointError, printable
+from parallel2d.recovery.buffer import Found, check_file, digest, find_copies, map_new_file
+from parallel2d.recovery.lineage import Lineage
+from parallel2d.recovery.place import remove
 from parallel2d.weights.geometry import Region, local_region
 from parallel2d.weights.named_tensors import model_tensors
 

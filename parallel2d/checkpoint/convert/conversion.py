@@ -16,23 +16,23 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel2d.checkpoint import huggingface_format as huggingface
-from parallel2d.checkpoint.adapter_export import (
+from parallel2d.checkpoint.convert import huggingface_format as huggingface
+from parallel2d.checkpoint.convert.adapter_export import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     AdapterFolder,
     adapter_folder,
 )
-from parallel2d.checkpoint.library_export import (
+from parallel2d.checkpoint.convert.library_export import (
     LibraryFolder,
     is_library_model,
     library_folder,
 )
+from parallel2d.checkpoint.convert.sources import INDEX, TORCH_SUFFIXES, Source, cast, facts_text
+from parallel2d.checkpoint.convert.torch_file import TorchWriter
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredTensor
-from parallel2d.checkpoint.sources import INDEX, TORCH_SUFFIXES, Source, cast, facts_text
 from parallel2d.checkpoint.storage import LocalStore, flush_folder
-from parallel2d.checkpoint.torch_file import TorchWriter
 from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import DTYPES, encode_header, tensor_bytes
 from parallel2d.weights.geometry import Region
