@@ -43,7 +43,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Token shards for data=tokens.")
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect | verify")
-    default = DataConfig()
     command = commands.add_parser(
         "prepare", help="turn text, rows or a data set into a folder of token shards"
     )
@@ -54,31 +53,25 @@ def _parser(program: str) -> argparse.ArgumentParser:
     command.add_argument(
         "--output", required=True, type=Path, help="folder to write; started again, it is resumed"
     )
+    kinds = ["text", "hf", "stdlib"]
     command.add_argument(
-        "--from",
-        dest="name",
-        default="text",
-        choices=["text", "hf", "stdlib"],
-        help="default: text",
+        "--from", dest="name", default="text", choices=kinds, help="default: %(default)s"
     )
-    command.add_argument(
-        "--tokenizer", default=default.tokenizer, help="bytes, or the path of a tokenizer.json"
-    )
-    command.add_argument("--end-token", help="ends a document; default: the tokenizer's usual one")
-    command.add_argument(
-        "--text-field", default=default.text_field, help="of a row; default: %(default)s"
-    )
-    command.add_argument(
-        "--document-kib", type=int, default=default.document_kib, help="longer text files are cut"
-    )
-    command.add_argument("--subset", help="configuration of a data set")
-    command.add_argument(
-        "--split", default=default.split, help="part of a data set; default: %(default)s"
-    )
-    command.add_argument("--validation-fraction", type=float, default=default.validation_fraction)
-    command.add_argument(
-        "--max-bad-rows", type=int, default=default.max_bad_rows, help="default: %(default)s"
-    )
+    described = {
+        "tokenizer": "bytes, or the path of a tokenizer.json",
+        "end_token": "ends a document; default: the tokenizer's usual one",
+        "text_field": "of a row; default: %(default)s",
+        "document_kib": "longer text files are cut",
+        "subset": "configuration of a data set",
+        "split": "part of a data set; default: %(default)s",
+        "validation_fraction": "default: %(default)s",
+        "max_bad_rows": "default: %(default)s",
+    }
+    default = DataConfig()
+    for key, text in described.items():
+        value = getattr(default, key)
+        kind = str if value is None else type(value)
+        command.add_argument(f"--{key.replace('_', '-')}", type=kind, default=value, help=text)
     command.add_argument("--workers", default="auto", help="processes; default: one per core")
     for name, function, text in (
         ("inspect", _inspect, "print what a prepared folder holds"),
@@ -92,19 +85,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def _prepare(options: argparse.Namespace) -> None:
     workers = int(options.workers) if str(options.workers).isdecimal() else options.workers
-    config = DataConfig(
-        name=options.name,
-        path=options.path,
-        tokenizer=options.tokenizer,
-        end_token=options.end_token,
-        text_field=options.text_field,
-        document_kib=options.document_kib,
-        subset=options.subset,
-        split=options.split,
-        validation_fraction=options.validation_fraction,
-        max_bad_rows=options.max_bad_rows,
-        workers=workers,
-    )
+    given = {key: value for key, value in vars(options).items() if key not in ("run", "output")}
+    config = DataConfig(**{**given, "workers": workers})
     check_data(config)
     units, _, source = prepare_units(config)
     columns = [

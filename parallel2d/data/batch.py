@@ -47,11 +47,8 @@ class SampleShape:
 
     def describe(self, samples: int) -> str:
         """The size of a batch of ``samples``, as text for messages."""
-        return (
-            f"{samples} x {self.targets_per_sample} {self.noun}"
-            if self.targets
-            else f"{samples} {self.noun}"
-        )
+        each = f"x {self.targets_per_sample} " if self.targets else ""
+        return f"{samples} {each}{self.noun}"
 
 
 def token_sequences(seq_len: int) -> SampleShape:

@@ -71,17 +71,11 @@ def row_document(row: Any, line: int, options: ReadOptions) -> Document | BadRow
     """
     if not isinstance(row, dict):
         return BadRow("", line, f"a row must be an object, got {type(row).__name__}")
-    segments: list[tuple[str, bool]] | None = None
-    if row.get("segments") is not None:
-        try:
-            segments = [(part["text"], bool(part["loss"])) for part in row["segments"]]
-        except (TypeError, KeyError):
-            return BadRow(
-                "", line, 'segments must be a list of {"text": ..., "loss": true or false}'
-            )
-    elif row.get(options.text_field) is None and {"prompt", "completion"} <= set(row):
-        segments = [(row["prompt"], False), (row["completion"], True)]
-    elif options.text_field not in row:
+    try:
+        segments = _segments(row, options)
+    except (TypeError, KeyError):
+        return BadRow("", line, 'segments must be a list of {"text": ..., "loss": true or false}')
+    if segments is None and options.text_field not in row:
         found = ", ".join(list(row)[:8]) or "none"
         return BadRow("", line, f"no field data.text_field={options.text_field}; fields: {found}")
     parts = [row[options.text_field]] if segments is None else [text for text, _ in segments]
@@ -92,3 +86,13 @@ def row_document(row: Any, line: int, options: ReadOptions) -> Document | BadRow
         return Document(text, content_hash(text.encode("utf-8")), segments)
     except UnicodeEncodeError:
         return BadRow("", line, "the text has half a surrogate pair, which no encoding can hold")
+
+
+def _segments(row: dict[str, Any], options: ReadOptions) -> list[tuple[Any, bool]] | None:
+    """The parts of a row that says which of them are targets; None for one that is a text. Raises
+    TypeError or KeyError for ``segments`` that are none."""
+    if row.get("segments") is not None:
+        return [(part["text"], bool(part["loss"])) for part in row["segments"]]
+    if row.get(options.text_field) is None and {"prompt", "completion"} <= set(row):
+        return [(row["prompt"], False), (row["completion"], True)]
+    return None

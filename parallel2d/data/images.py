@@ -94,13 +94,7 @@ def find_images(path: str) -> ImageFolder:
         )
     try:
         found = sorted(_files(root))
-        classes = tuple(
-            sorted(
-                entry.name
-                for entry in root.iterdir()
-                if entry.is_dir() and not entry.name.startswith(".")
-            )
-        )
+        classes = _class_names(root)
     except OSError as error:
         raise ConfigError(
             f"data.path={path}: {error.filename} cannot be read: {error.strerror}"
@@ -119,15 +113,25 @@ def find_images(path: str) -> ImageFolder:
         labels.append(ids[first])
         size += length
         digest.update(json.dumps([name, length]).encode())
-    if empty := sorted(set(classes) - {classes[label] for label in labels}):
-        listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
-        raise ConfigError(
-            f"data.path={path}: no image ({', '.join(SUFFIXES)}) in {len(empty)} of its classes: "
-            f"{listed}"
-        )
+    _check_classes(path, sorted(ids.keys() - {classes[label] for label in labels}))
     others = len(found) - len(names)
     return ImageFolder(
         path, classes, names, np.array(labels, dtype=np.int64), size, others, digest.hexdigest()
+    )
+
+
+def _class_names(root: Path) -> tuple[str, ...]:
+    folders = [entry.name for entry in root.iterdir() if entry.is_dir()]
+    return tuple(sorted(name for name in folders if not name.startswith(".")))
+
+
+def _check_classes(path: str, empty: list[str]) -> None:
+    if not empty:
+        return
+    listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+    raise ConfigError(
+        f"data.path={path}: no image ({', '.join(SUFFIXES)}) in {len(empty)} of its classes: "
+        f"{listed}"
     )
 
 
@@ -209,16 +213,13 @@ class ImageSamples:
                 )
             # 16-bit grey keeps its upper eight bits, as Pillow does with 16-bit colour. Pillow's
             # own conversion would make nearly all of it white.
-            deep = opened.mode.startswith("I")
-            image = (
-                Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)) if deep else opened
-            ).convert(self._mode)
+            if opened.mode.startswith("I"):
+                image = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+            else:
+                image = opened
+            image = image.convert(self._mode)
         side = min(image.size)
         left, top = (image.width - side) / 2, (image.height - side) / 2
-        square = (
-            left,
-            top,
-            left + side,
-            top + side,
-        )  # only this is resized, so a long strip costs no more
+        # Only this is resized, so a long strip costs no more.
+        square = (left, top, left + side, top + side)
         return np.asarray(image.resize((self._size, self._size), Image.Resampling.BILINEAR, square))

@@ -44,13 +44,12 @@ class Schedule:
                 for number, weight in enumerate(self.weights)
                 if weight * (position + 1) > counts[number] * self.period
             ]
-            chosen = min(
-                ready,
-                key=lambda number: (
-                    Fraction((counts[number] + 1) * self.period, self.weights[number]),
-                    number,
-                ),
-            )
+            # The next deadline of each; of equal ones the first component's.
+            deadlines = [
+                (Fraction((counts[number] + 1) * self.period, self.weights[number]), number)
+                for number in ready
+            ]
+            chosen = min(deadlines)[1]
             self._table[position], self._rank[position] = chosen, counts[chosen]
             counts[chosen] += 1
         assert counts == self.weights

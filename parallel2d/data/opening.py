@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +19,17 @@ from parallel2d.config import DataConfig
 from parallel2d.config.checks import check_data
 from parallel2d.config.model_and_data import validation_set
 from parallel2d.data.cache import cache_root, open_cached, options_key
-from parallel2d.data.images import ImageSamples, find_images
+from parallel2d.data.images import ImageFolder, ImageSamples, find_images
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.mixture import Schedule
 from parallel2d.data.prepare import prepare
 from parallel2d.data.samples import PackedSamples, PaddedSamples
 from parallel2d.data.stream import Samples, SampleStream
-from parallel2d.data.token_shards import TokenSplit, TokenStore
+from parallel2d.data.token_shards import TokenStore
 from parallel2d.errors import ConfigError
 
-_VALIDATION_SEED = 0  # validation samples are in the same order in every run
+# Validation samples are read once, in the same order in every run
+_VALIDATION: dict[str, Any] = {"seed": 0, "name": "validation", "epochs": 1, "end": "pad"}
 # Threads that decode images with data.workers=auto: several ranks share a machine
 _MOST_THREADS = 16
 
@@ -93,13 +95,9 @@ def open_data(
     train = _training_stream(config, parts, seq_len, seed, context)
     validation = _validation_stream(config, parts, "validation", seq_len, context)
     identity = [[part.store.content, part.weight] for part in parts]
-    options = [
-        seq_len,
-        seed,
-        config.packing,
-        config.intra_document_masking,
-        *([context] if context else []),
-    ]
+    options = [seq_len, seed, config.packing, config.intra_document_masking]
+    # Only where there is one, so that fingerprints of earlier runs stay true.
+    options += [context] if context else []
     return OpenData(
         train,
         validation,
@@ -174,24 +172,9 @@ def _validation_stream(
     config: DataConfig, parts: list[_Part], split: str, seq_len: int, context: int
 ) -> SampleStream | None:
     """Reads a split once, in an order that does not depend on the seed; None where it is empty."""
-    components, weights = [], []
-    for part in parts:
-        samples = _samples(config, part, part.store.splits[split], seq_len)
-        if len(samples):
-            components.append(samples)
-            weights.append(part.weight)
-    if not components:
-        return None
-    return SampleStream(
-        components,
-        Schedule(weights),
-        seed=_VALIDATION_SEED,
-        name="validation",
-        intra_document_masking=config.intra_document_masking,
-        context=context,
-        epochs=1,
-        end="pad",
-    )
+    read = [(part, _samples(config, part, split, seq_len)) for part in parts]
+    filled = [(part, samples) for part, samples in read if len(samples)]
+    return _stream(config, filled, context, **_VALIDATION) if filled else None
 
 
 def _open_images(config: DataConfig, seed: int) -> OpenData:
@@ -202,19 +185,13 @@ def _open_images(config: DataConfig, seed: int) -> OpenData:
     size, channels = config.image_size, config.channels or 3
     folder = find_images(str(config.path))
     training, held_out = folder.split(config.validation_fraction)
-    threads = (
-        min(_MOST_THREADS, worker_count("auto"))
-        if config.workers == "auto"
-        else worker_count(config.workers)
-    )
+    threads = worker_count(config.workers)
+    if config.workers == "auto":
+        threads = min(threads, _MOST_THREADS)
 
-    def stream(
-        indices: NDArray[np.int64], name: str, seed: int, epochs: int, end: str
-    ) -> SampleStream:
-        samples = ImageSamples(folder, indices, channels, size)
-        return SampleStream(
-            [samples], Schedule([1]), seed=seed, name=name, epochs=epochs, end=end, threads=threads
-        )
+    def stream(source: ImageFolder, indices: NDArray[np.int64], **how: Any) -> SampleStream:
+        samples = ImageSamples(source, indices, channels, size)
+        return SampleStream([samples], Schedule([1]), threads=threads, **how)
 
     def open_set(own: DataConfig) -> tuple[SampleStream, str]:
         found = find_images(str(own.path))
@@ -225,23 +202,14 @@ def _open_images(config: DataConfig, seed: int) -> OpenData:
             )
         everything, held_out = found.split(own.validation_fraction)
         indices = held_out if len(held_out) else everything
-        samples = ImageSamples(found, indices, channels, size)
-        stream = SampleStream(
-            [samples],
-            Schedule([1]),
-            seed=_VALIDATION_SEED,
-            name="validation",
-            epochs=1,
-            end="pad",
-            threads=threads,
-        )
-        return stream, json.dumps([found.content, own.validation_fraction])
+        identity = json.dumps([found.content, own.validation_fraction])
+        return stream(found, indices, **_VALIDATION), identity
 
     named, named_fingerprint = _open_named(config, open_set)
     identity = ["images", folder.content, size, channels, config.validation_fraction, seed]
     return OpenData(
-        stream(training, "train", seed, config.epochs, config.end),
-        stream(held_out, "validation", _VALIDATION_SEED, 1, "pad") if len(held_out) else None,
+        stream(folder, training, seed=seed, name="train", epochs=config.epochs, end=config.end),
+        stream(folder, held_out, **_VALIDATION) if len(held_out) else None,
         vocab_size=len(folder.classes),
         fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         description=folder.describe(len(training), channels, size),
@@ -254,25 +222,27 @@ def _open_images(config: DataConfig, seed: int) -> OpenData:
 def _training_stream(
     config: DataConfig, parts: list[_Part], seq_len: int, seed: int, context: int
 ) -> SampleStream:
-    components, weights = [], []
-    for part in parts:
-        samples = _samples(config, part, part.store.splits["train"], seq_len)
+    read = [(part, _samples(config, part, "train", seq_len)) for part in parts]
+    for part, samples in read:
         _check_length(config, part, samples, seq_len)
-        components.append(samples)
-        weights.append(part.weight)
+    how = {"seed": seed, "name": "train", "epochs": config.epochs, "end": config.end}
+    return _stream(config, read, context, **how)
+
+
+def _stream(
+    config: DataConfig, read: list[tuple[_Part, Samples]], context: int, **how: Any
+) -> SampleStream:
     return SampleStream(
-        components,
-        Schedule(weights),
-        seed=seed,
-        name="train",
+        [samples for _, samples in read],
+        Schedule([part.weight for part, _ in read]),
         intra_document_masking=config.intra_document_masking,
         context=context,
-        epochs=config.epochs,
-        end=config.end,
+        **how,
     )
 
 
-def _samples(config: DataConfig, part: _Part, split: TokenSplit, seq_len: int) -> Samples:
+def _samples(config: DataConfig, part: _Part, name: str, seq_len: int) -> Samples:
+    split = part.store.splits[name]
     end_id = part.store.manifest["tokenizer"]["end_id"]
     if config.packing == "padded":
         return PaddedSamples(split, seq_len, end_id)
@@ -293,11 +263,9 @@ def _describe(config: DataConfig, parts: list[_Part], train: SampleStream, seq_l
     splits = [split for part in parts for split in part.store.splits.values()]
     documents = sum(split.documents for split in splits)
     bad = sum(part.store.manifest["bad_rows"] for part in parts)
-    name = (
-        " + ".join(f"{part.weight} {part.name}" for part in parts)
-        if config.mixture
-        else parts[0].name
-    )
+    name = parts[0].name
+    if config.mixture:
+        name = " + ".join(f"{part.weight} {part.name}" for part in parts)
     text = (
         f"{name} {size:,.1f} MB, {documents:,} documents, {len(train):,} samples of {seq_len} "
         "tokens"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Generator
@@ -27,6 +28,7 @@ from parallel2d.data.preparation_pool import run_in_workers
 from parallel2d.data.reading import read_unit
 from parallel2d.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.errors import ConfigError
+from parallel2d.files import flush_folder
 
 _BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at a time: bounds memory
 _BATCH_DOCUMENTS = 1024
@@ -246,23 +248,22 @@ def _write(
 ) -> int:
     """Appends a batch to the shards of its splits; returns the bytes of text."""
     pieces = [document.segments or [(document.text, True)] for document in batch]
-    encoded = iter(tokenizer.encode([text for segments in pieces for text, _ in segments]))
+    texts: list[str] = []
+    for segments in pieces:
+        texts += [text for text, _ in segments]
+    encoded = iter(tokenizer.encode(texts))
+    end = np.array([tokenizer.end_id], dtype=np.uint32)
     rows: dict[str, list[NDArray[Any]]] = {name: [] for name in writers}
     masks: dict[str, list[NDArray[np.uint8] | None]] = {name: [] for name in writers}
     for document, segments in zip(batch, pieces, strict=True):
-        parts = [next(encoded) for _ in segments]
+        parts = [*itertools.islice(encoded, len(segments)), end]
         name = "validation" if document.hash < threshold else "train"
-        end = np.array([tokenizer.end_id], dtype=np.uint32)
-        rows[name].append(np.concatenate([*parts, end]))
-        mask = None
-        if document.segments is not None:
-            # The end-of-document id is a target if the segment before it is one
-            flags = [*(loss for _, loss in segments), segments[-1][1]]
-            mask = np.repeat(np.array(flags, np.uint8), [*(len(part) for part in parts), 1])
-        masks[name].append(mask)
+        rows[name].append(np.concatenate(parts))
+        # All of a document without segments may be a target.
+        masks[name].append(_target_mask(segments, parts) if document.segments else None)
     for name, writer in writers.items():
         writer.add(rows[name], masks[name])
-    return sum(len(text.encode("utf-8")) for segments in pieces for text, _ in segments)
+    return sum(len(text.encode("utf-8")) for text in texts)
 
 
 class BadRows:
@@ -297,17 +298,12 @@ def _publish(
     source: str,
     signature: str,
 ) -> None:
-    splits = {}
-    for name in store.SPLITS:
-        shards = [record[name] for record in records if record[name]["documents"]]
-        totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")}
-        splits[name] = {**totals, "shards": shards}
+    splits = {name: _split_entry([record[name] for record in records]) for name in store.SPLITS}
+    held_out = splits["validation"]["documents"]
     if not splits["train"]["documents"]:
-        only_held_out = splits["validation"]["documents"]
-        raise ConfigError(
-            f"{source} has no {'training document' if only_held_out else 'document with text'}"
-        )
-    if options.validation_fraction and not splits["validation"]["documents"]:
+        missing = "training document" if held_out else "document with text"
+        raise ConfigError(f"{source} has no {missing}")
+    if options.validation_fraction and not held_out:
         raise ConfigError(
             f"{source} is one document, which cannot be split; "
             f"data.validation_fraction={options.validation_fraction} must be 0 here"
@@ -331,8 +327,22 @@ def _publish(
     digests = [(name, entry["sha256"]) for name, entry in store.shard_files(manifest)]
     state = json.dumps([manifest["dtype"], tokenizer.fingerprint, digests])
     manifest["content"] = hashlib.sha256(state.encode()).hexdigest()
-    store.make_durable(folder)
+    flush_folder(str(folder))
     store.write_json(folder / store.MANIFEST, manifest)
+
+
+def _target_mask(segments: list[tuple[str, bool]], parts: list[NDArray[Any]]) -> NDArray[np.uint8]:
+    """uint8 per token of ``parts``: those of the segments and the end of the document."""
+    flags = [loss for _, loss in segments]
+    # The end-of-document id is a target if the segment before it is one.
+    flags.append(flags[-1])
+    return np.repeat(np.array(flags, np.uint8), [len(part) for part in parts])
+
+
+def _split_entry(shards: list[Record]) -> Record:
+    filled = [shard for shard in shards if shard["documents"]]
+    totals = {key: sum(shard[key] for shard in filled) for key in ("tokens", "documents")}
+    return {**totals, "shards": filled}
 
 
 def _clean(folder: Path) -> None:

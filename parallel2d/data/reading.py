@@ -106,18 +106,20 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
         if group and (alone or kind != group_kind or group_bytes + size > UNIT_BYTES):
             units.append(Unit(group_kind, group))
             group, group_bytes = [], 0
-        if not alone:
-            group, group_kind, group_bytes = [*group, file], kind, group_bytes + size
-        elif kind == "parquet":
-            units.extend(parquet_units(file, UNIT_BYTES))
-        elif compressed:
-            units.append(Unit(kind, [file]))
+        if alone:
+            units += _units_of_one(file, kind, compressed, size)
         else:
-            units.extend(
-                Unit(kind, [file], begin, min(begin + UNIT_BYTES, size))
-                for begin in range(0, size, UNIT_BYTES)
-            )
+            group, group_kind, group_bytes = [*group, file], kind, group_bytes + size
     return [*units, Unit(group_kind, group)] if group else units
+
+
+def _units_of_one(file: SourceFile, kind: str, compressed: bool, size: int) -> list[Unit]:
+    if kind == "parquet":
+        return parquet_units(file, UNIT_BYTES)
+    if compressed:
+        return [Unit(kind, [file])]
+    begins = range(0, size, UNIT_BYTES)
+    return [Unit(kind, [file], begin, min(begin + UNIT_BYTES, size)) for begin in begins]
 
 
 def read_unit(unit: Unit, options: ReadOptions) -> Iterator[Document | BadRow]:

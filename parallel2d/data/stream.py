@@ -6,6 +6,7 @@ position depends only on the data, the size of a sample and the seed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -100,6 +101,10 @@ class SampleStream:
         )
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
+        # There are no samples at positions from here on
+        self._limit = math.inf
+        if self.end is not None and end != "wrap":
+            self._limit = self.end.positions
 
     def __len__(self) -> int:
         """Samples in one epoch. Of a mixture: positions until the first of its components is
@@ -128,30 +133,24 @@ class SampleStream:
         Returns tensors [len(positions), ...] in host memory, of the shapes and dtypes of `shape`.
         An exception of a component for a sample that cannot be read is passed on.
         """
-        limit = self.end.positions if self.end is not None and self.end.policy != "wrap" else None
-        rows = [
-            row
-            for row, at in enumerate(positions)
-            if at is not None and (limit is None or at < limit)
-        ]
+        count, shape = len(positions), self.shape
+        rows = [row for row, at in enumerate(positions) if at is not None and at < self._limit]
         where = np.array([positions[row] for row in rows], dtype=np.int64)
-        shape, count = self.shape, len(positions)
-        inputs = np.empty(
-            (count, *shape.inputs), np.int64 if shape.dtype == torch.int64 else np.float32
-        )
+        dtype = np.int64 if shape.dtype == torch.int64 else np.float32
+        inputs = np.empty((count, *shape.inputs), dtype)
         targets = np.empty((count, *shape.targets), np.int64)
         ids = np.empty_like(targets) if self._with_ids else None
-        if len(rows) < len(positions):
-            for array, value in ((inputs, 0), (targets, IGNORED), (ids, 0)):
-                if array is not None:
-                    array[sorted(set(range(len(positions))) - set(rows))] = value
         self._fill(rows, where, inputs, targets, ids)
+        if len(rows) < count:
+            missing = sorted(set(range(count)) - set(rows))
+            inputs[missing], targets[missing] = 0, IGNORED
+            if ids is not None:
+                ids[missing] = 0
         if self._context:
             targets[:, : self._context] = IGNORED
-        whole = len(rows) == len(positions)
-        hashes = self._hash(
-            inputs if whole else inputs[rows], targets if whole else targets[rows], where
-        )
+        # The others have no position; all of them are hashed without a copy.
+        hashed = slice(None) if len(rows) == count else rows
+        hashes = self._hash(inputs[hashed], targets[hashed], where)
         return Batch(
             torch.from_numpy(inputs),
             torch.from_numpy(targets),

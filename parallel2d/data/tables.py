@@ -64,9 +64,16 @@ def _open_parquet(file: SourceFile) -> Any:
         raise ConfigError(f"{file.path} is not a readable Parquet file: {error}") from None
 
 
-def _columns(names: list[str], options: ReadOptions) -> list[str]:
+def _columns(names: list[str], options: ReadOptions, what: str) -> list[str]:
+    """Those of the columns ``names`` that documents are made of. Raises `ConfigError` for none."""
     wanted = (options.text_field, "prompt", "completion", "segments")
-    return [name for name in names if name in wanted]
+    found = [name for name in names if name in wanted]
+    if not found:
+        raise ConfigError(
+            f"{what} has no column data.text_field={options.text_field}; columns: "
+            f"{', '.join(names[:8])}"
+        )
+    return found
 
 
 def _parquet_rows(unit: Unit, options: ReadOptions) -> Iterator[tuple[int, Any]]:
@@ -74,12 +81,7 @@ def _parquet_rows(unit: Unit, options: ReadOptions) -> Iterator[tuple[int, Any]]
 
     file = unit.files[0]
     table = _open_parquet(file)
-    columns = _columns(table.schema_arrow.names, options)
-    if not columns:
-        found = ", ".join(table.schema_arrow.names[:8])
-        raise ConfigError(
-            f"{file.path} has no column data.text_field={options.text_field}; columns: {found}"
-        )
+    columns = _columns(table.schema_arrow.names, options, file.path)
     number = sum(table.metadata.row_group(group).num_rows for group in range(unit.start))
     groups = list(range(unit.start, min(unit.stop, table.num_row_groups)))
     try:
@@ -96,12 +98,7 @@ def _parquet_rows(unit: Unit, options: ReadOptions) -> Iterator[tuple[int, Any]]
 def _data_set_rows(unit: Unit, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     path, subset, split = unit.files[0].name.split("\n")
     data_set = _load_data_set(path, subset or None, split)
-    columns = _columns(data_set.column_names, options)
-    if not columns:
-        found = ", ".join(data_set.column_names[:8])
-        raise ConfigError(
-            f"data.path={path} has no column data.text_field={options.text_field}; columns: {found}"
-        )
+    columns = _columns(data_set.column_names, options, f"data.path={path}")
     data_set = data_set.select_columns(columns)
     for begin in range(unit.start, unit.stop, _BATCH_ROWS):
         batch = data_set[begin : min(begin + _BATCH_ROWS, unit.stop)]

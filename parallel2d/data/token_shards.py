@@ -60,15 +60,6 @@ def write_json(path: Path, value: Any) -> None:
     files.replace(str(path), json.dumps(value, indent=1), durable=True)
 
 
-def make_durable(folder: Path) -> None:
-    """Flushes a folder, so that the names of its files survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class ShardWriter:
     """Writes one shard under temporary names and moves it into place when it is complete."""
 
@@ -127,12 +118,8 @@ class ShardWriter:
                 files[name] = {"bytes": self._bytes[kind], "sha256": self._hashes[kind].hexdigest()}
             else:
                 self._temporary(kind).unlink()
-        return {
-            "name": self.name,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "files": files,
-        }
+        counts = {"tokens": self.tokens, "documents": self.documents}
+        return {"name": self.name, **counts, "files": files}
 
     def abandon(self) -> None:
         """Removes the files that were written."""
@@ -150,22 +137,18 @@ class _Shard:
     masked: bool
 
 
+def _shard(entry: dict[str, Any]) -> _Shard:
+    name = entry["name"]
+    return _Shard(name, entry["tokens"], entry["documents"], f"{name}.mask" in entry["files"])
+
+
 class TokenSplit:
     """One split of a prepared folder: one sequence of ``tokens`` ids, made of ``documents``
     documents."""
 
     def __init__(self, folder: Path, dtype: str, entries: list[dict[str, Any]]) -> None:
         self._folder, self._types = folder, {**_TYPES, "tokens": dtype}
-        self._shards = [
-            _Shard(
-                entry["name"],
-                entry["tokens"],
-                entry["documents"],
-                f"{entry['name']}.mask" in entry["files"],
-            )
-            for entry in entries
-            if entry["documents"]
-        ]
+        self._shards = [_shard(entry) for entry in entries if entry["documents"]]
         self._token_starts = np.cumsum([0, *(shard.tokens for shard in self._shards)])
         self._document_starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
         self.tokens, self.documents = int(self._token_starts[-1]), int(self._document_starts[-1])
@@ -175,11 +158,8 @@ class TokenSplit:
         self._sound: set[int] = set()  # shards whose ends were checked
 
     def _check_ends(self, shard: int, ends: NDArray[Any]) -> None:
-        if (
-            ends[0] == 0
-            or ends[-1] != self._shards[shard].tokens
-            or not np.all(ends[1:] > ends[:-1])
-        ):
+        ascending = bool(np.all(ends[1:] > ends[:-1]))
+        if ends[0] == 0 or ends[-1] != self._shards[shard].tokens or not ascending:
             path = self._folder / f"{self._shards[shard].name}.ends"
             raise ConfigError(
                 f"{path} is damaged: its documents do not end one after the other; prepare the "
@@ -225,12 +205,11 @@ class TokenSplit:
 
     def documents_longer_than(self, tokens: int) -> int:
         """How many documents have more than ``tokens`` ids, the end-of-document id included."""
-        return sum(
-            int(
-                np.count_nonzero(np.diff(self._array(shard, "ends"), prepend=np.uint64(0)) > tokens)
-            )
-            for shard in range(len(self._shards))
-        )
+        count = 0
+        for shard in range(len(self._shards)):
+            lengths = np.diff(self._array(shard, "ends"), prepend=np.uint64(0))
+            count += int(np.count_nonzero(lengths > tokens))
+        return count
 
     def _ranges(self, start: int, count: int) -> list[tuple[int, int, int]]:
         """(shard, first token, last token + 1) for a range of the sequence."""
@@ -292,11 +271,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else files.printable(error)
         raise ConfigError(f"{path} cannot be read: {reason}") from None
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != FORMAT
-        or manifest.get("version") != VERSION
-    ):
+    kind = None
+    if isinstance(manifest, dict):
+        kind = manifest.get("format"), manifest.get("version")
+    if kind != (FORMAT, VERSION):
         raise ConfigError(
             f"{path} is not of the format {FORMAT!r} version {VERSION}; prepare the data again"
         )
@@ -307,14 +285,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} is damaged ({files.printable(error)}); prepare the data again"
         ) from None
     for name, expected in shard_files(manifest):
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != expected["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise ConfigError(
-                f"{folder / name} {found}, the manifest says {expected['bytes']}; prepare the data "
-                "again"
-            )
+        _check_size(folder / name, expected["bytes"])
     return manifest
+
+
+def _check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size if path.is_file() else None
+    if size != expected:
+        found = "is missing" if size is None else f"has {size} bytes"
+        raise ConfigError(f"{path} {found}, the manifest says {expected}; prepare the data again")
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
@@ -324,12 +303,8 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
     tokenizer = manifest["tokenizer"]
     vocabulary = _count(tokenizer["vocab_size"], 1 << 32)
     _count(tokenizer["end_id"], vocabulary - 1)
-    for text in (
-        tokenizer["name"],
-        tokenizer["fingerprint"],
-        manifest["signature"],
-        manifest["content"],
-    ):
+    texts = [tokenizer["name"], tokenizer["fingerprint"], manifest["signature"]]
+    for text in [*texts, manifest["content"]]:
         if not isinstance(text, str) or not text.isprintable() or len(text) > 1000:
             raise ValueError(f"{text!r:.60} is no text")
     for key in ("bytes", "empty_documents", "bad_rows"):
