@@ -24,7 +24,7 @@ from parallel2d.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallelize.compilation import check_compilation
 from parallel2d.parallelize.float8 import check_float8
 from parallel2d.parallelize.sharding import check_offload
-from parallel2d.recovery import MemoryCheckpointer
+from parallel2d.recovery import Checkpointer
 from parallel2d.run_description import (
     build_recorder,
     describe_run,
@@ -129,7 +129,7 @@ def build_trainer(
     layout = {**facts.layout(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
     if adapted := settings_of(model):
         layout["adapters"] = adapted
-    checkpointer = MemoryCheckpointer(
+    checkpointer = Checkpointer(
         config.checkpoint, job.run_dir, mesh, model, optimizer, layout=layout
     )
     trainer = Trainer(

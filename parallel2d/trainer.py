@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.best_metric import WatchedMetrics
-from parallel2d.checkpoint import Checkpointer
+from parallel2d.checkpoint import StoreCheckpointer
 from parallel2d.config import TrainConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
 from parallel2d.errors import ConfigError
@@ -70,7 +70,7 @@ class Trainer:
         validation: SampleStream | None,
         plan: BatchPlan,
         recorder: Recorder,
-        checkpointer: Checkpointer,
+        checkpointer: StoreCheckpointer,
         device: torch.device,
         data_fingerprint: str,
         named_validation: Mapping[str, SampleStream] | None = None,

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from test_checkpoint_hostile import Bomb
 from training import LLAMA, build_llama, optimizer_of
 
-from parallel2d.checkpoint import Checkpoint, Checkpointer
+from parallel2d.checkpoint import Checkpoint
 from parallel2d.checkpoint.__main__ import main
 from parallel2d.config import CheckpointConfig
+from parallel2d.recovery import Checkpointer
 
 ARGUMENTS = {**LLAMA, "norm_eps": 1e-5, "rope_theta": 500000.0}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from workers import Pool, Pools
 
-from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
+from parallel2d.recovery import Checkpointer
 
 INTERVAL = 2
 SHAPES = {"a": (257, 64), "b": (3, 5), "c": (1000,), "d": (2, 128, 33)}

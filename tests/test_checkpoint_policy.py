@@ -12,9 +12,10 @@ import torch
 from checkpoint_runs import Heard, run, steps_in
 from workers import WorkerError
 
-from parallel2d.checkpoint import Checkpoint, Checkpointer, CheckpointError
+from parallel2d.checkpoint import Checkpoint, CheckpointError
 from parallel2d.config import CheckpointConfig
 from parallel2d.errors import ConfigError
+from parallel2d.recovery import Checkpointer
 
 HYBRID = {"strategy": "hybrid"}
 MESH = {"replicate": 1, "shard": 2}

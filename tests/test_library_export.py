@@ -13,10 +13,10 @@ import torch
 from test_checkpoint_hostile import reseal
 from test_models_library import LIBRARY, MODELS, batch
 
-from parallel2d.checkpoint import Checkpointer
 from parallel2d.checkpoint.__main__ import main
 from parallel2d.config import CheckpointConfig, HuggingFaceModel
 from parallel2d.models import huggingface
+from parallel2d.recovery import Checkpointer
 
 pytestmark = LIBRARY
 AUTO = {

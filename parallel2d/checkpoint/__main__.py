@@ -33,11 +33,8 @@ def main(
     try:
         options.run(options)
     except (ConfigError, OSError) as error:
-        print(
-            "error: "
-            f"{for_terminal(describe_error(error) if isinstance(error, OSError) else error)}",
-            file=sys.stderr,
-        )
+        text = describe_error(error) if isinstance(error, OSError) else error
+        print(f"error: {for_terminal(text)}", file=sys.stderr)
         return 1
     return 0
 

@@ -66,15 +66,8 @@ class Checkpoint:
             if not self._exact:
                 found = {key: entry for key, entry in found.items() if key in expected}
             if found != expected:
-                wrong = next(
-                    iter(
-                        sorted(
-                            key
-                            for key in {*found, *expected}
-                            if found.get(key) != expected.get(key)
-                        )
-                    )
-                )
+                differing = [k for k in {*found, *expected} if found.get(k) != expected.get(k)]
+                wrong = min(differing)
                 raise DamagedCheckpointError(
                     f"{what}: {printable(wrong)} is {_describe(found.get(wrong))}, the manifest "
                     f"says {_describe(expected.get(wrong))}"

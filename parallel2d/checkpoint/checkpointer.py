@@ -1,4 +1,4 @@
-"""`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
+"""`StoreCheckpointer`: when a run saves, what it resumes from, and what happens when that fails.
 
 The trainer calls `restore` before the loop, `save_if_due` after every step and `finish` at the end.
 All ranks make the same calls. Every decision depends only on values that all ranks have, or is made
@@ -42,33 +42,10 @@ BEST = "best.json"  # in the folder of the checkpoints: which of them is the bes
 _TIMEOUT = timedelta(hours=4)  # of the save's own group: ranks wait there for the slowest disk
 
 
-class Checkpointer:
-    """Saves and restores one run. Collective: every rank builds it and calls its methods at the
-    same points.
-
-    Args:
-        config: the ``checkpoint`` section of the configuration.
-        run_dir: the run's folder; checkpoints go to ``checkpoints/`` in it unless ``config.folder``
-            is set.
-        mesh: the job's mesh; None for a single process without one.
-        model, optimizer: sharded or plain. ``optimizer=None`` saves the model alone.
-        layout: facts for the manifest (strategy, configuration, versions): numbers, strings, lists
-            and dicts.
-
-    Attributes:
-        blocked_s: seconds the last `save_if_due` kept the loop waiting.
-        blocked_total_s: all of them.
-        age_steps: steps since the state that the newest published checkpoint holds.
-        failures: saves in a row that failed.
-        published: steps published by this object, ascending.
-        memory: copies that a subclass keeps elsewhere; None in this class, which saves to the
-            store alone.
-
-    Raises:
-        ConfigError: the folder cannot be written, or is not the same folder on every rank; the
-            message names the host. ``config.memory_every`` asks for copies, and this class keeps
-            none.
-    """
+class StoreCheckpointer:
+    """Saves and restores one run in its store alone. `recovery.Checkpointer` is this class with
+    copies in memory, and says what the arguments and attributes are. Raises `ConfigError` for a
+    ``config.memory_every`` that asks for copies, too."""
 
     memory: Copies | None
 
@@ -84,17 +61,10 @@ class Checkpointer:
     ) -> None:
         self.config, self.mesh, self.model, self.optimizer = config, mesh, model, optimizer
         self.layout = layout or {}
-        distributed = dist.is_initialized() and dist.get_world_size() > 1
-        self.group = Group(
-            dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
-        )
-        copies_every = self._copies_every()
+        self.group = self._new_group()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
-        votes = distributed and bool(config.every_minutes or copies_every)
-        self._votes = Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if votes else None)
-        self.memory = None
-        if copies_every:
-            self.memory = self._open_copies(copies_every, run_dir, self._votes)
+        self._votes = self._new_group() if config.every_minutes else None
+        self.memory = self._open_copies(os.fspath(run_dir))
         self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
         self.blocked_s = self.blocked_total_s = 0.0
         self.bytes_written = 0
@@ -115,18 +85,18 @@ class Checkpointer:
         if config.enabled:
             self._check_folder()
 
-    def _copies_every(self) -> int:
-        """Steps between copies, 0 for none, on all ranks alike. Collective."""
+    def _new_group(self) -> Group:
+        distributed = dist.is_initialized() and dist.get_world_size() > 1
+        return Group(dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None)
+
+    def _open_copies(self, run_dir: str) -> Copies | None:
+        """What keeps copies of the state elsewhere than in the store; nothing here. Collective."""
         if self.config.enabled and self.config.memory_every not in ("auto", 0):
             raise ConfigError(
                 f"checkpoint.memory_every={self.config.memory_every}: copies in memory are kept by "
-                "parallel2d.Checkpointer, not by parallel2d.checkpoint.Checkpointer"
+                "parallel2d.Checkpointer alone"
             )
-        return 0
-
-    def _open_copies(self, every: int, run_dir: str | os.PathLike[str], votes: Group) -> Copies:
-        """``votes``: a group that only the training loop's thread uses. Collective."""
-        raise NotImplementedError
+        return None
 
     def _check_folder(self) -> None:
         """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
@@ -134,11 +104,7 @@ class Checkpointer:
         error = token = None
         if self.group.rank == 0:
             try:
-                self.store.prepare()
-                if not is_remote(self.store.root):
-                    token = f".shared-{os.urandom(8).hex()}"
-                    with open(os.path.join(self.store.root, token), "x"):
-                        pass
+                token = self._leave_token()
             except Exception as fault:
                 error = describe_error(fault)
         error, token = self.group.broadcast((error, token))
@@ -147,16 +113,26 @@ class Checkpointer:
         if token is None:
             return
         seen = os.path.join(self.store.root, token)
-        blind = self.group.all_gather(None if os.path.exists(seen) else socket.gethostname())
+        hosts = self.group.all_gather("" if os.path.exists(seen) else socket.gethostname())
         if self.group.rank == 0:
             os.unlink(seen)
-        if hosts := sorted({host for host in blind if host}):
-            ranks = [rank for rank, host in enumerate(blind) if host]
+        if ranks := [rank for rank, host in enumerate(hosts) if host]:
+            blind = sorted({hosts[rank] for rank in ranks})
             raise ConfigError(
-                f"{self.store.root} is not the same folder on every rank: {', '.join(hosts)} "
+                f"{self.store.root} is not the same folder on every rank: {', '.join(blind)} "
                 f"(ranks {ranks}) does not see what rank 0 writes. Put the run directory on a "
                 "shared file system, or set checkpoint.folder to one"
             )
+
+    def _leave_token(self) -> str | None:
+        """The name of a new file in the store, for the other ranks to see; None in one that all
+        reach by the same address."""
+        self.store.prepare()
+        if is_remote(self.store.root):
+            return None
+        token = f".shared-{os.urandom(8).hex()}"
+        with open(os.path.join(self.store.root, token), "x"):
+            return token
 
     @property
     def age_steps(self) -> int:
@@ -338,6 +314,7 @@ class Checkpointer:
         config = self.config
         by_time = False
         if config.every_minutes:
+            assert self._votes is not None
             by_time = bool(self._votes.broadcast(self.time_is_up())) if due is None else due
         by_step = config.every > 0 and step % config.every == 0
         return forced or by_time or by_step or (config.on_first_step and self._first_call)
@@ -376,15 +353,16 @@ class Checkpointer:
             self._thread.start()
 
     def _manifest(self, step: int, state: dict[str, Any]) -> Manifest:
+        described = {}
+        if self.optimizer is not None:
+            described = describe_optimizer(self.model, self.optimizer)
         return Manifest(
             step=step,
             state={**state, "step": step},
             layout=self.layout,
             mesh=self._mesh_sizes(),
             world_size=self.group.size,
-            optimizer=describe_optimizer(self.model, self.optimizer)
-            if self.optimizer is not None
-            else {},
+            optimizer=described,
             tied=tied_names(self.model),
         )
 

@@ -16,34 +16,21 @@ from parallel2d.checkpoint.manifest import Manifest
 
 
 class Copies(Protocol):
-    """All methods are collective, `is_due` excepted, which says the same on every rank."""
+    """Collective, `is_due` excepted, which says the same on every rank. `MemoryNet` says what each
+    method does; none but `open` raises for a fault of the place where copies are kept."""
 
-    def steps(self) -> list[int]:
-        """Steps of this run that `open` can be called with, ascending."""
-
+    def steps(self) -> list[int]: ...
     def open(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> Checkpoint:
-        """The copy of ``step``. Raises `DamagedCheckpointError` on all ranks when there is none
-        that is whole and sound."""
-
-    def close(self, *, loaded: int | None = None) -> None:
-        """After `open`. ``loaded``: its step, when the run goes on from there."""
-
-    def begin(self, base: int) -> None:
-        """The run goes on from step ``base``: copies of any other state are dropped."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether `save` is called after ``step``."""
-
+    ) -> Checkpoint: ...
+    def close(self, *, loaded: int | None = None) -> None: ...
+    def begin(self, base: int) -> None: ...
+    def is_due(self, step: int) -> bool: ...
     def save(
         self,
         manifest: Manifest,
         tensors: Mapping[str, Tensor],
         of_replica: Mapping[str, Tensor],
         rng: Mapping[str, Tensor],
-    ) -> None:
-        """Copies the state. Never raises for a fault of the place where copies are kept."""
-
-    def finish(self) -> None:
-        """The run has ended well: its copies are removed."""
+    ) -> None: ...
+    def finish(self) -> None: ...

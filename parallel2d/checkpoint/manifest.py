@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,9 @@ _MOST_AXES = 8
 _TRAINED = "global_batch_size"  # in the layout of what the train command saves
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# What is stored as it is, and what must be an object.
+PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")
+_OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    def encode(self) -> dict[str, Any]:
+        """What `Manifest.encode` writes of it."""
+        chunks = [[c.file, c.region.offsets, c.region.lengths] for c in self.chunks]
+        return {"dtype": self.dtype, "shape": self.shape, "chunks": chunks}
 
 
 @sendable
@@ -94,29 +103,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The JSON text. Numbers that JSON has not (infinity, NaN) become their names."""
-        content: dict[str, Any] = {
-            "format": FORMAT,
-            "step": self.step,
-            "position": self.state.get("samples"),
-            "mesh": self.mesh,
-            "world_size": self.world_size,
-            "state": self.state,
-            "layout": self.layout,
-            "optimizer": self.optimizer,
-            "tied": self.tied,
-            "tensors": {
-                name: {
-                    "dtype": tensor.dtype,
-                    "shape": tensor.shape,
-                    "chunks": [[c.file, c.region.offsets, c.region.lengths] for c in tensor.chunks],
-                }
-                for name, tensor in self.tensors.items()
-            },
-            "files": {
-                name: {"bytes": file.bytes, "sha256": file.sha256}
-                for name, file in self.files.items()
-            },
-        }
+        content = {"format": FORMAT, "position": self.state.get("samples")}
+        content |= {key: getattr(self, key) for key in PLAIN}
+        content["files"] = {name: vars(file) for name, file in self.files.items()}
+        content["tensors"] = {name: tensor.encode() for name, tensor in self.tensors.items()}
         content = _finite(content)
         content["sha256"] = content_digest(content)
         return json.dumps(content, allow_nan=False, indent=None, separators=(",", ":")).encode()
@@ -126,73 +116,78 @@ class Manifest:
         """Raises `DamagedCheckpointError`, naming ``what``, for anything but a manifest that
         `encode` could have written."""
         content = parse_json(data, what)
-        version = content.get("format")
-        if version != FORMAT:
-            raise DamagedCheckpointError(
-                f"{what}: format {printable(version)} is not the format {FORMAT} that this version "
-                "reads"
-            )
-        try:
-            digest = content_digest({k: v for k, v in content.items() if k != "sha256"})
-        except RecursionError:
-            raise DamagedCheckpointError(f"{what}: nested too deeply") from None
-        if content.get("sha256") != digest:
-            raise DamagedCheckpointError(
-                f"{what}: its own checksum does not match: it was altered or damaged"
-            )
-        kinds = {
-            "state": dict,
-            "layout": dict,
-            "mesh": dict,
-            "optimizer": dict,
-            "tied": dict,
-            "tensors": dict,
-            "files": dict,
-        }
-        for key, kind in kinds.items():
-            if not isinstance(content.get(key), kind):
+        _check_own_digest(content, what)
+        for key in _OBJECTS:
+            if not isinstance(content.get(key), dict):
                 raise DamagedCheckpointError(f"{what}: {key} is missing or not an object")
             check_depth(content[key], what)
-        if not is_size(content.get("step")) or not is_size(content.get("world_size")):
-            raise DamagedCheckpointError(f"{what}: step and world_size must be whole numbers")
-        world = content["world_size"]
-        if len(content["mesh"]) > _MOST_AXES or any(len(axis) > 100 for axis in content["mesh"]):
-            raise DamagedCheckpointError(f"{what}: mesh has more axes than any")
-        if not all(is_size(size) for size in content["mesh"].values()):
-            raise DamagedCheckpointError(f"{what}: mesh must give whole numbers")
-        if content["mesh"] and math.prod(content["mesh"].values()) != world:
-            raise DamagedCheckpointError(
-                f"{what}: a mesh of {printable(content['mesh'])} is not one of {world} ranks"
-            )
-        if content["step"] > LARGEST_COUNT or content["world_size"] > LARGEST_COUNT:
-            raise DamagedCheckpointError(f"{what}: step or world_size is larger than any")
-        if _TRAINED in content["layout"] and (
-            problems := problems_of_state(content["state"], content["step"])
-        ):
-            raise DamagedCheckpointError(
-                f"{what}: its state cannot be gone on from: {'; '.join(problems[:4])}"
-            )
+        _check_counts(content, what)
+        _check_mesh(content["mesh"], content["world_size"], what)
+        _check_state(content, what)
         files = {name: _decode_file(name, item, what) for name, item in content["files"].items()}
         tensors = {
             name: _decode_tensor(name, item, files, what)
             for name, item in content["tensors"].items()
         }
-        for name, other in content["tied"].items():
-            if not isinstance(other, str) or f"model/{other}" not in tensors:
-                raise DamagedCheckpointError(
-                    f"{what}: {printable(name)} is tied to {printable(other)}, which is not stored"
-                )
-        return cls(
-            step=content["step"],
-            state=content["state"],
-            layout=content["layout"],
-            mesh=content["mesh"],
-            world_size=content["world_size"],
-            optimizer=content["optimizer"],
-            tied=content["tied"],
-            tensors=tensors,
-            files=files,
+        _check_ties(content["tied"], tensors, what)
+        plain = {key: content[key] for key in PLAIN}
+        return cls(**plain, tensors=tensors, files=files)
+
+
+def _check_own_digest(content: dict[str, Any], what: str) -> None:
+    version = content.get("format")
+    if version != FORMAT:
+        raise DamagedCheckpointError(
+            f"{what}: format {printable(version)} is not the format {FORMAT} that this version "
+            "reads"
         )
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    try:
+        digest = content_digest(rest)
+    except RecursionError:
+        raise DamagedCheckpointError(f"{what}: nested too deeply") from None
+    if content.get("sha256") != digest:
+        raise DamagedCheckpointError(
+            f"{what}: its own checksum does not match: it was altered or damaged"
+        )
+
+
+def _check_counts(content: dict[str, Any], what: str) -> None:
+    counts: list[Any] = [content.get("step"), content.get("world_size")]
+    if not all(map(is_size, counts)):
+        raise DamagedCheckpointError(f"{what}: step and world_size must be whole numbers")
+    if max(counts) > LARGEST_COUNT:
+        raise DamagedCheckpointError(f"{what}: step or world_size is larger than any")
+
+
+def _check_mesh(mesh: dict[str, Any], world_size: int, what: str) -> None:
+    if len(mesh) > _MOST_AXES or any(len(axis) > 100 for axis in mesh):
+        raise DamagedCheckpointError(f"{what}: mesh has more axes than any")
+    if not all(map(is_size, mesh.values())):
+        raise DamagedCheckpointError(f"{what}: mesh must give whole numbers")
+    if mesh and math.prod(mesh.values()) != world_size:
+        raise DamagedCheckpointError(
+            f"{what}: a mesh of {printable(mesh)} is not one of {world_size} ranks"
+        )
+
+
+def _check_state(content: dict[str, Any], what: str) -> None:
+    # The state of somebody's own loop may hold anything.
+    if _TRAINED not in content["layout"]:
+        return
+    problems = problems_of_state(content["state"], content["step"])
+    if problems:
+        raise DamagedCheckpointError(
+            f"{what}: its state cannot be gone on from: {'; '.join(problems[:4])}"
+        )
+
+
+def _check_ties(tied: dict[str, Any], tensors: Mapping[str, StoredTensor], what: str) -> None:
+    for name, other in tied.items():
+        if not isinstance(other, str) or f"model/{other}" not in tensors:
+            raise DamagedCheckpointError(
+                f"{what}: {printable(name)} is tied to {printable(other)}, which is not stored"
+            )
 
 
 def check_depth(value: Any, what: str) -> None:
@@ -249,46 +244,35 @@ def _decode_file(name: str, item: Any, what: str) -> StoredFile:
 def _decode_tensor(
     name: str, item: Any, files: Mapping[str, StoredFile], what: str
 ) -> StoredTensor:
-    if (
-        not isinstance(item, dict)
-        or set(item) != {"dtype", "shape", "chunks"}
-        or not isinstance(item["chunks"], list)
-    ):
+    described = isinstance(item, dict) and set(item) == {"dtype", "shape", "chunks"}
+    if not described or not isinstance(item["chunks"], list):
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} is not described by dtype, shape and chunks"
         )
     check_description(name, item["dtype"], item["shape"], what)
     shape = tuple(item["shape"])
-    chunks = []
-    for chunk in item["chunks"]:
-        if (
-            not isinstance(chunk, list)
-            or len(chunk) != 3
-            or not isinstance(chunk[0], str)
-            or chunk[0] not in files
-        ):
-            raise DamagedCheckpointError(
-                f"{what}: a chunk of {printable(name)} names no file of this checkpoint"
-            )
-        for numbers in chunk[1:]:
-            if (
-                not isinstance(numbers, list)
-                or len(numbers) != len(shape)
-                or not all(map(is_size, numbers))
-            ):
-                raise DamagedCheckpointError(
-                    f"{what}: a chunk of {printable(name)} has impossible offsets or lengths"
-                )
-        region = Region(tuple(chunk[1]), tuple(chunk[2]))
-        if any(
-            begin + length > size for begin, length, size in zip(*chunk[1:], shape, strict=True)
-        ):
-            raise DamagedCheckpointError(
-                f"{what}: a chunk of {printable(name)} reaches outside of its shape {list(shape)}"
-            )
-        chunks.append(Chunk(chunk[0], region))
+    label = f"{what}: a chunk of {printable(name)}"
+    chunks = tuple(_decode_chunk(chunk, shape, files, label) for chunk in item["chunks"])
     check_tiling(name, shape, [chunk.region for chunk in chunks], what)
-    return StoredTensor(item["dtype"], shape, tuple(chunks))
+    return StoredTensor(item["dtype"], shape, chunks)
+
+
+def _decode_chunk(
+    item: Any, shape: tuple[int, ...], files: Mapping[str, StoredFile], label: str
+) -> Chunk:
+    if not isinstance(item, list) or len(item) != 3:
+        raise DamagedCheckpointError(f"{label} names no file of this checkpoint")
+    file, offsets, lengths = item
+    if not isinstance(file, str) or file not in files:
+        raise DamagedCheckpointError(f"{label} names no file of this checkpoint")
+    for numbers in (offsets, lengths):
+        sizes = isinstance(numbers, list) and all(map(is_size, numbers))
+        if not sizes or len(numbers) != len(shape):
+            raise DamagedCheckpointError(f"{label} has impossible offsets or lengths")
+    for begin, length, size in zip(offsets, lengths, shape, strict=True):
+        if begin + length > size:
+            raise DamagedCheckpointError(f"{label} reaches outside of its shape {list(shape)}")
+    return Chunk(file, Region(tuple(offsets), tuple(lengths)))
 
 
 def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], what: str) -> None:
@@ -300,33 +284,41 @@ def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], wha
     whole if and only if every element is covered once: they are the mixed difference of how often
     it is covered. Dims that no region cuts are left out.
     """
-    if any(region.numel == 0 for region in regions):
+    sizes = [region.numel for region in regions]
+    if 0 in sizes:
         raise DamagedCheckpointError(f"{what}: {printable(name)} has an empty chunk")
-    if sum(region.numel for region in regions) != math.prod(shape):
+    if sum(sizes) != math.prod(shape):
         raise DamagedCheckpointError(
             f"{what}: the chunks of {printable(name)} do not cover its shape {list(shape)} exactly "
             "once"
         )
-    if not regions:
-        return
-    cut = [
-        dim
-        for dim, size in enumerate(shape)
-        if any(region.lengths[dim] != size for region in regions)
-    ]
+    cut = [dim for dim in range(len(shape)) if _is_cut(dim, shape, regions)]
     if len(regions) > 1 and not cut:
         raise DamagedCheckpointError(f"{what}: {printable(name)} is stored twice")
-    if len(cut) > _MOST_CUT or len(regions) << len(cut) > max(_MOST_CORNERS, 4 * len(regions)):
+    # Every region has two ends along each of these dims.
+    corners_to_count = len(regions) << len(cut)
+    if len(cut) > _MOST_CUT or corners_to_count > max(_MOST_CORNERS, 4 * len(regions)):
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims"
         )
-    corners: dict[tuple[int, ...], int] = {}
-    for region, sign in [(Region.whole(shape), -1), *((region, 1) for region in regions)]:
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(
-                region.offsets[dim] + end * region.lengths[dim]
-                for dim, end in zip(cut, ends, strict=True)
-            )
-            corners[corner] = corners.get(corner, 0) + (-sign if sum(ends) % 2 else sign)
+    corners: Counter[tuple[int, ...]] = Counter()
+    for region in regions:
+        _count_corners(corners, region, cut, 1)
+    _count_corners(corners, Region.whole(shape), cut, -len(regions[:1]))
     if any(corners.values()):
         raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")
+
+
+def _is_cut(dim: int, shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    return any(region.lengths[dim] != shape[dim] for region in regions)
+
+
+def _count_corners(
+    corners: Counter[tuple[int, ...]], region: Region, dims: Sequence[int], sign: int
+) -> None:
+    """Adds ``sign`` at the corners of ``region`` along ``dims``, and subtracts it at those with an
+    odd number of ends."""
+    ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in dims]
+    for which in itertools.product((0, 1), repeat=len(dims)):
+        corner = tuple(pair[end] for pair, end in zip(ends, which, strict=True))
+        corners[corner] += -sign if sum(which) % 2 else sign

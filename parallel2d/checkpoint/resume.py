@@ -73,44 +73,34 @@ class Resume:
         self._seen: list[int] = []
 
     def run(self, restarted: bool = False) -> Restored | None:
-        """See `Checkpointer.restore`."""
+        """See `StoreCheckpointer.restore`."""
         resume = self.config.resume
         own = self._seen = self._own_steps()
-        # Started anew by hand, copies in memory count only where the newest state of this run is
-        # asked for.
-        copies = (
-            self.memory.steps()
-            if self.memory is not None and (restarted or resume == "auto")
-            else []
-        )
-        if (
-            restarted
-            and (own or copies)
-            and (found := self._newest(own, copies, "all")) is not None
-        ):
-            return found
+        copies = self._copies(restarted)
+        if restarted:
+            found = self._newest(own, copies, "all")
+            if found is not None:
+                return found
         if resume == "never":
             self._not_continued = own, "checkpoint.resume=never"
             return None
-        if resume != "auto":
-            step = self._own_step(resume)
-            if step is None and not own:
-                return self._from_elsewhere(resume)
-            if step is not None:
-                checkpoint = self._verified(self.store.path_of(step))
-                state = self._load(checkpoint, self.config.load)
-                later = [other for other in own if other > step]
-                self._not_continued = later, f"checkpoint.resume={resume}"
-                if self.config.load == "model_only":
-                    return None
-                return Restored(checkpoint.manifest.step, state, step, step)
-            self._say(
-                "this run has checkpoints of its own and goes on there, not at "
-                f"checkpoint.resume={resume}"
-            )
-        if restarted or not (own or copies):
-            return None
-        return self._newest(own, copies, self.config.load if resume == "auto" else "all")
+        if resume == "auto":
+            if restarted:  # what there was could not be loaded
+                return None
+            return self._newest(own, copies, self.config.load)
+        step = self._own_step(resume)
+        if step is not None:
+            restored = self._load_path(self.store.path_of(step), step)
+            later = [other for other in own if other > step]
+            self._not_continued = later, f"checkpoint.resume={resume}"
+            return restored
+        if not own:
+            return self._from_elsewhere(resume)
+        self._say(
+            "this run has checkpoints of its own and goes on there, not at "
+            f"checkpoint.resume={resume}"
+        )
+        return None if restarted else self._newest(own, copies, "all")
 
     def set_aside(self) -> None:
         """Moves checkpoints aside that the run does not go on from: later ones than the chosen
@@ -122,6 +112,13 @@ class Resume:
             self._clear_damaged(self._damaged)
         if self._not_continued is not None:
             self._set_aside(*self._not_continued)
+
+    def _copies(self, restarted: bool) -> list[int]:
+        # Started anew by hand, copies in memory count only where the newest state of this run is
+        # asked for.
+        if self.memory is None or not (restarted or self.config.resume == "auto"):
+            return []
+        return self.memory.steps()
 
     def _own_steps(self) -> list[int]:
         own: list[int] | ConfigError = []
@@ -143,26 +140,17 @@ class Resume:
         candidates = [(step, False) for step in own] + [(step, True) for step in copies]
         for step, in_memory in sorted(candidates, reverse=True):
             if in_memory:
-                copied = self._from_memory(step, load)
-                if copied is None:
-                    continue
-                stored = max((other for other in own if other not in damaged), default=0)
-                restored = Restored(step, copied, None, stored)
+                state = self._from_memory(step, load)
             else:
-                try:
-                    checkpoint = self._verified(self.store.path_of(step), follow=False)
-                    if checkpoint.manifest.step != step:
-                        raise DamagedCheckpointError(
-                            f"its manifest is that of step {checkpoint.manifest.step}"
-                        )
-                except DamagedCheckpointError as fault:
-                    damaged[step] = f"{step_name(step)}: {fault}"
-                    self._say(f"passing over {step_name(step)}: {fault}", logging.WARNING)
-                    continue
-                restored = Restored(step, self._load(checkpoint, load), step, step)
+                state = self._from_disk(step, load, damaged)
+            if state is None:
+                continue
             if self.config.enabled:
                 self._damaged = list(damaged)
-            return None if load == "model_only" else restored
+            if load == "model_only":
+                return None
+            stored = max((other for other in own if other not in damaged), default=0)
+            return Restored(step, state, None if in_memory else step, stored)
         if not own:
             return None
         listed = list_differences(list(damaged.values()))
@@ -170,6 +158,21 @@ class Resume:
             f"no checkpoint in {self.store.root} can be resumed from:\n{listed}\n"
             "checkpoint.resume=never moves them aside and starts again"
         )
+
+    def _from_disk(self, step: int, load: str, damaged: dict[int, str]) -> dict[str, Any] | None:
+        """The state of an own checkpoint, loaded; None if it is damaged, which is added to
+        ``damaged`` with the reason."""
+        try:
+            checkpoint = self._verified(self.store.path_of(step), follow=False)
+            if checkpoint.manifest.step != step:
+                raise DamagedCheckpointError(
+                    f"its manifest is that of step {checkpoint.manifest.step}"
+                )
+        except DamagedCheckpointError as fault:
+            damaged[step] = f"{step_name(step)}: {fault}"
+            self._say(f"passing over {damaged[step]}", logging.WARNING)
+            return None
+        return self._load(checkpoint, load)
 
     def _from_memory(self, step: int, load: str) -> dict[str, Any] | None:
         """The state of a copy in memory, loaded, or None and the reason in the log."""
@@ -195,11 +198,14 @@ class Resume:
         chosen = self.group.broadcast(_find(path) if self.group.rank == 0 else None)
         if isinstance(chosen, ConfigError):
             raise chosen
-        checkpoint = self._verified(chosen)
+        return self._load_path(chosen, None)
+
+    def _load_path(self, path: str, own_step: int | None) -> Restored | None:
+        checkpoint = self._verified(path)
         state = self._load(checkpoint, self.config.load)
         if self.config.load == "model_only":
             return None
-        return Restored(checkpoint.manifest.step, state, None, checkpoint.manifest.step)
+        return Restored(checkpoint.manifest.step, state, own_step, checkpoint.manifest.step)
 
     def _own_step(self, path: str) -> int | None:
         """The step, when ``path`` names a checkpoint in this run's own folder."""
@@ -268,7 +274,7 @@ class Resume:
         files = sorted(
             checkpoint.manifest.files, key=lambda name: -checkpoint.manifest.files[name].bytes
         )
-        self._agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
+        self.group.agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
         return checkpoint
 
     def _load(self, checkpoint: Checkpoint, load: str) -> dict[str, Any]:
@@ -294,11 +300,11 @@ class Resume:
             if manifest.world_size == self.group.size:
                 restore_rng(self.group.rank, checkpoint)
 
-        self._agree(fill)
+        self.group.agree(fill)
         for keeper in keepers_in(self.model):
             keeper.kept_was_loaded()
         if load == "all":
-            self._agree(lambda: load_replica_state(self.model, checkpoint))
+            self.group.agree(lambda: load_replica_state(self.model, checkpoint))
         if passed_over:
             self._say(
                 f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
@@ -315,22 +321,6 @@ class Resume:
             f"({'weights only' if load == 'model_only' else 'all'})"
         )
         return dict(manifest.state) | {"step": manifest.step}
-
-    def _agree(self, work: Any) -> None:
-        """Runs ``work`` on every rank; an error on any rank is raised on all, once each has
-        answered."""
-        error: Exception | None = None
-        try:
-            work()
-        except DamagedCheckpointError as fault:
-            error = DamagedCheckpointError(str(fault))
-        except ConfigError as fault:
-            error = ConfigError(str(fault))
-        except (OSError, RuntimeError, ValueError) as fault:
-            error = DamagedCheckpointError(f"rank {self.group.rank}: {describe_error(fault)}")
-        for answer in self.group.all_gather(error):
-            if answer is not None:
-                raise answer
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
         if self.group.rank == 0:

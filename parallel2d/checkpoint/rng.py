@@ -70,25 +70,23 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
             random.setstate((version, tuple(rest), gauss.item() if gauss.numel() else None))
         words, gauss = stored("numpy", "I64", (_TWISTER + 1,)), stored("numpy_gauss", "F64", None)
         if words is not None and gauss is not None:
-            *key, position = words.tolist()
-            if not 0 <= position <= _TWISTER or not all(0 <= word < 2**32 for word in key):
-                raise ValueError("NumPy's generator")
-            cached = gauss.item() if gauss.numel() else 0.0
-            numpy.random.set_state(
-                (
-                    "MT19937",
-                    numpy.array(key, dtype=numpy.uint32),
-                    position,
-                    int(gauss.numel() > 0),
-                    cached,
-                )
-            )
-    except (ValueError, RuntimeError, TypeError, OverflowError) as error:
-        if isinstance(error, DamagedCheckpointError):
-            raise
+            _restore_numpy(words, gauss)
+    except DamagedCheckpointError:
+        raise
+    except (ValueError, RuntimeError, TypeError, OverflowError):
         raise DamagedCheckpointError(
             f"{checkpoint.folder.label}: {prefix} is no state of a random generator"
         ) from None
+
+
+def _restore_numpy(words: Tensor, gauss: Tensor) -> None:
+    # NumPy sets what it is given.
+    *key, position = words.tolist()
+    if not 0 <= position <= _TWISTER or not all(0 <= word < 2**32 for word in key):
+        raise ValueError("NumPy's generator")
+    cached = gauss.item() if gauss.numel() else 0.0
+    state = ("MT19937", numpy.array(key, numpy.uint32), position, int(gauss.numel() > 0), cached)
+    numpy.random.set_state(state)
 
 
 def _optional(value: float | None) -> Tensor:

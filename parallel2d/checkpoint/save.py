@@ -1,5 +1,5 @@
 """One save on all ranks: `Staging.take` copies the state to CPU, `write_checkpoint` writes and
-publishes it. `Checkpointer` decides when.
+publishes it. `StoreCheckpointer` decides when.
 
 The training loop waits for staging alone, a copy into CPU buffers that are kept from save to save.
 The rest may run in a thread, because it communicates over a process group of its own. Rank 0 opens
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from parallel2d import exchange
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor, chunk_key
 from parallel2d.checkpoint.storage import CheckpointError, Store, describe_error
 from parallel2d.checkpoint.write_plan import plan_all
-from parallel2d.files.tensor_file import DTYPE_NAMES, encode
+from parallel2d.errors import ConfigError
+from parallel2d.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
 from parallel2d.weights.geometry import Region
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,22 @@ class Group:
         if self.group is None:
             return value
         return exchange.broadcast(value, 0, self.group)
+
+    def agree(self, work: Callable[[], object]) -> None:
+        """Runs ``work`` on every rank; an error on any rank is raised on all, once each has
+        answered. Collective."""
+        error: Exception | None = None
+        try:
+            work()
+        except DamagedCheckpointError as fault:
+            error = DamagedCheckpointError(str(fault))
+        except ConfigError as fault:
+            error = ConfigError(str(fault))
+        except (OSError, RuntimeError, ValueError) as fault:
+            error = DamagedCheckpointError(f"rank {self.rank}: {describe_error(fault)}")
+        for answer in self.all_gather(error):
+            if answer is not None:
+                raise answer
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
@@ -85,28 +102,24 @@ class Staging:
         """Copies this rank's share of ``tensors`` and of those ``of_replica``, which other replicas
         do not have (see `plan_all`), and all of ``own``, which no other rank has."""
         snapshot = Snapshot(manifest)
-        shapes = {name: tuple(t.shape) for name, t in [*tensors.items(), *of_replica.items()]}
-        planned = [(n, shapes[n], r, t) for n, r, t in plan_all(tensors, of_replica, mesh)]
-        planned += [
-            (n, tuple(t.shape), Region.whole(t.shape), t) for n, t in own.items() if t.numel()
-        ]
-        waiting = False
-        for name, shape, region, values in planned:
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-                self._buffers[name] = buffer
+        whole = {**tensors, **of_replica}
+        planned = list(plan_all(tensors, of_replica, mesh))
+        planned += [(name, Region.whole(tensor.shape), tensor) for name, tensor in own.items()]
+        whole |= own
+        for name, region, values in planned:
+            buffer = self._buffer(name, values)
             buffer.copy_(values, non_blocking=values.is_cuda)
-            waiting = waiting or values.is_cuda
-            snapshot.parts.append((name, shape, region, buffer))
-        for name, tensor in own.items():
-            if not tensor.numel():  # nothing to store, but the manifest records that it was empty
-                snapshot.parts.append(
-                    (name, tuple(tensor.shape), Region.whole(tensor.shape), tensor)
-                )
-        if waiting:
+            snapshot.parts.append((name, tuple(whole[name].shape), region, buffer))
+        if any(values.is_cuda for _, _, values in planned):
             torch.cuda.synchronize()
         return snapshot
+
+    def _buffer(self, name: str, values: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
 
 
 def write_checkpoint(
@@ -180,17 +193,8 @@ def _publish(
             raise CheckpointError(
                 "; ".join(errors[:4]) + (f" and {len(errors) - 4} more ranks" if errors[4:] else "")
             )
-        found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
-        for answer in answers:
-            for name, dtype, shape, region in answer.parts:
-                chunks = found.setdefault(name, (dtype, shape, []))[2]
-                if answer.file is not None and region.numel:
-                    chunks.append(Chunk(answer.file[0], region))
         manifest.files = dict(answer.file for answer in answers if answer.file)
-        manifest.tensors = {
-            name: StoredTensor(d, shape, tuple(chunks))
-            for name, (d, shape, chunks) in found.items()
-        }
+        manifest.tensors = _stored_tensors(answers)
         content = manifest.encode()
         # a save that could not be loaded again is a failed save
         Manifest.decode(content, "the new manifest")
@@ -199,3 +203,15 @@ def _publish(
     except Exception as fault:  # whatever the storage raises: training goes on
         store.discard(place)
         return describe_error(fault), 0
+
+
+def _stored_tensors(answers: Sequence[_Answer]) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for answer in answers:
+        for name, dtype, shape, region in answer.parts:
+            found.setdefault(name, StoredTensor(dtype, shape, ()))
+            # The manifest records that a tensor without elements was there.
+            if answer.file is not None and region.numel:
+                chunks.setdefault(name, []).append(Chunk(answer.file[0], region))
+    return {name: replace(each, chunks=tuple(chunks.get(name, ()))) for name, each in found.items()}

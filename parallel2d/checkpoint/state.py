@@ -8,7 +8,7 @@ differs from what is here, every difference is listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,10 @@ def optimizer_differences(
         )
     trained = set(trained_parameters(model, optimizer))
     before = set(_stored_parameters(checkpoint))
-    lines += [
-        f"{name}: trained here, not trained in the checkpoint" for name in sorted(trained - before)
-    ]
-    lines += [
-        f"{printable(name)}: trained in the checkpoint, not trained here"
-        for name in sorted(before - trained)
-    ]
+    for name in sorted(trained - before):
+        lines.append(f"{name}: trained here, not trained in the checkpoint")
+    for name in sorted(before - trained):
+        lines.append(f"{printable(name)}: trained in the checkpoint, not trained here")
     return lines
 
 
@@ -155,8 +152,8 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) -
     differences = model_differences(model, checkpoint)
     if strict and differences:
         raise ConfigError(
-            f"{checkpoint.folder.label} holds another model than this "
-            f"one:\n{list_differences(differences)}\n"
+            f"{checkpoint.folder.label} holds another model than this one:\n"
+            f"{list_differences(differences)}\n"
             "checkpoint.strict=false loads what fits and leaves the rest as initialized"
         )
     return differences
@@ -192,8 +189,8 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) ->
     reshard(model)
     differences = check_model(model, checkpoint, strict)
     for name, tensor in model_tensors(model).items():
-        source = _stored_name(name, checkpoint)
-        if source is not None and checkpoint.tensors[source].shape == tuple(tensor.shape):
+        source = _fitting_name(name, tensor, checkpoint)
+        if source is not None:
             checkpoint.fill(tensor, source)
     return differences
 
@@ -218,40 +215,57 @@ def load_optimizer(
     if stored.get("class") != type(optimizer).__name__:
         return differences
     prefix = optimizer_prefix(model, checkpoint.tensors)
-    keys: dict[str, list[str]] = {}
-    for full in checkpoint.tensors:
-        if not full.startswith(f"{prefix}/"):
-            continue
-        key, _, name = full.removeprefix(f"{prefix}/").partition("/")
-        keys.setdefault(name, []).append(key)
-    scalars = stored.get("scalars") if isinstance(stored.get("scalars"), dict) else {}
-    assert isinstance(scalars, dict)
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    keys = _keys_by_name(prefix, checkpoint)
+    scalars = stored.get("scalars")
+    if not isinstance(scalars, dict):
+        scalars = {}
+    group_of: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        group_of |= {id(parameter): group for parameter in group["params"]}
     for name, parameter in trained_parameters(model, optimizer).items():
-        source = _stored_name(name, checkpoint)
-        if source is None or checkpoint.tensors[source].shape != tuple(parameter.shape):
-            continue
-        plain = scalars.get(name, {})
-        if name not in keys and not plain:
+        plain = scalars.get(name)
+        if _fitting_name(name, parameter, checkpoint) is None or not (name in keys or plain):
             continue
         state = optimizer.state[parameter]
         for key in keys.get(name, []):
             full = f"{prefix}/{key}/{name}"
             if not isinstance(state.get(key), Tensor):
                 state[key] = _new_state(full, key, parameter, group_of[id(parameter)], checkpoint)
-            if (shape := checkpoint.tensors[full].shape) != tuple(state[key].shape):
-                raise ConfigError(
-                    f"{full}: {list(state[key].shape)} here, {list(shape)} in the checkpoint"
-                )
-            checkpoint.fill(state[key], full)
+            _fill_state(state[key], full, checkpoint)
         if isinstance(plain, dict):
-            known = {
-                k: v
-                for k, v in plain.items()
-                if isinstance(v, SCALARS) and not isinstance(state.get(k), Tensor)
-            }
-            state.update(known)
+            _take_scalars(state, plain)
     return differences
+
+
+def _keys_by_name(prefix: str, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    keys: dict[str, list[str]] = {}
+    for full in checkpoint.tensors:
+        if full.startswith(f"{prefix}/"):
+            key, _, name = full.removeprefix(f"{prefix}/").partition("/")
+            keys.setdefault(name, []).append(key)
+    return keys
+
+
+def _fitting_name(name: str, tensor: Tensor, checkpoint: Checkpoint) -> str | None:
+    """`_stored_name`, where what is stored has the shape of ``tensor``."""
+    source = _stored_name(name, checkpoint)
+    if source is None or checkpoint.tensors[source].shape != tuple(tensor.shape):
+        return None
+    return source
+
+
+def _fill_state(tensor: Tensor, full: str, checkpoint: Checkpoint) -> None:
+    shape = checkpoint.tensors[full].shape
+    if shape != tuple(tensor.shape):
+        raise ConfigError(f"{full}: {list(tensor.shape)} here, {list(shape)} in the checkpoint")
+    checkpoint.fill(tensor, full)
+
+
+def _take_scalars(state: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Sets the state that is not tensors, where a checkpoint may hold anything."""
+    for key, value in plain.items():
+        if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
+            state[key] = value
 
 
 def _new_state(
@@ -275,9 +289,3 @@ def _new_state(
     return torch.zeros(
         stored.shape, dtype=DTYPES[stored.dtype], device=parameter.device if on_device else "cpu"
     )
-
-
-def stored_names(checkpoint: Checkpoint, kinds: Iterable[str]) -> list[str]:
-    """The names of stored tensors of the given kinds (``model``, ``optimizer``, ``rng``), in
-    order."""
-    return [name for name in checkpoint.tensors if name.partition("/")[0] in set(kinds)]

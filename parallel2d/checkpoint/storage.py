@@ -26,7 +26,7 @@ from typing import Protocol
 
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import StoredFile
-from parallel2d.files import replace
+from parallel2d.files import flush_folder, replace
 from parallel2d.files.folder import is_remote
 from parallel2d.files.tensor_file import DamagedCheckpointError
 
@@ -42,6 +42,12 @@ class CheckpointError(RuntimeError):
 def step_name(step: int) -> str:
     """The folder's name: ``step-00000100``."""
     return f"step-{step:08d}"
+
+
+def _steps_in(names: list[str]) -> list[int]:
+    found = [int(name.removeprefix("step-")) for name in names if _STEP.fullmatch(name)]
+    # More leading zeros than `step_name` writes are another name.
+    return sorted({step for step in found if step_name(step) in names})
 
 
 class Store(Protocol):
@@ -78,15 +84,6 @@ def find_checkpoint(path: str) -> str:
     return path
 
 
-def flush_folder(path: str) -> None:
-    """Makes renames and new names in the folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class LocalStore:
     """On a file system that renames folders atomically (any local one, NFS, Lustre)."""
 
@@ -101,12 +98,7 @@ class LocalStore:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return []
-        found = [
-            int(match[1])
-            for name in names
-            if (match := _STEP.fullmatch(name)) and name == step_name(int(match[1]))
-        ]
-        return sorted(found)
+        return _steps_in(names)
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.root, step_name(step))
@@ -223,13 +215,11 @@ class RemoteStore:
         return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed]
 
     def steps(self) -> list[int]:
-        found = [
-            (int(match[1]), name) for name in self._folders() if (match := _STEP.fullmatch(name))
+        return [
+            step
+            for step in _steps_in(self._folders())
+            if self.filesystem.exists(f"{self._path}/{step_name(step)}/{MANIFEST}")
         ]
-        return sorted(
-            step for step, name in found
-            if name == step_name(step) and self.filesystem.exists(f"{self._path}/{name}/{MANIFEST}")
-        )  # fmt: skip
 
     def path_of(self, step: int) -> str:
         return f"{self.root}/{step_name(step)}"

@@ -109,6 +109,15 @@ def _write_new(path: str, text: str, durable: bool) -> None:
             os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
 
 
+def flush_folder(path: str) -> None:
+    """Makes renames and new names in the folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def check_no_planted_links(folder: str) -> None:
     """Raises OSError for a link, in the folder or up to two folders further inside, that another
     user has made: what is written there goes elsewhere. Nothing happens when the folder does not

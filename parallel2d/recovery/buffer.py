@@ -24,6 +24,7 @@ from torch import Tensor
 
 from parallel2d.checkpoint.manifest import (
     MAX_BYTES,
+    PLAIN,
     Manifest,
     StoredFile,
     chunk_key,
@@ -44,8 +45,6 @@ from parallel2d.weights.geometry import Region
 
 RECORD = "record.json"
 _BLOCK = 4 * 2**20  # bytes under one CRC-32
-# of a manifest, the same on all ranks
-_COMMON = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")
 
 
 @dataclass(frozen=True)
@@ -160,18 +159,19 @@ class Buffer:
             blob = b"".join(encode(list(stored.items()), {"format": "pt"}))
             _write(os.path.join(self.folder, self.rng_name), blob)
             files[self.rng_name] = {"bytes": len(blob), "digest": digest(memoryview(blob))}
-        whole = [
-            (n, Part(n, tuple(t.shape), Region.whole(t.shape), Region.whole(t.shape), t))
-            for n, t in rng.items()
-        ]
+        parts = list(self._parts)
+        for name, tensor in rng.items():
+            shape = tuple(tensor.shape)
+            whole = Region.whole(shape)
+            parts.append(_describe(Part(name, shape, whole, whole, tensor), self.rng_name))
         common = json.loads(manifest.encode())
         record: dict[str, Any] = {
             "incarnation": incarnation,
             "rank": self.rank,
-            "common": {key: common[key] for key in _COMMON},
+            "common": {key: common[key] for key in PLAIN},
             "tensors": list(tensors),
             "files": files,
-            "parts": [*self._parts, *(_describe(part, self.rng_name) for _, part in whole)],
+            "parts": parts,
         }
         record = json.loads(json.dumps(record))
         record["sha256"] = content_digest(record)
@@ -187,18 +187,9 @@ class Buffer:
 
 
 def _describe(part: Part, file: str) -> list[Any]:
-    region, base = part.region, part.base
-    dtype = DTYPE_NAMES[part.values.dtype]
-    return [
-        part.name,
-        dtype,
-        part.shape,
-        region.offsets,
-        region.lengths,
-        base.offsets,
-        base.lengths,
-        file,
-    ]
+    region = [part.region.offsets, part.region.lengths]
+    base = [part.base.offsets, part.base.lengths]
+    return [part.name, DTYPE_NAMES[part.values.dtype], part.shape, *region, *base, file]
 
 
 def map_new_file(path: str, size: int) -> Tensor:
@@ -277,26 +268,31 @@ def find_copies(root: str) -> tuple[list[Found], list[str]]:
     """All sealed copies below ``root``, and a line for each that has no sound record. A missing
     record is no fault to report: that copy was being written."""
     found, faults = [], []
-    for incarnation in _folders(root):
-        for rank in _folders(incarnation):
-            for slot in _folders(rank):
-                if not os.path.lexists(os.path.join(slot, RECORD)):
-                    continue
-                try:
-                    found.append(Found(slot, _read_record(slot, os.path.basename(incarnation))))
-                except DamagedCheckpointError as fault:
-                    faults.append(f"{os.path.relpath(slot, root)}: {fault}")
+    for slot in slots(root):
+        if not os.path.lexists(os.path.join(slot, RECORD)):
+            continue
+        incarnation = os.path.relpath(slot, root).split(os.sep)[0]
+        try:
+            found.append(Found(slot, _read_record(slot, incarnation)))
+        except DamagedCheckpointError as fault:
+            faults.append(f"{os.path.relpath(slot, root)}: {fault}")
     return found, faults
 
 
-def _folders(path: str) -> Iterator[str]:
+def slots(root: str) -> Iterator[str]:
+    """The folders of all buffers below ``root``: INCARNATION/rank-N/slot-N."""
+    for incarnation in folders_in(root):
+        for rank in folders_in(incarnation):
+            yield from folders_in(rank)
+
+
+def folders_in(path: str) -> list[str]:
+    """The folders in ``path``, links not among them, by name; none where it does not exist."""
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
     except FileNotFoundError:
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield entry.path
+        return []
+    return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def _read_record(slot: str, incarnation: str) -> dict[str, Any]:

@@ -53,12 +53,9 @@ class Lineage:
         if not isinstance(starts, list):
             raise DamagedCheckpointError(f"{NAME}: starts is missing or not a list")
         for start in starts:
-            if (
-                not isinstance(start, list)
-                or len(start) != 2
-                or not isinstance(start[0], str)
-                or not is_size(start[1])
-            ):
+            if not isinstance(start, list) or [type(each) for each in start] != [str, int]:
+                raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
+            if not is_size(start[1]):
                 raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
         return cls(tuple((name, base) for name, base in starts))
 

@@ -1,27 +1,43 @@
-"""`MemoryCheckpointer`: a `Checkpointer` that also keeps copies in the nodes' shared memory. It is
-what ``import parallel2d`` calls ``Checkpointer``, and what the train command uses."""
+"""`Checkpointer`: saves and restores a run, and keeps copies of its state in memory between the
+saves."""
 
 from __future__ import annotations
 
-import os
-
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.checkpoint.save import Group
+from parallel2d.checkpoint import StoreCheckpointer
 from parallel2d.recovery.net import MemoryNet, wanted
 
 
-class MemoryCheckpointer(Checkpointer):
-    """`Checkpointer`, with copies in memory as ``config.memory_every`` says; see [Note: memory
-    net].
+class Checkpointer(StoreCheckpointer):
+    """Saves and restores one run. Collective: every rank builds it and calls its methods at the
+    same points.
+
+    Args:
+        config: the ``checkpoint`` section of the configuration.
+        run_dir: the run's folder; checkpoints go to ``checkpoints/`` in it unless ``config.folder``
+            is set.
+        mesh: the job's mesh; None for a single process without one.
+        model, optimizer: sharded or plain. ``optimizer=None`` saves the model alone.
+        layout: facts for the manifest (strategy, configuration, versions): numbers, strings, lists
+            and dicts.
 
     Attributes:
-        memory: the copies, None without.
+        blocked_s: seconds the last `save_if_due` kept the loop waiting.
+        blocked_total_s: all of them.
+        age_steps: steps since the state that the newest published checkpoint holds.
+        failures: saves in a row that failed.
+        published: steps published by this object, ascending.
+        memory: copies in the nodes' shared memory, None without; see [Note: memory net].
+
+    Raises:
+        ConfigError: the folder cannot be written, or is not the same folder on every rank; the
+            message names the host.
     """
 
     memory: MemoryNet | None
 
-    def _copies_every(self) -> int:
-        return wanted(self.config, self.group)
-
-    def _open_copies(self, every: int, run_dir: str | os.PathLike[str], votes: Group) -> MemoryNet:
-        return MemoryNet(every, os.fspath(run_dir), self.mesh, votes)
+    def _open_copies(self, run_dir: str) -> MemoryNet | None:
+        every = wanted(self.config, self.group)
+        if not every:
+            return None
+        self._votes = self._votes or self._new_group()
+        return MemoryNet(every, run_dir, self.mesh, self._votes)

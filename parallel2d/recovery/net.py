@@ -30,7 +30,7 @@ from parallel2d.checkpoint.write_plan import plan_all, plan_of_replica
 from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
 from parallel2d.mesh import mesh_shape
-from parallel2d.recovery.buffer import Buffer, Part, pack, unpack
+from parallel2d.recovery.buffer import Buffer, Part, folders_in, pack, slots, unpack
 from parallel2d.recovery.lineage import Lineage
 from parallel2d.recovery.place import Place, open_place, remove, remove_place, room, used
 from parallel2d.recovery.search import Nodes, Search
@@ -55,9 +55,8 @@ def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
     if not config.enabled:
         return 0, "checkpoint.enabled=false"
     if config.memory_every != "auto":
-        return int(config.memory_every), None if int(
-            config.memory_every
-        ) else "checkpoint.memory_every=0"
+        every = int(config.memory_every)
+        return every, None if every else "checkpoint.memory_every=0"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdecimal() or not int(restarts):
         return (
@@ -168,35 +167,18 @@ class MemoryNet:
         if not self.on:
             return
         self._incarnation = self.answers.broadcast(os.urandom(8).hex())
-        error = None
-        if self.answers.rank == 0:
-            try:
-                self._lineage.followed_by(self._incarnation, base).write(self.run_dir)
-            except OSError as fault:
-                error = (
-                    f"its record in the run directory cannot be written: {describe_error(fault)}"
-                )
-        error = self.answers.broadcast(error)
         own = os.path.join(self.folder, self._incarnation)
+        error = self._write_start(self._incarnation, base)
         if error is None:
-            try:
-                self._old = (
-                    self._search.kept(self._loaded)
-                    if self._search is not None and self._loaded is not None
-                    else []
-                )
-                if self.nodes.is_first:
-                    self._drop_all_but(self._old)
-                    os.makedirs(own, mode=0o700)
-            except OSError as fault:
-                error = f"{socket.gethostname()}: {describe_error(fault)}"
+            error = self._clear(own)
         # Nobody writes before every node has been cleared.
         if errors := [answer for answer in self.answers.all_gather(error) if answer]:
             self._turn_off(errors[0])
             return
         rank = self.answers.rank
-        slots = [os.path.join(own, f"rank-{rank:05d}", f"slot-{number}") for number in (0, 1)]
-        self._buffers = Buffer(slots[0], rank), Buffer(slots[1], rank)
+        of_rank = os.path.join(own, f"rank-{rank:05d}")
+        first, second = os.path.join(of_rank, "slot-0"), os.path.join(of_rank, "slot-1")
+        self._buffers = Buffer(first, rank), Buffer(second, rank)
         self._due_now = self._loaded is not None  # nodes that are new hold nothing yet
         self._search = None
         if rank == 0:
@@ -208,22 +190,43 @@ class MemoryNet:
                 max(self.nodes.of) + 1,
             )
 
+    def _write_start(self, incarnation: str, base: int) -> str | None:
+        """Names this start in the run directory; returns an error, alike on all ranks."""
+        error = None
+        if self.answers.rank == 0:
+            try:
+                self._lineage.followed_by(incarnation, base).write(self.run_dir)
+            except OSError as fault:
+                reason = describe_error(fault)
+                error = f"its record in the run directory cannot be written: {reason}"
+        return self.answers.broadcast(error)
+
+    def _clear(self, own: str) -> str | None:
+        """Removes what other starts left on this node, and makes the folder ``own``; returns an
+        error of this rank."""
+        try:
+            self._old = []
+            if self._search is not None and self._loaded is not None:
+                self._old = self._search.kept(self._loaded)
+            if self.nodes.is_first:
+                self._drop_all_but(self._old)
+                os.makedirs(own, mode=0o700)
+        except OSError as fault:
+            return f"{socket.gethostname()}: {describe_error(fault)}"
+        return None
+
     def _drop_all_but(self, kept: list[str]) -> None:
         assert self.place is not None
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        doomed = [slot for slot in slots(self.folder) if slot not in kept]
+        # Of this run, those folders of earlier starts in which nothing is kept.
+        for incarnation in folders_in(self.folder):
+            if not any(slot.startswith(incarnation + os.sep) for slot in kept):
+                doomed.append(incarnation)
         if self.place.own:  # no other run can be using it
-            for entry in os.scandir(self.place.root):
-                if entry.is_dir(follow_symlinks=False) and entry.path != self.folder:
-                    remove(entry.path)
-        for entry in list(os.scandir(self.folder)):
-            for rank in list(os.scandir(entry.path)) if entry.is_dir(follow_symlinks=False) else []:
-                for slot in (
-                    list(os.scandir(rank.path)) if rank.is_dir(follow_symlinks=False) else []
-                ):
-                    if slot.path not in kept:
-                        remove(slot.path)
-            if not any(path.startswith(entry.path + os.sep) for path in kept):
-                remove(entry.path)
+            doomed += [run for run in folders_in(self.place.root) if run != self.folder]
+        for path in doomed:
+            remove(path)
 
     # In the loop
 
@@ -258,7 +261,7 @@ class MemoryNet:
                         "checkpoint.memory_every than %d would "
                         "fit", manifest.step, self.every)  # fmt: skip
             return
-        self._join()
+        self.wait()
         if self.on and self._start(manifest, tensors, of_replica, rng):
             self._due_now = False
         self.blocked_s = time.perf_counter() - begin
@@ -402,8 +405,9 @@ class MemoryNet:
         following, before = self._neighbours()
         return exchange_tensors(rng, following, before, self._group)
 
-    def _join(self) -> None:
-        """Waits for the copy that is being finished and applies its outcome, on all ranks alike."""
+    def wait(self) -> None:
+        """Returns when the last copy is complete on all nodes, or has failed, and applies its
+        outcome, on all ranks alike. Collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -418,14 +422,10 @@ class MemoryNet:
             self.newest = outcome.step
             self._next = 1 - self._next
 
-    def wait(self) -> None:
-        """Returns when the last copy is complete on all nodes, or has failed. Collective."""
-        self._join()
-
     def finish(self) -> None:
         """The run has ended well: its copies are removed. Never for a run that ends with an error.
         Collective."""
-        self._join()
+        self.wait()
         if self.on:
             self._remove()
 
@@ -454,10 +454,8 @@ def exchange_tensors(
 ) -> dict[str, Tensor]:
     """Gives small CPU tensors to rank ``to`` and returns those of rank ``source``, at most 64 KiB
     with their names; nothing when there are more. Collective over a ring of ranks."""
-    sent, received = (
-        torch.zeros(_RNG_BYTES, dtype=torch.uint8),
-        torch.zeros(_RNG_BYTES, dtype=torch.uint8),
-    )
+    sent = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+    received = torch.zeros_like(sent)
     if len(data := pack(tensors)) <= _RNG_BYTES:
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     work = dist.isend(sent, to, group=group.group)

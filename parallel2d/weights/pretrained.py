@@ -113,7 +113,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     does not have, and for a pattern of ``fresh`` that matches no parameter.
     """
     # Where each tensor is, by its name; no values are read before they are wanted.
-    headers = _read_headers(path)
+    headers = read_headers(path)
     plain, adapted = adapters.base_of(model)
     prefix, base = _base_prefixes(plain)
     targets = _targets(model, adapted, prefix, base)
@@ -302,34 +302,38 @@ def _common_shape(
     return shape
 
 
-def _read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
-    """From all files of the folder; no values are read."""
+def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
+    """Where each tensor of the folder is, by the name it has there; no values are read. Raises
+    `ConfigError` for a name that two files have."""
     label = os.path.basename(os.path.abspath(path))
     found: dict[str, tuple[ByteSource, Entry]] = {}
-    for file in _file_names(path, label):
-        folder, name = _behind_links(path, file)
+    for file in sorted(set(weight_map(path).values())) or [SINGLE]:
+        folder, name = behind_links(path, file)
         source = folder.source(name)
         header = read_header(source, f"{label}/{printable(file)}")
         for tensor, entry in header.items():
+            if tensor in found:
+                raise ConfigError(f"{label}: {printable(tensor)} is in two files")
             found[tensor] = source, entry
     return found
 
 
-def _file_names(path: str, label: str) -> list[str]:
-    """Of the one file, or of those that the index lists."""
+def weight_map(path: str) -> dict[str, str]:
+    """Name of each tensor -> its file, as the folder's index says; empty where it has no index.
+    Raises `ConfigError` for an index that is none."""
     if not _existing(path, [INDEX]):
-        return [SINGLE]
-    folder, name = _behind_links(path, INDEX)
-    index = parse_json(folder.read(name, _MAX_INDEX), f"{label}/{INDEX}")
+        return {}
+    what = f"{os.path.basename(os.path.abspath(path))}/{INDEX}"
+    folder, name = behind_links(path, INDEX)
     # The content of the file may be anything.
-    weights: Any = index.get("weight_map")
+    weights: Any = parse_json(folder.read(name, _MAX_INDEX), what).get("weight_map")
     values = weights.values() if isinstance(weights, dict) else [None]
     if not all(isinstance(file, str) for file in values):
-        raise ConfigError(f"{label}/{INDEX}: weight_map is no mapping of names to files")
-    return sorted(set(values))
+        raise ConfigError(f"{what}: weight_map is no mapping of names to files")
+    return dict(weights)
 
 
-def _behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
+def behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
     """The folder and name of the file that ``path/name`` is: in the library's download cache,
     models are folders of links."""
     # A name that is a path can only come from a hostile index. `LocalFolder` refuses it.

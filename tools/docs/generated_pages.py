@@ -38,7 +38,9 @@ class PublicNames(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """The nodes of all names."""
         parts = ["## Functions", *_documented("autofunction", inspect.isfunction)]
-        parts += ["## Classes", *_documented("autoclass", inspect.isclass, ":members:")]
+        # Those of Python's own exceptions are left out.
+        options = (":members:", ":inherited-members: ValueError, Exception, BaseException")
+        parts += ["## Classes", *_documented("autoclass", inspect.isclass, *options)]
         return self.parse_text_to_nodes("\n\n".join(parts), allow_section_headings=True)
 
 

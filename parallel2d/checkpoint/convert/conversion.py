@@ -8,10 +8,13 @@ safetensors on request.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -28,14 +31,16 @@ from parallel2d.checkpoint.convert.library_export import (
     is_library_model,
     library_folder,
 )
-from parallel2d.checkpoint.convert.sources import INDEX, TORCH_SUFFIXES, Source, cast, facts_text
+from parallel2d.checkpoint.convert.sources import TORCH_SUFFIXES, Source, facts_text
 from parallel2d.checkpoint.convert.torch_file import TorchWriter
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredTensor
-from parallel2d.checkpoint.storage import LocalStore, flush_folder
+from parallel2d.checkpoint.storage import LocalStore
 from parallel2d.errors import ConfigError
+from parallel2d.files import flush_folder
 from parallel2d.files.tensor_file import DTYPES, encode_header, tensor_bytes
 from parallel2d.weights.geometry import Region
+from parallel2d.weights.pretrained import INDEX
 
 FORMATS = ("parallel2d", "safetensors", "hf", "peft", "torch")
 _HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -89,82 +94,71 @@ def convert(
         raise ConfigError("a Hugging Face model has no place for optimizer state")
     if optimizer and not source.optimizer:
         raise ConfigError("the source holds no optimizer state")
-    exported = _exported(source, format, arguments or {})
-    if exported is not None:
-        source = exported.source
-    names = [name for name in source.tensors if optimizer or name.startswith("model/")]
-    if not any(name.startswith("model/") for name in names):
-        raise ConfigError("the source holds no weights")
-
-    def read(name: str) -> Tensor:
-        values = source.read(name)
-        if name.startswith("model/"):
-            values = cast(values, dtype)
-        if progress:
-            progress(values.nbytes)
-        return values.contiguous()
-
-    plan = _Plan(source, names, dtype, optimizer, read)
-    parent = os.path.dirname(os.path.abspath(target))
-    os.makedirs(parent, exist_ok=True)
-    temporary = os.path.join(
-        parent, f".converting-{os.path.basename(os.path.abspath(target))}-{os.urandom(4).hex()}"
-    )
-    try:
+    arguments = arguments or {}
+    exported = _exported(source, format, arguments)
+    plan = _Plan(source if exported is None else exported.source, dtype, optimizer, progress)
+    with _published(target) as place:
         if format == "torch":
-            _write_torch(plan, temporary)
+            _write_torch(plan, place)
         elif format == "safetensors":
-            os.mkdir(temporary)
-            flat = [
-                name if name.startswith("optimizer/") else name.removeprefix("model/")
-                for name in names
-            ]
-            metadata = {"format": "pt", "parallel2d": facts_text(plan.facts())}
-            LocalStore(parent).write(temporary, "file", plan.blocks(names, flat, metadata))
-            os.rename(os.path.join(temporary, "file"), temporary + ".file")
-            os.rmdir(temporary)
-            temporary += ".file"
+            _write_safetensors(plan, place)
         else:
-            os.mkdir(temporary)
+            os.mkdir(place)
             if exported is not None:
-                _write_exported(plan, temporary, exported, shard_bytes)
+                _write_exported(plan, place, exported, shard_bytes)
             elif format == "hf":
-                _write_hugging_face(
-                    plan, temporary, {**source.arguments, **(arguments or {})}, shard_bytes
-                )
+                _write_hugging_face(plan, place, arguments, shard_bytes)
             else:
-                _write_ours(plan, temporary, shard_bytes)
-            flush_folder(temporary)
-        os.rename(temporary, target)
+                _write_ours(plan, place, shard_bytes)
+            flush_folder(place)
+    return len(plan.names)
+
+
+@contextlib.contextmanager
+def _published(target: str) -> Iterator[str]:
+    """A path beside ``target``. What was written there becomes ``target``, or is removed after an
+    error."""
+    parent, name = os.path.split(os.path.abspath(target))
+    os.makedirs(parent, exist_ok=True)
+    place = os.path.join(parent, f".converting-{name}-{os.urandom(4).hex()}")
+    try:
+        yield place
+        os.rename(place, target)
         flush_folder(parent)
     finally:
-        if os.path.isdir(temporary) and not os.path.islink(temporary):
-            shutil.rmtree(temporary, ignore_errors=True)
-        elif os.path.lexists(temporary):
-            os.unlink(temporary)
-    return len(names)
+        shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(place)  # a file
 
 
 class _Plan:
     """What is written: names in order, their dtypes after conversion, and how to read each."""
 
     def __init__(
-        self,
-        source: Source,
-        names: Sequence[str],
-        dtype: str | None,
-        optimizer: bool,
-        read: Callable[[str], Tensor],
+        self, source: Source, dtype: str | None, optimizer: bool, progress: Progress | None
     ) -> None:
-        self.source, self.optimizer, self.read = source, optimizer, read
+        self.source, self.optimizer, self._progress = source, optimizer, progress
+        self.dtypes: dict[str, str] = {}
+        for name, (stored, _) in source.tensors.items():
+            if name.startswith("model/"):
+                floating = DTYPES[stored].is_floating_point
+                self.dtypes[name] = dtype if dtype and floating else stored
+            elif optimizer:
+                self.dtypes[name] = stored
+        if not any(name.startswith("model/") for name in self.dtypes):
+            raise ConfigError("the source holds no weights")
         # Widest first, so that packed values are aligned.
-        self.names = sorted(names, key=lambda name: -DTYPES[self._dtype(name, dtype)].itemsize)
-        self.dtypes = {name: self._dtype(name, dtype) for name in names}
+        self.names = sorted(self.dtypes, key=self._narrowness)
 
-    def _dtype(self, name: str, dtype: str | None) -> str:
-        stored = self.source.tensors[name][0]
-        floating = DTYPES[stored].is_floating_point
-        return dtype if dtype and floating and name.startswith("model/") else stored
+    def _narrowness(self, name: str) -> int:
+        return -DTYPES[self.dtypes[name]].itemsize
+
+    def read(self, name: str) -> Tensor:
+        """The values to write, on CPU and contiguous."""
+        values = self.source.read(name)
+        if self._progress is not None:
+            self._progress(values.nbytes)
+        return values.to(DTYPES[self.dtypes[name]]).contiguous()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.tensors[name][1]
@@ -174,30 +168,20 @@ class _Plan:
 
     def facts(self) -> Source:
         """The facts to store: without optimizer state, those about the weights alone."""
-        source = self.source
         if self.optimizer:
-            return source
-        return Source(
-            source.kind,
-            {},
-            source.read,
-            layout=source.layout,
-            tied=source.tied,
-            arguments=source.arguments,
-        )
+            return self.source
+        return replace(self.source, step=0, state={}, optimizer={})
 
     def blocks(
-        self, names: Sequence[str], stored_as: Sequence[str], metadata: dict[str, str]
+        self, stored_as: Mapping[str, str], metadata: dict[str, str] | None = None
     ) -> Iterator[bytes | memoryview]:
-        """The blocks of one safetensors file; each tensor is read just before it is written."""
-        described = [
-            (flat, self.dtypes[name], self.shape(name))
-            for name, flat in zip(names, stored_as, strict=True)
-        ]
-        order = sorted(range(len(names)), key=lambda index: -DTYPES[described[index][1]].itemsize)
-        yield encode_header((described[index] for index in order), metadata)
-        for index in order:
-            yield tensor_bytes(self.read(names[index]))
+        """The blocks of one safetensors file with the tensors ``stored_as``: name -> name in the
+        file. Each is read just before it is written."""
+        order = sorted(stored_as, key=self._narrowness)
+        described = [(stored_as[name], self.dtypes[name], self.shape(name)) for name in order]
+        yield encode_header(described, {"format": "pt", **(metadata or {})})
+        for name in order:
+            yield tensor_bytes(self.read(name))
 
     def shards(self, names: Sequence[str], limit: int) -> list[list[str]]:
         """Names in files of at most ``limit`` bytes, or of one tensor where that is larger."""
@@ -210,6 +194,13 @@ class _Plan:
             result[-1].append(name)
             room -= self.size(name)
         return result
+
+
+def _write_safetensors(plan: _Plan, path: str) -> None:
+    folder, name = os.path.split(path)
+    stored_as = {name: name.removeprefix("model/") for name in plan.names}
+    facts = {"parallel2d": facts_text(plan.facts())}
+    LocalStore(folder).write(folder, name, plan.blocks(stored_as, facts))
 
 
 def _write_ours(plan: _Plan, folder: str, shard_bytes: int) -> None:
@@ -225,9 +216,8 @@ def _write_ours(plan: _Plan, folder: str, shard_bytes: int) -> None:
     store = LocalStore(folder)
     for number, names in enumerate(plan.shards(plan.names, shard_bytes)):
         file = f"part-{number:05d}.safetensors"
-        manifest.files[file] = store.write(
-            folder, file, plan.blocks(names, names, {"format": "pt"})
-        )
+        stored_as = {name: name for name in names}
+        manifest.files[file] = store.write(folder, file, plan.blocks(stored_as))
         for name in names:
             region = Region.whole(plan.shape(name))
             chunks = (Chunk(file, region),) if region.numel else ()
@@ -242,7 +232,7 @@ def _write_hugging_face(
 ) -> None:
     ours = [name for name in plan.source.tensors if name.startswith("model/")]
     theirs = {name: huggingface.theirs(name.removeprefix("model/")) for name in ours}
-    arguments = {**_sizes_from_shapes(plan), **arguments}
+    arguments = {**_sizes_from_shapes(plan), **plan.source.arguments, **arguments}
     arguments["tie_embeddings"] = "output.weight" in plan.source.tied
     config = huggingface.to_config(arguments, _widest_dtype(plan))
     huggingface.from_config(config, "the new config.json")
@@ -269,9 +259,7 @@ def _write_exported(
     theirs = {name: name.removeprefix("model/") for name in plan.source.tensors}
     store = LocalStore(folder)
     if isinstance(exported, AdapterFolder):
-        names = list(theirs)
-        blocks = plan.blocks(names, list(theirs.values()), {"format": "pt"})
-        store.write(folder, ADAPTER_WEIGHTS, blocks)
+        store.write(folder, ADAPTER_WEIGHTS, plan.blocks(theirs))
         files = {ADAPTER_CONFIG: exported.config}
     else:
         # Before the weights: what is wrong with the files is said at once.
@@ -297,10 +285,9 @@ def _write_shards(plan: _Plan, folder: str, theirs: dict[str, str], shard_bytes:
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        store.write(
-            folder, file, plan.blocks(names, [theirs[name] for name in names], {"format": "pt"})
-        )
-        weight_map |= {theirs[name]: file for name in names}
+        stored_as = {name: theirs[name] for name in names}
+        store.write(folder, file, plan.blocks(stored_as))
+        weight_map |= dict.fromkeys(stored_as.values(), file)
     if len(shards) > 1:
         total = sum(plan.size(name) for name in theirs)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -315,11 +302,10 @@ def _sizes_from_shapes(plan: _Plan) -> dict[str, Any]:
         found["vocab_size"], found["dim"] = embedding
     if len(up := shapes.get("layers.0.feed_forward.w1.weight", ())) == 2:
         found["hidden_dim"] = up[0]
-    layers = {
-        int(name.split(".")[1])
-        for name in shapes
-        if name.startswith("layers.") and name.split(".")[1].isdecimal()
-    }
+    layers = set()
+    for name in shapes:
+        if match := re.match(r"layers\.(\d+)\.", name):
+            layers.add(match[1])
     found["n_layers"] = len(layers)
     return found
 
@@ -328,28 +314,27 @@ def _write_torch(plan: _Plan, path: str) -> None:
     """Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as
     ``load_state_dict`` takes them, and the names that the optimizer's numbers mean."""
     writer = TorchWriter(path)
-    holes = {name: writer.hole(DTYPES[plan.dtypes[name]], plan.shape(name)) for name in plan.names}
-    model = {
-        name.removeprefix("model/"): hole
-        for name, hole in holes.items()
-        if name.startswith("model/")
-    }
+    holes, model = {}, {}
+    for name in plan.names:
+        holes[name] = writer.hole(DTYPES[plan.dtypes[name]], plan.shape(name))
+        if name.startswith("model/"):
+            model[name.removeprefix("model/")] = holes[name]
     model |= {name: model[other] for name, other in plan.source.tied.items() if other in model}
     content: dict[str, Any] = model
     if plan.optimizer:
-        state, groups, names = _optimizer_by_number(plan.source, holes)
+        state, groups, order = _optimizer_by_number(plan.source, holes)
         content = {
             "model": model,
             "optimizer": {"state": state, "param_groups": groups},
-            "optimizer_names": names,
+            "optimizer_names": order,
             "parallel2d": facts_text(plan.facts()),
         }
     places = dict(_leaves(writer.begin(content)))
+    names_of = {id(hole): name for name, hole in holes.items()}
     for keys, hole in _leaves(content):
-        name = next((name for name, other in holes.items() if other is hole), None)
-        if name is not None and name in plan.dtypes:
+        # A tied parameter is in the file once.
+        if name := names_of.pop(id(hole), ""):
             writer.fill(places[keys], plan.read(name))
-            del holes[name]
     writer.finish()
 
 

@@ -126,41 +126,47 @@ def from_config(config: Mapping[str, Any], what: str) -> dict[str, Any]:
         )
     result: dict[str, Any] = {}
     for argument, key in _SIZES.items():
-        value = config.get(
-            key, config.get("num_attention_heads") if argument == "n_kv_heads" else None
-        )
-        if not is_size(value) or value == 0:
-            raise DamagedCheckpointError(
-                f"{what}: {key}={printable(value)} must be a whole number above 0"
-            )
-        result[argument] = value
+        result[argument] = _size(config, key, what)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise DamagedCheckpointError(f"{what}: the rotary embedding's settings are no object")
     theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
-    epsilon = config.get("rms_norm_eps", 1e-6)
-    for key, value in (("rope_theta", theta), ("rms_norm_eps", epsilon)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise DamagedCheckpointError(
-                f"{what}: {key}={printable(value)} must be a number above 0"
-            )
-    result |= {"norm_eps": float(epsilon), "rope_theta": float(theta)}
+    result["norm_eps"] = _positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", what)
+    result["rope_theta"] = _positive(theta, "rope_theta", what)
     result["tie_embeddings"] = config.get("tie_word_embeddings", False) is True
-    head = config.get("head_dim")
-    unsupported = {
-        "attention_bias": config.get("attention_bias", False) is not False,
-        "mlp_bias": config.get("mlp_bias", False) is not False,
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "head_dim": head is not None and head != result["dim"] // result["n_heads"],
+    head = result["dim"] // result["n_heads"]
+    supported = {
+        "attention_bias": config.get("attention_bias", False) is False,
+        "mlp_bias": config.get("mlp_bias", False) is False,
+        "hidden_act": config.get("hidden_act", "silu") == "silu",
+        "rope_parameters": rope.get("rope_type", rope.get("type", "default")) == "default",
+        "head_dim": config.get("head_dim") in (None, head),
     }
-    if wrong := [
-        f"{key}={printable(config.get(key, config.get('rope_scaling')))}"
-        for key, bad in unsupported.items()
-        if bad
-    ]:
+    wrong = []
+    for key in [key for key, fits in supported.items() if not fits]:
+        value = config.get(key, config.get("rope_scaling"))
+        wrong.append(f"{key}={printable(value)}")
+    if wrong:
         raise ConfigError(f"{what}: {', '.join(wrong)} is not what parallel2d's Llama computes")
     return result
+
+
+def _size(config: Mapping[str, Any], key: str, what: str) -> Any:
+    value = config.get(key)
+    # Without it every head has keys of its own.
+    if key == "num_key_value_heads" and key not in config:
+        value = config.get("num_attention_heads")
+    if not is_size(value) or value == 0:
+        raise DamagedCheckpointError(
+            f"{what}: {key}={printable(value)} must be a whole number above 0"
+        )
+    return value
+
+
+def _positive(value: Any, key: str, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+        raise DamagedCheckpointError(f"{what}: {key}={printable(value)} must be a number above 0")
+    return float(value)
 
 
 def command_line(arguments: Mapping[str, Any]) -> Sequence[str]:

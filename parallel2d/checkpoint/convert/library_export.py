@@ -18,9 +18,9 @@ from torch import Tensor
 
 from parallel2d.checkpoint.convert.sources import MAX_JSON, Source
 from parallel2d.errors import ConfigError, first_five
-from parallel2d.files.folder import LocalFolder
 from parallel2d.files.tensor_file import DTYPE_NAMES, DTYPES, parse_json, printable
 from parallel2d.models import huggingface, library_forms
+from parallel2d.weights.pretrained import behind_links
 
 # What the library reads beside weights, none of which is code or a pickle.
 TOKENIZER_FILES = (
@@ -235,11 +235,9 @@ def _files_of_folder(path: str, names: tuple[str, ...]) -> dict[str, bytes]:
     """The content of those files that the folder has."""
     found = {}
     for name in names:
-        file = os.path.join(path, name)
-        if os.path.lexists(file):
-            # Folders of the library's download cache hold links.
-            folder, leaf = os.path.split(os.path.realpath(file))
-            found[name] = LocalFolder(folder, mapped=False).read(leaf, _MAX_FILE)
+        if os.path.lexists(os.path.join(path, name)):
+            folder, leaf = behind_links(path, name)
+            found[name] = folder.read(leaf, _MAX_FILE)
     return found
 
 
@@ -255,8 +253,8 @@ def _tokenizer_of_data(tokenizer: Mapping[str, Any]) -> dict[str, bytes]:
             f"the run's data.tokenizer={printable(path)} is not here: say where it is with --model "
             "tokenizer=FILE"
         )
-    folder, name = os.path.split(os.path.realpath(path))
-    content = LocalFolder(folder, mapped=False).read(name, MAX_JSON)
+    folder, name = behind_links(*os.path.split(path))
+    content = folder.read(name, MAX_JSON)
     # Any other file that the checkpoint names is not copied.
     if not isinstance(parse_json(content, name).get("model"), dict):
         raise ConfigError(f"the run's data.tokenizer={printable(path)} is no tokenizer.json")

@@ -25,7 +25,6 @@ from parallel2d.errors import ConfigError
 from parallel2d.files.folder import LocalFolder, is_remote
 from parallel2d.files.tensor_file import (
     DTYPE_NAMES,
-    DTYPES,
     ByteSource,
     DamagedCheckpointError,
     Entry,
@@ -36,9 +35,9 @@ from parallel2d.files.tensor_file import (
     read_header,
     read_rows,
 )
+from parallel2d.weights.pretrained import INDEX, SINGLE, read_headers, weight_map
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-INDEX = "model.safetensors.index.json"
 MAX_JSON = 64 * 2**20
 
 
@@ -104,19 +103,14 @@ def _ours(path: str) -> Source:
     )
 
 
-def _split(names: list[str]) -> dict[str, str]:
-    """Name in our format -> name in a flat file, where optimizer state is marked and weights are
-    not."""
-    return {name if name.startswith("optimizer/") else f"model/{name}": name for name in names}
-
-
 def _safetensors(path: str) -> Source:
     folder = LocalFolder(os.path.dirname(path) or ".", mapped=False)
     name = os.path.basename(path)
     source = folder.source(name)
     header = read_header(source, name)
     facts = _metadata(source, name)
-    names = _split(list(header))
+    # Optimizer state is marked in a flat file, and weights are not.
+    names = {flat if flat.startswith("optimizer/") else f"model/{flat}": flat for flat in header}
     return Source(
         "safetensors",
         {ours: (header[flat].dtype, header[flat].shape) for ours, flat in names.items()},
@@ -167,40 +161,22 @@ def _hugging_face(path: str) -> Source:
     arguments = huggingface.from_config(
         parse_json(folder.read("config.json", MAX_JSON), what), what
     )
-    if os.path.lexists(os.path.join(path, INDEX)):
-        weights = parse_json(folder.read(INDEX, MAX_JSON), f"{folder.label}/{INDEX}").get(
-            "weight_map"
-        )
-        if not isinstance(weights, dict) or not all(
-            isinstance(name, str) for name in weights.values()
-        ):
-            raise DamagedCheckpointError(
-                f"{folder.label}/{INDEX}: weight_map is no mapping of names"
-            )
-        files = sorted(set(weights.values()))
-    elif os.path.lexists(os.path.join(path, "model.safetensors")):
-        weights, files = None, ["model.safetensors"]
-    else:
+    if not any(os.path.lexists(os.path.join(path, name)) for name in (INDEX, SINGLE)):
         raise ConfigError(
             f"{folder.label} holds no safetensors weights; pickled ones (.bin) are not read"
         )
-    places: dict[str, tuple[ByteSource, Entry]] = {}
-    for file in files:
-        source = folder.source(file)
-        for name, entry in read_header(source, f"{folder.label}/{printable(file)}").items():
-            our = huggingface.ours(name)
-            if our is not None:
-                if weights is not None and weights.get(name) != file:
-                    raise DamagedCheckpointError(
-                        f"{folder.label}: {printable(name)} is not where the index says"
-                    )
-                places[f"model/{our}"] = source, entry
-    if weights is not None and (
-        missing := [n for n in weights if (o := huggingface.ours(n)) and f"model/{o}" not in places]
-    ):
-        raise DamagedCheckpointError(
-            f"{folder.label}: {printable(missing[0])} is in the index and in no file"
-        )
+    headers = read_headers(path)
+    places = {}
+    for name in [*headers, *weight_map(path)]:
+        our = huggingface.ours(name)
+        # A table that is computed, not trained.
+        if our is None:
+            continue
+        if name not in headers:
+            raise DamagedCheckpointError(
+                f"{folder.label}: {printable(name)} is in the index and in no file"
+            )
+        places[f"model/{our}"] = headers[name]
     tied = {}
     if arguments["tie_embeddings"]:
         places.pop("model/output.weight", None)
@@ -217,15 +193,15 @@ def _hugging_face(path: str) -> Source:
 
 def _torch(path: str) -> Source:
     reader = TorchReader(path)
-    content, facts = reader.content, {}
-    found: dict[str, Tensor] = {}
+    content: Any = reader.content
+    facts: dict[str, Any] = {}
+    model, moments = content, {}
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        model = content["model"]
         if isinstance(text := content.get("parallel2d"), str):
             facts = checked_facts(parse_json(text.encode(), reader.label), reader.label)
-        found = {f"model/{name}": tensor for name, tensor in tensors_of(content["model"])}
-        found |= _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
-    else:
-        found = {f"model/{name}": tensor for name, tensor in tensors_of(content)}
+        moments = _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
+    found = {f"model/{name}": tensor for name, tensor in tensors_of(model)} | moments
     reader.check_tensors(found)
     for name, other in _shared(found).items():
         facts.setdefault("tied", {})[name.removeprefix("model/")] = other.removeprefix("model/")
@@ -263,17 +239,14 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
     if optimizer is None:
         return {}
     state = optimizer.get("state") if isinstance(optimizer, dict) else None
-    if (
-        not isinstance(state, dict)
-        or not isinstance(names, list)
-        or not all(isinstance(name, str) for name in names)
-    ):
+    if not isinstance(state, dict) or not _are_names(names):
         raise ConfigError(
             "the optimizer's state needs optimizer_names, the parameters' names in order"
         )
     found = {}
     for number, entries in state.items():
-        if type(number) is not int or not 0 <= number < len(names) or not isinstance(entries, dict):
+        known = type(number) is int and 0 <= number < len(names)
+        if not known or not isinstance(entries, dict):
             raise ConfigError(f"the optimizer's state has no parameter {printable(number)}")
         for key, value in entries.items():
             if isinstance(key, str) and isinstance(value, Tensor):
@@ -281,9 +254,8 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
     return found
 
 
-def cast(values: Tensor, dtype: str | None) -> Tensor:
-    """``values`` in another floating-point dtype; others are left alone."""
-    return values.to(DTYPES[dtype]) if dtype and values.is_floating_point() else values
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def facts_text(source: Source) -> str:
@@ -292,6 +264,3 @@ def facts_text(source: Source) -> str:
         key: getattr(source, key) for key in ("step", "state", "layout", "optimizer", "tied")
     }
     return json.dumps(content, separators=(",", ":"))
-
-
-__all__ = ["Source", "cast", "facts_text", "open_source"]

@@ -10,6 +10,7 @@ are read by range afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickletools
 import re
@@ -29,18 +30,7 @@ from parallel2d.files.tensor_file import DamagedCheckpointError, printable, tens
 
 _LONGEST_NAME, _LONGEST_TEXT = 500, 1 << 24
 _DEEPEST = 20  # tuples in each other
-_REFUSED = (
-    "INST",
-    "OBJ",
-    "NEWOBJ",
-    "NEWOBJ_EX",
-    "STACK_GLOBAL",
-    "EXT1",
-    "EXT2",
-    "EXT4",
-    "DUP",
-    "NEXT_BUFFER",
-)
+_REFUSED = re.compile("INST|OBJ|NEWOBJ|NEWOBJ_EX|STACK_GLOBAL|EXT1|EXT2|EXT4|DUP|NEXT_BUFFER")
 _ALLOWED = re.compile(
     r"collections OrderedDict|torch\._utils "
     r"_rebuild_(tensor|tensor_v2|parameter|parameter_with_state)|torch\.storage \w*Storage"
@@ -144,7 +134,7 @@ def _walk(file: Any) -> None:
         name = operation.name
         if name == "GLOBAL" and not _ALLOWED.fullmatch(str(argument)):
             raise ValueError(f"it asks for {argument}")
-        if name in _REFUSED:
+        if _REFUSED.fullmatch(name):
             raise ValueError(f"it makes objects by {name}")
         if name == "MARK":
             stack.append(None)
@@ -185,24 +175,18 @@ class TorchReader:
         self._size = os.path.getsize(path)
         self._streamed = self._is_archive()
         self._scan()
+        # The format before archives is one stream, which can only be read as a whole.
+        mode = FakeTensorMode() if self._streamed else contextlib.nullcontext()
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), mode:
                 warnings.simplefilter("ignore")  # a refused file gets one error
-                if self._streamed:
-                    with FakeTensorMode():
-                        self.content = torch.load(path, map_location="cpu", weights_only=True)
-                else:  # the format before archives: one stream, which can only be read as a whole
-                    self.content = torch.load(path, map_location="cpu", weights_only=True)
+                self.content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch's reader may raise anything
             # Its advice to load the file with weights_only=False is not passed on.
-            first = printable(
-                str(error).splitlines()[0].split(". In PyTorch")[0]
-                if str(error)
-                else type(error).__name__,
-                200,
-            )
+            text = (str(error) or type(error).__name__).splitlines()[0].split(". In PyTorch")[0]
             raise ConfigError(
-                f"{self.label} is not a file of weights alone, and is not loaded: {first}"
+                f"{self.label} is not a file of weights alone, and is not loaded: "
+                f"{printable(text, 200)}"
             ) from None
 
     def _is_archive(self) -> bool:
@@ -275,19 +259,16 @@ class TorchReader:
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of a tensor found in ``content``."""
-        if not self._streamed or not tensor.numel():
-            return (
-                tensor.resolve_conj().resolve_neg()
-                if not self._streamed
-                else torch.empty(tensor.shape, dtype=tensor.dtype)
-            )
+        if not self._streamed:
+            return tensor.resolve_conj().resolve_neg()
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         begin = _offset(tensor)
         assert begin is not None
         size, item = tensor.untyped_storage().nbytes(), tensor.element_size()
         strides, first = tensor.stride(), int(tensor.storage_offset())
-        last = int(first) + sum(
-            (length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)
-        )
+        steps = zip(tensor.shape, strides, strict=True)
+        last = first + sum((length - 1) * stride for length, stride in steps)
         if (
             begin < 0
             or (last + 1) * item > size
