@@ -29,6 +29,7 @@ from parallel2d.launch.restarts import LONGEST_PAUSE_S, Restarts
 from parallel2d.mesh import MeshSpec, Topology
 from parallel2d.metrics import watch
 from parallel2d.rank_environment import AGENT
+from parallel2d.store import client as store_client
 from parallel2d.store.address import answered_within
 from parallel2d.store.client import StoreClient
 from parallel2d.store.secret import new_secret
@@ -267,8 +268,9 @@ def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
 
 
 @pytest.fixture
-def silent_store(secret):
+def silent_store(secret, monkeypatch):
     """A client of a store whose process has been stopped: it keeps its connections and never answers."""
+    monkeypatch.setattr(store_client, "_ANSWER_S", 2.0)  # how long its threads try when it is gone
     words = [
         sys.executable,
         "-m",

@@ -51,6 +51,7 @@ LAYOUTS = {
     "split updates": ("strategy=hybrid_full", "sync.wire=bf16"),
     "diloco": ("sync=diloco",),
     "tensor axis": ("mesh.tensor=4", "precision=bf16"),
+    "int8": ("sync.wire=int8",),
     "muon": ("optimizer=muon", "strategy=zero3"),
 }
 
@@ -276,6 +277,28 @@ def test_a_sweep_is_not_planned(capsys, tmp_path, monkeypatch):
 
 def looks_at_values(vocabulary: int) -> nn.Module:
     return Looking(vocabulary)
+
+
+def nobody_sets(scaled: bool) -> nn.Module:
+    return Scaled() if scaled else nn.Linear(4, 4)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs):
+        return self.inner(inputs) * self.scale
+
+
+def test_a_parameter_that_no_initializer_sets_is_refused_as_training_refuses_it():
+    words = ["model=custom", "model.target=test_planner_command:nobody_sets", "data=images"]
+    words += ["data.path=here", "data.image_size=8", "plan.verify=false"]
+    words += ["model.arguments.scaled=true"]
+    with pytest.raises(ConfigError, match="no initializer sets scale: give the module that owns"):
+        cost_of(compose(words).config)
 
 
 class Looking(nn.Module):

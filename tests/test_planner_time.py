@@ -7,11 +7,14 @@ import math
 import pytest
 
 from parallel2d.config import ClusterConfig, LinkConfig
+from parallel2d.config.composition import compose
 from parallel2d.cost.collective_time import bytes_leaving_host, collective_seconds, placement_of
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.cost.saving_interval import best_interval
 from parallel2d.cost.step_time import GroupSeconds, StepSchedule, exchange_seconds, step_seconds
 from parallel2d.mesh import MeshShape
+from parallel2d.planner.layout_cost import cost_of
+from parallel2d.sync.bucket import fill_buckets
 from parallel2d.topology import Topology
 
 REPLICATE, SHARD = 0, 1
@@ -237,3 +240,65 @@ def test_bandwidths_that_others_have_published(share):
     data_parallel, diloco = PUBLISHED_SHARES[share]
     assert needed_gbit(share, every=1) == pytest.approx(data_parallel, rel=0.22)
     assert needed_gbit(share, every=100) == pytest.approx(diloco, rel=0.22)
+
+
+def test_a_bucket_starts_when_its_last_group_is_reduced():
+    # Backward ends the last group first, so the first one completes the bucket of all three.
+    early = [group(), group(), group(reduce=4)]
+    late = [group(reduce=4), group(), group()]
+    assert step_seconds(early, schedule(), update=0).replicate == pytest.approx(0)
+    assert step_seconds(late, schedule(), update=0).replicate == pytest.approx(4)
+
+
+def test_coding_takes_the_processor_and_is_not_hidden():
+    plain = group(reduce=1)
+    coded = plain._replace(encode=0.5, decode=0.25)
+    without = step_seconds([group(), plain, group()], schedule(), update=0)
+    found = step_seconds([group(), coded, group()], schedule(), update=0)
+    assert found.total == pytest.approx(without.total + 0.75)
+    assert found.replicate == pytest.approx(without.replicate + 0.75)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "expected"),
+    [
+        ([1, 1, 1], "aaa", [[0, 1, 2]]),
+        ([1, 1, 1, 1], "aabb", [[0, 1], [2, 3]]),
+        ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
+        ([], "", []),
+    ],
+)
+def test_neighbours_of_one_kind_share_a_bucket(sizes, kinds, expected):
+    assert fill_buckets(sizes, list(kinds), 4) == expected
+
+
+COSTLY = [
+    "strategy=hybrid",
+    "mesh.replicate=2",
+    "mesh.shard=2",
+    "cluster=commodity",
+    "cluster.device.type=cpu",
+    "cluster.nodes=2",
+    "cluster.ranks_per_node=2",
+    "cluster.device.peak_tflops.fp32=1",
+    "cluster.device.efficiency=0.5",
+    "model=llama_debug",
+    "plan.verify=false",
+]
+
+
+def seconds_of(*words):
+    return cost_of(compose([*COSTLY, *words]).config).time.seconds
+
+
+def test_the_host_s_times_are_added_where_they_are_known():
+    plain, coded = seconds_of(), seconds_of("sync.wire=int8")
+    slow = "cluster.device.coding_gb_per_s.int8=0.001"
+    assert seconds_of(slow) == plain
+    # All gradients of a rank, 4 bytes each, once.
+    model = 4 * 930_000 / 2 / 1e6
+    added = seconds_of(slow, "sync.wire=int8").replicate - coded.replicate
+    assert added == pytest.approx(model, rel=0.15)
+    waits = seconds_of("cluster.device.wait_overhead_us=1e6")
+    # Six groups: gathered twice (the root once), reduced once; one bucket.
+    assert 12 < waits.total - plain.total < 20

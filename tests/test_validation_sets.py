@@ -195,7 +195,7 @@ def samples_of(folder):
 )
 def test_epochs_set_the_steps_from_the_size_of_the_data_on_every_layout(ranks, folder, end):
     samples = samples_of(folder)
-    batch = 64
+    batch = 192
     steps = 2 * samples // batch if end == "drop" else -(-2 * samples // batch)
     assert 2 * samples % batch, "the last global batch must not be full"
     words = (*SHORT_EPOCH, "train.epochs=2", f"data.end={end}", f"train.global_batch_size={batch}")

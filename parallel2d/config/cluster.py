@@ -23,6 +23,16 @@ class PeakConfig:
 
 
 @dataclass
+class CodingConfig:
+    """1e9 bytes per second of values in fp32 that a device writes in the form in which
+    ``sync.wire`` sends them, and reads twice. ``null``: they take no time."""
+
+    bf16: float | None = option(None, above=0, null=True)  # 1e9 bytes of fp32 per second, as bf16
+    int8: float | None = option(None, above=0, null=True)  # 1e9 bytes of fp32 per second, as int8
+    int4: float | None = option(None, above=0, null=True)  # 1e9 bytes of fp32 per second, as int4
+
+
+@dataclass
 class DeviceConfig:
     """One device. ``null``: not known; what needs it is not computed."""
 
@@ -39,6 +49,10 @@ class DeviceConfig:
     # Microseconds of the host for each sharded group of parameters; null = none. Counts on CPU
     # alone, where the host has no device that runs meanwhile
     group_overhead_us: float | None = option(None, minimum=0, null=True)
+    # Microseconds of a collective beside latency and bytes, as ranks are not ready at once; null =
+    # none. Counts on CPU alone
+    wait_overhead_us: float | None = option(None, minimum=0, null=True)
+    coding_gb_per_s: CodingConfig = field(default_factory=CodingConfig)
 
 
 @dataclass

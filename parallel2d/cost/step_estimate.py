@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ from parallel2d.fsdp_internals import GroupTraffic
 from parallel2d.mesh import MeshShape
 from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.float8 import float8_layers
+from parallel2d.sync.bucket import fill_buckets
 
 _HOUR_S = 3600.0
 
@@ -175,7 +176,7 @@ class _Links:
 
     def seconds(self, collective: str, sent: float, axis: str) -> float:
         """Of one collective over ``axis``. Raises `_NotKnownError`."""
-        if sent == 0:
+        if sent == 0 or self._places[axis].ranks == 1:
             return 0.0
         found = collective_seconds(
             collective, sent, self._places[axis], self._cluster, self.device_type
@@ -183,6 +184,8 @@ class _Links:
         if found is None:
             key = "inside_node" if self._places[axis].is_inside else "between_nodes"
             raise _NotKnownError(f"cluster.{key} is not known")
+        if self.device_type == "cpu":
+            found += (self._cluster.device.wait_overhead_us or 0.0) / 1e6
         return found
 
     def tensor(self, moved: Mapping[str, float]) -> float:
@@ -271,26 +274,77 @@ def _groups_of(
     if device == "cpu":
         overhead = (config.cluster.device.group_overhead_us or 0.0) / 1e6
     found: list[GroupSeconds] = []
+    in_order: list[GroupTraffic] = []
     after_update = 0.0
     # The root's group comes last, and runs first.
     for group, count in [*traffic[-1:], *traffic[:-1]]:
         share = group.gathered_bytes / whole
         gathered = sent_bytes("all_gather", group.gathered_bytes * shape.shard, shape.shard, device)
         sends, reduced = _scatter_of(config, group, shape, device)
-        kind, between = _between_replicas(config, group, shape, device, splits)
         seconds = GroupSeconds(
             forward=share * compute.forward + overhead / 3,
             backward=share * (2 * compute.forward + compute.recomputed) + overhead * 2 / 3,
             gather=links.seconds("all_gather", gathered, "shard"),
             scatter=links.seconds(sends, reduced, "shard"),
-            reduce=links.seconds(kind, between, "replicate"),
+            reduce=0.0,
             frees=frees,
         )
         found += [seconds] * count
+        in_order += [group] * count
         if splits:
             sent = updated_parameter_bytes(group, config.sync.wire, shape.replicate, device)
             after_update += count * links.seconds("all_gather", sent, "replicate")
+    _reduce_buckets(found, in_order, config, shape, links, splits)
     return found, after_update
+
+
+def _reduce_buckets(
+    seconds: list[GroupSeconds],
+    groups: Sequence[GroupTraffic],
+    config: TrainConfig,
+    shape: MeshShape,
+    links: _Links,
+    splits: bool,
+) -> None:
+    """Adds to ``seconds`` what crosses the replicate axis, at the group that completes each
+    bucket. ``groups``: in the order of forward, as ``seconds``."""
+    if shape.replicate == 1 or config.sync.name == "diloco":
+        return
+    # Backward ends the last group first.
+    order = [index for index in reversed(range(len(groups))) if groups[index].reduced_numel > 0]
+    sizes = [groups[index].reduced_numel * groups[index].sum_itemsize for index in order]
+    kinds = [(groups[index].reduced_itemsize, groups[index].sum_itemsize) for index in order]
+    # Torch's engine reduces each group on its own.
+    most = int(config.sync.bucket_mib * 2**20) if config.sync.engine == "parallel2d" else 0
+    for bucket in fill_buckets(sizes, kinds, most):
+        members = [groups[order[each]] for each in bucket]
+        sent = 0.0
+        for group in members:
+            kind, between = _between_replicas(config, group, shape, links.device_type, splits)
+            sent += between
+        numel = sum(group.reduced_numel for group in members)
+        coding = _coding_seconds(config, _sent_as(config, members[0]), numel)
+        last = order[bucket[-1]]
+        seconds[last] = seconds[last]._replace(
+            reduce=links.seconds(kind, sent, "replicate"), encode=coding / 2, decode=coding / 2
+        )
+
+
+def _sent_as(config: TrainConfig, group: GroupTraffic) -> str:
+    """The form in which gradients of ``group`` cross the replicate axis."""
+    wire = config.sync.wire
+    if wire == "auto":
+        wire = "bf16" if group.reduced_itemsize < 4 else "fp32"
+    return wire
+
+
+def _coding_seconds(config: TrainConfig, wire: str, numel: int) -> float:
+    """Of the processor, for writing ``numel`` values in ``wire`` and reading what replicas have
+    sent of them."""
+    speed: float | None = getattr(config.cluster.device.coding_gb_per_s, wire, None)
+    if speed is None or config.sync.engine == "torch":
+        return 0.0
+    return 4 * numel / (speed * 1e9)
 
 
 def _scatter_of(
@@ -338,12 +392,16 @@ def _with_exchanges(
 ) -> StepSeconds:
     """The step with its part of the exchanges of ``sync=diloco``."""
     sync = config.sync
-    exchange = 0.0
+    exchange = coding = 0.0
     frees = config.strategy.reshard_after_forward
     for group, count in shapes.traffic(shape.shard, frees_after_forward=frees):
         per_step = outer_bytes(group, sync, shape.replicate, links.device_type)
-        exchange += count * links.seconds("all_reduce", sync.every * per_step, "replicate")
+        exchange += sync.every * count * per_step
+        coding += count * _coding_seconds(config, sync.wire, group.reduced_numel)
+    # Each fragment is one collective.
+    exchange = sync.fragments * links.seconds("all_reduce", exchange / sync.fragments, "replicate")
     added = exchange_seconds(exchange, alone.total, sync.every, sync.fragments, sync.delay)
+    added += coding / sync.every
     return step_seconds(groups, schedule, update=alone.update, between_steps=added)
 
 

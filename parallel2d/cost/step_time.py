@@ -2,9 +2,11 @@
 
 [Note: what overlaps what] Forward gathers a group while the one before it computes. Backward
 gathers the next group while one computes, and reduces gradients of the last one on the same link.
-The replicas' reductions follow, each when its group's reduction over the shard axis has ended, on
-their own link if the two axes do not use the same. The step goes on when all of that has ended:
-what did not fit behind compute is exposed. On CPU forward and backward wait for each gather, unless
+The replicas' reductions follow, each when the last group of its bucket has been reduced over the
+shard axis, on their own link if the two axes do not use the same. Gradients that are sent in
+another form are written by the processor that computes, before they are sent, and read when
+backward has ended. The step goes on when all of that has ended: what did not fit behind compute is
+exposed. On CPU forward and backward wait for each gather, unless
 they prefetch, and backward waits for each reduction over the shard axis: torch calls them without
 ``async_op``, and there is no stream that they could run on.
 """
@@ -23,8 +25,10 @@ class GroupSeconds(NamedTuple):
     backward: float  # compute, with what is computed again
     gather: float  # one all-gather over the shard axis
     scatter: float  # the reduction of gradients over the shard axis
-    reduce: float  # the reduction of gradients over the replicas
+    reduce: float  # the reduction over the replicas of the bucket that this group completes
     frees: bool  # parameters are freed after forward, and gathered once more for backward
+    encode: float = 0.0  # writing that bucket as it is sent
+    decode: float = 0.0  # reading what was received of it
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def step_seconds(
     ``between_steps``: seconds per step that replicas exchange beside gradients, and that nothing
     hides; see [Note: what overlaps what]."""
     moving = _all_micro_batches(groups, schedule)
-    without = [group._replace(reduce=0.0) for group in groups]
+    without = [_not_reduced(group) for group in groups]
     alone = _all_micro_batches(without, schedule)
     compute = schedule.accumulation * sum(group.forward + group.backward for group in groups)
     tensor = schedule.accumulation * schedule.tensor
@@ -107,16 +111,18 @@ def _all_micro_batches(groups: Sequence[GroupSeconds], schedule: StepSchedule) -
 def _micro_batch(groups: Sequence[GroupSeconds], schedule: StepSchedule, *, is_last: bool) -> float:
     scatters = is_last or schedule.during_accumulation != "none"
     reduces = is_last or schedule.during_accumulation == "full"
-    moved = []
-    for group in groups:
-        moved.append(
-            group._replace(
-                scatter=group.scatter if scatters else 0.0,
-                reduce=group.reduce if reduces else 0.0,
-            )
-        )
+    moved = list(groups)
+    if not scatters:
+        moved = [group._replace(scatter=0.0) for group in moved]
+    if not reduces:
+        moved = [_not_reduced(group) for group in moved]
     forward = _forward(moved, schedule.overlaps_gathers)
     return forward + _backward(moved, schedule)
+
+
+def _not_reduced(group: GroupSeconds) -> GroupSeconds:
+    """``group`` without what crosses the replicate axis."""
+    return group._replace(reduce=0.0, encode=0.0, decode=0.0)
 
 
 def _forward(groups: Sequence[GroupSeconds], overlaps: bool) -> float:
@@ -149,8 +155,10 @@ def _backward(groups: Sequence[GroupSeconds], schedule: StepSchedule) -> float:
         shard_link = max(shard_link, computed) + group.scatter
         if schedule.waits_for_scatters:
             computed = shard_link
+        computed += group.encode
         if schedule.shares_link:
-            shard_link += group.reduce
-        else:
-            replica_link = max(replica_link, shard_link) + group.reduce
-    return max(computed, shard_link, replica_link)
+            shard_link = max(shard_link, computed) + group.reduce
+        elif group.reduce > 0:
+            replica_link = max(replica_link, shard_link, computed) + group.reduce
+    ended = max(computed, shard_link, replica_link)
+    return ended + sum(group.decode for group in groups)

@@ -210,16 +210,13 @@ class ShardedParameter:
         self._parameter = parameter
         self._hooks: dict[int, Any] = {}
         self.gradient_dtype = parameter.sharded_param.dtype
+        # The position of this rank's first value in the whole parameter, flattened
+        self.start = first_position(parameter.sharded_param)
 
     @property
     def sharded(self) -> nn.Parameter:
         """Looked up each time: allocation and loading replace it."""
         return self._parameter.sharded_param
-
-    @property
-    def start(self) -> int:
-        """The position of this rank's first value in the whole parameter, flattened."""
-        return first_position(self.sharded)
 
     @property
     def _whole(self) -> nn.Parameter | None:

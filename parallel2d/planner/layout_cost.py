@@ -38,6 +38,7 @@ from parallel2d.planner.peak_memory import PeakPredictions, tensor_mesh
 from parallel2d.planner.traced_step import TracedMemory, trace_step
 from parallel2d.run_description import predict_activations
 from parallel2d.topology import Topology
+from parallel2d.weights.initial_values import check_initializers
 
 NOT_COMPUTED = "it was not computed"
 
@@ -99,6 +100,9 @@ class JobCosts:
         self.parts = build_model(config.model)
         self._device_type = planned_device_type(config)
         check_parameters(self.parts.module)
+        # Weights that are read from files need none.
+        if self.parts.weights is None:
+            check_initializers(self.parts.module, self.parts.init)
         plan_groups(self.parts.module, config.optimizer)
         self._sample = planned_sample(config, self.parts)
         self._muon = muon_names(self.parts.module, config.optimizer)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -230,7 +230,11 @@ def cluster_of(measured: Measured, name: str) -> tuple[dict[str, Any], list[str]
             "memory_gb_per_s": _rounded(result["memory_bytes_per_s"] / 1e9),
             "peak_tflops": {key: _rounded(value) for key, value in result["peak_tflops"].items()},
             "efficiency": _rounded(result["efficiency"]),
-            "group_overhead_us": _rounded(result["group_overhead_s"] * 1e6),
+            "group_overhead_us": _rounded(result["host_overheads"]["alone"] * 1e6),
+            "wait_overhead_us": None,
+            "coding_gb_per_s": {
+                key: _rounded(value / 1e9) for key, value in result["coding_bytes_per_s"].items()
+            },
         },
     }
     lines = []
@@ -256,7 +260,25 @@ def cluster_of(measured: Measured, name: str) -> tuple[dict[str, Any], list[str]
         # One rank per node: there is no link inside, and no group uses one.
         described["inside_node"] = dict(described["between_nodes"])
         lines.append("inside_node: not measured (one rank per node), as between_nodes")
+    if fits:
+        overhead = _wait_overhead(measured, fits)
+        described["device"]["wait_overhead_us"] = _rounded(overhead * 1e6)
     return described, lines
+
+
+def _wait_overhead(measured: Measured, fits: Mapping[str, FittedLink]) -> float:
+    """Seconds that a collective of the shard axis takes in training, beside those of the fit."""
+    overheads = measured.result["host_overheads"]
+    key = "inside_node" if measured.ranks_per_node > 1 else "between_nodes"
+    expected = 0.0
+    # As many as each group had: one for forward and two for backward.
+    collectives = ("all_gather", "all_gather", "reduce_scatter")
+    whole = measured.result["group_bytes"]
+    for sample in _samples(measured, key, [(name, whole, 0.0) for name in collectives]):
+        fit = fits[key]
+        expected += sample.steps * fit.latency_s + sample.link_bytes / fit.bytes_per_s
+    waited = overheads["together"] - overheads["alone"] - expected
+    return max(0.0, waited) / len(collectives)
 
 
 def _samples(
@@ -288,8 +310,10 @@ def write_calibrated(path: str, measured: Measured, name: str, command: str) -> 
         "efficiency: the share of it that forward and backward of a small Llama reach in "
         f"{measured.result['trained_dtype']},",
         "without collectives. group_overhead_us: what sharding adds to both for each group of",
-        "parameters, collectives not counted. Links: the latency and bandwidth that fit all",
-        "collectives best, each the median of five measurements.",
+        "parameters, collectives not counted; wait_overhead_us: what each of its collectives adds",
+        "to the fit. coding_gb_per_s: fp32 written as sync.wire sends it, and read twice. Links:",
+        "the latency and bandwidth that fit all collectives best, each the median of five",
+        "measurements.",
         *lines,
     ]
     text = "".join(f"# {line}\n" for line in head)

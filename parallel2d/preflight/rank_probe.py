@@ -28,11 +28,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from parallel2d.errors import ConfigError
 from parallel2d.models.llama import Llama
 from parallel2d.store.client import StoreClient
+from parallel2d.sync.blocks import BITS, BlockNoise, Piece
+from parallel2d.sync.noise import contribution_stage
+from parallel2d.sync.wire import BlockWire, CastWire, Wire
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _SMALLEST, _GROWTH = 4096, 8
 _TIMEOUT_S = 60.0
+# Of the model on which the host's time for a group is measured. A group has 16 kB in fp32.
 _GROUPS = 16
+_WIDTH = 64
+_ROWS = 512
+_CODED_VALUES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -83,15 +90,33 @@ class RankProbe:
         self._say(f"training steps in {trained}")
         reached = self._slowest(self._training_flops(torch.bfloat16 if on_gpu else torch.float32))
         efficiency = min(1.0, reached / 1e12 / peaks[trained])
-        self._say("host time of sharded groups")
-        overhead = -self._slowest(-self._group_overhead())
+        self._say("writing and reading values as they are sent")
+        coding = {}
+        for wire in ("bf16", "int8", "int4"):
+            coding[wire] = self._slowest(self._coding_speed(wire))
         return {
             "peak_tflops": peaks,
             "efficiency": efficiency,
-            "group_overhead_s": overhead,
             "memory_bytes_per_s": memory,
+            "coding_bytes_per_s": coding,
             "trained_dtype": trained,
         }
+
+    def host_overheads(self) -> dict[str, float]:
+        """Seconds by which sharding lengthens forward and backward for each group of parameters:
+        ``alone``, on one rank, and ``together``, over the ranks of a node, or over the nodes where
+        each has one rank, with two all-gathers and a reduce-scatter of `group_bytes`."""
+        self._say("host time of sharded groups")
+        own, _ = dist.new_subgroups(group_size=1)
+        plain = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(_GROUPS)])
+        plain_s = self._step_of(plain, None)
+        found = {"alone": (self._step_of(plain, own) - plain_s) / _GROUPS}
+        nodes, per_node = self._settings.nodes, self._settings.ranks_per_node
+        if nodes * per_node > 1:
+            size = per_node if per_node > 1 else nodes
+            group, _ = dist.new_subgroups(group_size=size)
+            found["together"] = (self._step_of(plain, group) - plain_s) / _GROUPS
+        return {key: max(0.0, value) for key, value in found.items()}
 
     def collectives(self) -> dict[str, list[tuple[str, int, float]]]:
         """(collective, bytes of its larger side, seconds) of groups inside nodes and between them,
@@ -142,19 +167,39 @@ class RankProbe:
             step()
         return counter.get_total_flops() * self._per_second(step)
 
-    def _group_overhead(self) -> float:
-        """Seconds by which sharding lengthens forward and backward for each group of parameters,
-        collectives not counted: of groups of one rank, whose parameters are tiny."""
-        own, _ = dist.new_subgroups(group_size=1)
-        mesh = DeviceMesh.from_group(own, self.device.type)
-        plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(_GROUPS)]).to(self.device)
-        sharded = copy.deepcopy(plain)
-        for layer in sharded:
-            fully_shard(layer, mesh=mesh)
-        inputs = torch.ones(1, 8, device=self.device)
-        plain_s = 1 / self._per_second(lambda: plain(inputs).sum().backward())
-        sharded_s = 1 / self._per_second(lambda: sharded(inputs).sum().backward())
-        return max(0.0, sharded_s - plain_s) / _GROUPS
+    def _step_of(self, plain: nn.Module, group: dist.ProcessGroup | None) -> float:
+        """Seconds of forward and backward of a copy of ``plain``, each layer of which is sharded
+        over ``group``, if one is given; of the slowest rank."""
+        model = copy.deepcopy(plain).to(self.device)
+        if group is not None:
+            mesh = DeviceMesh.from_group(group, self.device.type)
+            for layer in model.children():
+                fully_shard(layer, mesh=mesh)
+        inputs = torch.ones(_ROWS, _WIDTH, device=self.device)
+
+        def run() -> None:
+            model(inputs).sum().backward()
+            model.zero_grad()
+
+        return self._seconds_of(run)
+
+    def _coding_speed(self, wire: str) -> float:
+        """Bytes of fp32 per second that are written as ``wire`` and read twice."""
+        values = torch.randn(_CODED_VALUES, device=self.device)
+        form: Wire = CastWire(torch.bfloat16)
+        if wire in BITS:
+            noise = BlockNoise([Piece(0, 0)], [_CODED_VALUES], self.device)
+            form = BlockWire(BITS[wire], noise, nearest=wire == "int4")
+        stage = contribution_stage(0)
+
+        def run() -> None:
+            sent = form.encode(form.rows([values]), 0, stage)
+            total = form.decode(sent, torch.float32)
+            total += form.decode(sent, torch.float32)
+            form.put_back(total, [values])
+            values.mul_(0.5)
+
+        return values.nbytes * self._per_second(run)
 
     def _per_second(self, work: Callable[[], object]) -> float:
         """How often ``work`` runs per second, after one run to warm up."""
@@ -270,7 +315,12 @@ def _measure(settings: RankSettings) -> dict[str, Any]:
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
     probe = RankProbe(settings)
-    result = {**probe.compute(), "collectives": probe.collectives()}
+    result = {
+        **probe.compute(),
+        "host_overheads": probe.host_overheads(),
+        "group_bytes": 4 * _WIDTH * (_WIDTH + 1),
+        "collectives": probe.collectives(),
+    }
     dist.barrier()
     dist.destroy_process_group()
     return result

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -128,14 +129,15 @@ class BlockNoise:
     def __init__(
         self, pieces: Sequence[Piece], numels: Sequence[int], device: torch.device
     ) -> None:
-        counts = torch.tensor([blocks_of(numel) for numel in numels])
-        blocks_before = counts.cumsum(0) - counts
-        starts = torch.tensor([piece.start for piece in pieces]) - blocks_before * BLOCK
-        keys = torch.tensor([piece.key for piece in pieces], dtype=torch.int32)
-        of_block = starts.repeat_interleave(counts) + torch.arange(int(counts.sum())) * BLOCK
+        # On the host, and not as tensors: their values decide sizes.
+        counts = numpy.array([blocks_of(numel) for numel in numels])
+        blocks_before = counts.cumsum() - counts
+        starts = numpy.array([piece.start for piece in pieces]) - blocks_before * BLOCK
+        keys = numpy.array([piece.key for piece in pieces], dtype=numpy.int32)
+        of_block = starts.repeat(counts) + numpy.arange(counts.sum()) * BLOCK
         # Positions wrap around like the products that are made of them.
-        self._starts = _sent_to(device, of_block.to(torch.int32))[:, None]
-        self._keys = _sent_to(device, keys.repeat_interleave(counts))[:, None]
+        self._starts = _sent_to(device, of_block.astype(numpy.int32))[:, None]
+        self._keys = _sent_to(device, keys.repeat(counts))[:, None]
 
     def numbers(self, begin: int, end: int, stage: int) -> Tensor:
         """fp32 [end - begin, 256]: for these blocks; zeros for blocks after the last, which hold
@@ -147,8 +149,9 @@ class BlockNoise:
         return torch.nn.functional.pad(numbers, (0, 0, 0, missing))
 
 
-def _sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """``tensor``, made on the host, on ``device``, without waiting for what the device does."""
+def _sent_to(device: torch.device, values: numpy.ndarray) -> Tensor:
+    """``values`` on ``device``, without waiting for what the device does."""
+    tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -127,6 +127,22 @@ class Bucket:
         return flat
 
 
+def fill_buckets(sizes: Sequence[int], kinds: Sequence[object], most_bytes: int) -> list[list[int]]:
+    """Puts neighbours of one kind together, until a bucket is large enough. ``sizes``: bytes of the
+    gradients of each group. Returns the indexes of the groups of each bucket. A group that is
+    larger than ``most_bytes`` has a bucket of its own."""
+    buckets: list[list[int]] = []
+    filled = 0
+    for index, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        starts = not buckets or kind != kinds[index - 1] or filled + size > most_bytes
+        if starts:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += size
+    return buckets
+
+
 def _empty_for(parameters: Sequence[GroupParameter]) -> Tensor:
     """An uninitialized flat tensor with room for this rank's gradients of ``parameters``."""
     first = parameters[0]

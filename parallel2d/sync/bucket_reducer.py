@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel2d.sync.bucket import Bucket
-from parallel2d.sync.group import GroupParameter, ParameterGroup
+from parallel2d.sync.bucket import Bucket, fill_buckets
+from parallel2d.sync.group import GroupParameter
 from parallel2d.sync.group_state import GroupState
 from parallel2d.sync.reduction import Hook, HookReduction, Reduction, Wait
 
@@ -145,24 +145,15 @@ class BucketReducer:
 
     def _make_buckets(self) -> list[Bucket]:
         """Puts neighbouring groups of equal dtypes together, until a bucket is large enough."""
-        filled: list[list[ParameterGroup]] = []
-        size = 0
-        dtypes = None
-        for state in self._states:
-            trained = state.group.trained
-            if not trained:
-                continue
-            added = _gradient_bytes(trained)
-            own_dtypes = (state.group.wire, trained[0].gradient_dtype)
-            # `dtypes` is None for the first group, which begins a bucket as well.
-            if own_dtypes != dtypes or size + added > self._bucket_bytes:
-                filled.append([])
-                size = 0
-                dtypes = own_dtypes
-            filled[-1].append(state.group)
-            size += added
+        groups = [state.group for state in self._states if state.group.trained]
+        sizes = [_gradient_bytes(group.trained) for group in groups]
+        kinds = [(group.wire, group.trained[0].gradient_dtype) for group in groups]
+        filled = fill_buckets(sizes, kinds, self._bucket_bytes)
         last = len(filled) - 1
-        return [Bucket(index, groups, last=index == last) for index, groups in enumerate(filled)]
+        buckets = []
+        for index, members in enumerate(filled):
+            buckets.append(Bucket(index, [groups[each] for each in members], last=index == last))
+        return buckets
 
     def forget_buckets(self) -> None:
         """The next global batch makes new ones, because parameters may be frozen in between."""

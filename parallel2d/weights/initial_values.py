@@ -174,13 +174,7 @@ class InitialWeights:
             del filled  # before the next unit is made, or two would be held
         unset += [name for name, value in parameters.items() if id(value) not in written]
         if unset:
-            names = ", ".join(unset)
-            owned = "them" if len(unset) > 1 else "it"
-            raise ConfigError(
-                f"no initializer sets {names}: give the module that owns {owned} a "
-                "reset_parameters method, pass init=function(module, name) "
-                "(model.init=package.module:function), or build the model with real weights"
-            )
+            raise _no_initializer(unset)
 
     def _is_given(
         self, unit: str, parameters: Mapping[str, nn.Parameter], written: set[int]
@@ -316,6 +310,40 @@ class InitialWeights:
             name = name.rpartition(".")[0]
 
 
+def check_initializers(model: nn.Module, init: Initializer | None) -> None:
+    """Raises `ConfigError` naming every parameter on meta that no initializer can set, as `write`
+    does. Nothing is drawn, so an initializer that leaves a parameter out is not found here."""
+    library = callable(getattr(model, "_init_weights", None))
+    # Adapters have initializers of their own.
+    if init is not None or library or adapters.settings_of(model):
+        return
+    modules = dict(model.named_modules())
+    unset = []
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        around = {owner, *_names_around(owner)}
+        if parameter.is_meta and not any(_initializer_of(modules[each]) for each in around):
+            unset.append(canonical_name(name))
+    if unset:
+        raise _no_initializer(unset)
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """The names of the modules in which the module called ``name`` is."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _no_initializer(names: Sequence[str]) -> ConfigError:
+    owned = "them" if len(names) > 1 else "it"
+    return ConfigError(
+        f"no initializer sets {', '.join(names)}: give the module that owns {owned} a "
+        "reset_parameters method, pass init=function(module, name) "
+        "(model.init=package.module:function), or build the model with real weights"
+    )
+
+
 def _write_parameters(
     filled: nn.Module, unit: str, parameters: Mapping[str, nn.Parameter], written: set[int]
 ) -> list[str]:
@@ -412,12 +440,18 @@ def _has_values(module: nn.Module) -> bool:
 
 def _reset(module: nn.Module) -> None:
     """Runs the initializer that ``module`` brings with it, if there is one."""
+    reset = _initializer_of(module)
+    if reset is not None:
+        reset()
+
+
+def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
     # nn.MultiheadAttention and nn.Transformer have theirs under the second name.
     for attribute in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, attribute, None)
         if callable(reset):
-            reset()
-            return
+            return reset
+    return None
 
 
 def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:
