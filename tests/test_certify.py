@@ -106,6 +106,8 @@ MORE_LAYOUTS = [
     ("perceptron", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "full"}}, "sgd"),
     ("perceptron", HYBRID, {"strategy": "hybrid", "sync": {"engine": "torch"}}, "adamw"),
     ("convolutions", {"shard": 4, "replicate": 1}, {"strategy": "zero3", "bucketing": "layer"}, "adafactor"),
+    ("transformer", HYBRID, {"strategy": "hybrid"}, "muon"),
+    ("transformer", HYBRID, {"strategy": "hybrid_full"}, "muon"),
     ("transformer", HYBRID, {"strategy": "hybrid", "activation_checkpointing": "full", "precision": "fp64"}, "adamw"),
 ]  # fmt: skip
 

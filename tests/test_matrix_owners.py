@@ -115,6 +115,7 @@ def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], 
         if limit is not None:
             patch.setattr(matrix_owners, "ROUND_BYTES", limit)
             patch.setattr(matrix_owners, "BATCH_BYTES", limit)
+            patch.setattr(matrix_owners, "COPIES_BYTES", 40)
         for step in range(STEPS):
             part = samples(step).tensor_split(mesh_shape(mesh).data_ranks)[data_coordinate(mesh)]
             model(part).square().mean().backward()

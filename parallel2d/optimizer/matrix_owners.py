@@ -14,7 +14,8 @@ replica send.
 Owners, rounds and the order of collectives follow from shapes alone, and so are the same on all
 ranks. Each matrix, the most expensive first, goes to the rank with the least work so far. In a
 round an owner holds at most `ROUND_BYTES` of whole matrices, or one matrix. Results are scattered
-in batches of which a rank receives at most `BATCH_BYTES`, or its part of one matrix.
+in batches of which a rank receives at most `BATCH_BYTES`, or its part of one matrix, and copies in
+pieces of at most `COPIES_BYTES` for all ranks of the axis.
 
 Parts are padded to the largest one, as an all-gather would need them, so the bytes that the ranks
 of an axis send together do not depend on who owns what.
@@ -39,6 +40,7 @@ from parallel2d.weights.geometry import Region, local_region, pieces_of
 DTYPE = torch.bfloat16  # of matrices and results that are sent
 ROUND_BYTES = 64 * 2**20
 BATCH_BYTES = 256 * 2**20
+COPIES_BYTES = 64 * 2**20
 
 _FROM_INSIDE_OUT = ("tensor", "shard", "replicate")
 
@@ -73,8 +75,7 @@ class _MatrixPart(NamedTuple):
 
     def cut(self, before: Tensor, place: int) -> Tensor:
         """What the rank in ``place`` gets of ``before``, which the axis has not split yet."""
-        if self.dim is None:
-            return before
+        assert self.dim is not None
         begin = sum(self.lengths[:place])
         return before.narrow(self.dim, begin, self.lengths[place])
 
@@ -182,22 +183,55 @@ class MatrixRound:
     ) -> None:
         """Sends what ``held`` has, in the owner's place on one axis, to all ranks of the axis, and
         replaces it by what this rank gets. Collective."""
+        place = self._axes[level].place
+        for matrices, is_split in _split_and_copied(level, batch):
+            by_place = self._by_place(level, matrices)
+            if is_split:
+                received = self._send_parts(level, by_place, held)
+            else:
+                received = self._send_copies(level, by_place, held)
+            for matrices_of_place, flat in zip(by_place, received, strict=True):
+                shapes = [matrix.parts[level].padded for matrix in matrices_of_place]
+                pieces = pieces_of(flat, shapes)
+                for matrix, piece in zip(matrices_of_place, pieces, strict=True):
+                    held[matrix.number] = piece[matrix.parts[level].slices(place)]
+
+    def _send_parts(
+        self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
+    ) -> Sequence[Tensor]:
+        """By the owner's place, this rank's parts, flat and padded. Collective."""
         axis = self._axes[level]
-        by_place = self._by_place(level, batch)
-        own = by_place[axis.place]
         sent = []
         for place in range(axis.ranks):
-            for matrix in own:
+            for matrix in by_place[axis.place]:
                 part = matrix.parts[level]
                 sent.append(_padded(part.cut(held[matrix.number], place), part.padded))
         sizes = [_numel(level, matrices) for matrices in by_place]
         flat = self._exchange(axis, sent, [sizes[axis.place]] * axis.ranks, sizes)
-        arrived = []
-        for matrices in by_place:
-            arrived.extend(matrices)
-        shapes = [matrix.parts[level].padded for matrix in arrived]
-        for matrix, piece in zip(arrived, pieces_of(flat, shapes), strict=True):
-            held[matrix.number] = piece[matrix.parts[level].slices(axis.place)]
+        return flat.split(sizes)
+
+    def _send_copies(
+        self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
+    ) -> Sequence[Tensor]:
+        """As `_send_parts`, where every rank of the axis gets the same. Collective.
+
+        An all-to-all takes a copy for each rank, so what is sent goes in pieces of `COPIES_BYTES`.
+        """
+        axis = self._axes[level]
+        own = []
+        for matrix in by_place[axis.place]:
+            own.append(_padded(held[matrix.number], matrix.parts[level].padded))
+        source = self._flat(own)
+        sizes = [_numel(level, matrices) for matrices in by_place]
+        received = [source.new_empty(size) for size in sizes]
+        step = max(1, COPIES_BYTES // (DTYPE.itemsize * axis.ranks))
+        for begin in range(0, max(sizes), step):
+            lengths = [max(0, min(step, size - begin)) for size in sizes]
+            copies = [source[begin : begin + step]] * axis.ranks
+            flat = self._exchange(axis, copies, [lengths[axis.place]] * axis.ranks, lengths)
+            for target, piece in zip(received, flat.split(lengths), strict=True):
+                target[begin : begin + step] = piece
+        return received
 
     def _by_place(self, level: int, matrices: Sequence[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """By the owner's place on an axis, those that pass along this rank's row of it: the owner
@@ -217,9 +251,7 @@ class MatrixRound:
     ) -> Tensor:
         """One all-to-all. ``tensors``: for the first rank of ``axis``, then for the second, ...;
         ``sent``, ``received``: numbers of elements to and from each. Collective."""
-        flat = torch.empty(0, dtype=DTYPE, device=self._device)
-        if tensors:
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = self._flat(tensors)
         output = flat.new_empty(sum(received))
         # Either all ranks of the axis have something to send or receive here, or none has.
         if flat.numel() or output.numel():
@@ -227,6 +259,12 @@ class MatrixRound:
             group = self._mesh.get_group(axis.name)
             dist.all_to_all_single(output, flat, list(received), list(sent), group=group)
         return output
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """``tensors`` one after the other."""
+        if not tensors:
+            return torch.empty(0, dtype=DTYPE, device=self._device)
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 class MatrixOwners:
@@ -323,6 +361,15 @@ def _padded(part: Tensor, shape: torch.Size) -> Tensor:
     if part.shape == shape:
         return part
     return pad(part, (0, shape[1] - columns, 0, shape[0] - rows))
+
+
+def _split_and_copied(
+    level: int, matrices: Sequence[OwnedMatrix]
+) -> list[tuple[list[OwnedMatrix], bool]]:
+    """The matrices that an axis splits, and those of which its ranks hold copies."""
+    split = [matrix for matrix in matrices if matrix.parts[level].dim is not None]
+    copied = [matrix for matrix in matrices if matrix.parts[level].dim is None]
+    return [(split, True), (copied, False)]
 
 
 def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:
