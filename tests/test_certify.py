@@ -177,7 +177,13 @@ def logged_collectives(change):
         ("", []),
         ("bytes", [("bytes", "replicate", None, ())]),
         ("order", [("order of collectives", "replicate", None, (0, 1))]),
-        ("less", [("order of collectives", "replicate", None, (0, 1))]),
+        (
+            "less",
+            [
+                ("bytes", "replicate", None, ()),
+                ("order of collectives", "replicate", None, (0, 1)),
+            ],
+        ),
         (
             "dtype",
             [
