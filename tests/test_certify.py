@@ -106,6 +106,8 @@ MORE_LAYOUTS = [
     ("perceptron", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "full"}}, "sgd"),
     ("perceptron", HYBRID, {"strategy": "hybrid", "sync": {"engine": "torch"}}, "adamw"),
     ("convolutions", {"shard": 4, "replicate": 1}, {"strategy": "zero3", "bucketing": "layer"}, "adafactor"),
+    ("transformer", HYBRID, {"strategy": "hybrid"}, "muon"),
+    ("transformer", HYBRID, {"strategy": "hybrid_full"}, "muon"),
     ("transformer", HYBRID, {"strategy": "hybrid", "activation_checkpointing": "full", "precision": "fp64"}, "adamw"),
 ]  # fmt: skip
 
@@ -175,7 +177,13 @@ def logged_collectives(change):
         ("", []),
         ("bytes", [("bytes", "replicate", None, ())]),
         ("order", [("order of collectives", "replicate", None, (0, 1))]),
-        ("less", [("order of collectives", "replicate", None, (0, 1))]),
+        (
+            "less",
+            [
+                ("bytes", "replicate", None, ()),
+                ("order of collectives", "replicate", None, (0, 1)),
+            ],
+        ),
         (
             "dtype",
             [

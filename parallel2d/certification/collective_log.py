@@ -40,7 +40,7 @@ class CollectiveLog:
         self._mesh = mesh
         self._config = config
         self._predicted = predicted
-        # Muon gathers matrices in bf16.
+        # Muon sends matrices and results in bf16.
         self._update_bytes = 2 if isinstance(optimizer, Muon) else 8
         self.lines: dict[str, list[str]] = {}
 
@@ -61,11 +61,12 @@ class CollectiveLog:
         if everywhere is not None:
             merged = _merged(everywhere)
         order = self._order(logged, step)
-        if everywhere is None:
+        sent = exchange.gather(_sent(logged))
+        if everywhere is None or sent is None:
             return []
         self._describe(logged)
         if predictable and self._config.sync.name == "every_step":
-            merged += self._bytes(logged, step)
+            merged += self._bytes(sent, step)
         return merged + order
 
     def _against_policy(self, logged: Sequence[LoggedCollective], step: int) -> list[Discrepancy]:
@@ -92,7 +93,10 @@ class CollectiveLog:
         if each.axis == "replicate":
             if sync.name == "diloco":
                 return _WIRE_BYTES.get(sync.wire, 4)
-            return min(_WIRE_BYTES.get(sync.wire, 8), reduce)
+            least = min(_WIRE_BYTES.get(sync.wire, 8), reduce)
+            if each.collective == "all_to_all":
+                least = min(least, self._update_bytes)
+            return least
         if each.axis == "shard" and each.collective == "reduce_scatter":
             return reduce
         if precision.float8 != "none":
@@ -123,21 +127,21 @@ class CollectiveLog:
                     found.append(_out_of_order(step, axis, first, (rank, sequence)))
         return found
 
-    def _bytes(self, logged: Sequence[LoggedCollective], step: int) -> list[Discrepancy]:
-        sent: dict[str, float] = defaultdict(float)
-        for each in logged:
-            sent[each.axis] += each.sent
+    def _bytes(self, by_rank: Sequence[Mapping[str, float]], step: int) -> list[Discrepancy]:
+        """``by_rank``: bytes that each rank sent over each axis."""
         found: list[Discrepancy] = []
         for axis in AXES:
             predicted = self._predicted.get(f"comm/{axis}/bytes")
             if not predicted:
                 continue
-            if abs(sent[axis] / predicted - 1) > _SHARE_OF_BYTES:
+            # The mean, because ranks send different updates of Muon.
+            sent = sum(of_rank.get(axis, 0.0) for of_rank in by_rank) / len(by_rank)
+            if abs(sent / predicted - 1) > _SHARE_OF_BYTES:
                 found.append(
                     Discrepancy(
                         "bytes",
                         step,
-                        f"{sent[axis]:.0f} bytes were sent over the {axis} axis, {predicted:.0f} "
+                        f"{sent:.0f} bytes were sent over the {axis} axis, {predicted:.0f} "
                         "were predicted",
                         axis=axis,
                     )
@@ -155,6 +159,14 @@ class CollectiveLog:
                 f"{kind}: {calls:.0f} calls, {sent:.0f} bytes"
                 for kind, (calls, sent) in sorted(by_kind.items())
             ]
+
+
+def _sent(logged: Sequence[LoggedCollective]) -> dict[str, float]:
+    """Bytes over each axis."""
+    found: dict[str, float] = defaultdict(float)
+    for each in logged:
+        found[each.axis] += each.sent
+    return dict(found)
 
 
 def _merged(everywhere: Sequence[Sequence[Discrepancy]]) -> list[Discrepancy]:

@@ -35,7 +35,7 @@ class OptimizerConfig:
 
     ``adamw``, ``adam``, ``sgd``: elementwise, nothing is sent. ``adafactor``: row and column
     statistics instead of a second moment per element; sends those. ``muon``: hidden matrices by
-    Muon, which gathers each one in bf16; embeddings, head, norms, biases by AdamW.
+    Muon, each on one rank, sent in bf16; embeddings, head, norms, biases by AdamW.
     """
 
     name: str = option("adamw", choices=OPTIMIZER_NAMES)  # Set by the group: optimizer=muon

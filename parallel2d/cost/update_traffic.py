@@ -1,8 +1,8 @@
 """Bytes that the optimizer itself sends per update, from shapes: `predict_updates`.
 
 AdamW, Adam and SGD send nothing. Adafactor adds its statistics over the axes that split a
-parameter, Muon gathers each matrix. The same as `parallel2d.optimizer.update_bytes` counts on a
-built optimizer.
+parameter, Muon sends each matrix to one rank and the result to all (`owner_bytes`). The same as
+`parallel2d.optimizer.update_bytes` counts on a built optimizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel2d.cost.state_memory import splits_updates
 from parallel2d.mesh import MeshShape
 
 _SCALAR_BYTES = 8  # sums of squares are in fp64
-_MUON_ITEM = 2  # matrices are gathered in bf16
+_MUON_ITEM = 2  # matrices and results are sent in bf16
 
 
 class _AxisSplit(NamedTuple):
@@ -39,20 +39,21 @@ def predict_updates(
     optimizer: OptimizerConfig,
     device_type: str,
 ) -> dict[str, float]:
-    """Bytes that the first rank sends per update over each mesh axis, ``{axis: bytes}``; empty when
-    updates are local. ``shapes``: from `collect_shapes`."""
+    """Bytes that the first rank, with Muon a rank on average, sends per update over each mesh axis,
+    ``{axis: bytes}``; empty when updates are local. ``shapes``: from `collect_shapes`."""
     found: dict[str, float] = defaultdict(float)
     owns_rows = splits_updates(config, shape.replicate)
     for group, count in shapes.groups:
         for parameter in group:
             if not parameter.is_trained:
                 continue
-            splits = _splits_of(parameter, shape, owns_rows)
             sent: dict[str, float] = {}
             if optimizer.name == "adafactor":
+                splits = _splits_of(parameter, shape, owns_rows)
                 sent = _adafactor(parameter, splits, device_type)
             elif optimizer.name == "muon" and parameter.by_muon:
-                sent = _muon(parameter, splits, device_type)
+                axes = _axes_of_owners(parameter, shape, config, owns_rows)
+                sent = owner_bytes(parameter.whole, axes)
             for axis, size in sent.items():
                 found[axis] += count * size
     return dict(found)
@@ -87,17 +88,43 @@ def _local_shape(parameter: ParameterShape, splits: Sequence[_AxisSplit]) -> lis
     return lengths
 
 
-def _muon(
-    parameter: ParameterShape, splits: Sequence[_AxisSplit], device_type: str
+def _axes_of_owners(
+    parameter: ParameterShape, shape: MeshShape, config: ParallelConfig, owns_rows: bool
+) -> list[tuple[str, int, int | None]]:
+    """The axes over which the matrices of Muon are divided, as `owner_bytes` takes them."""
+    axes: list[tuple[str, int, int | None]] = [
+        ("tensor", shape.tensor, parameter.tensor_dim),
+        ("shard", shape.shard, 0),
+    ]
+    # Replicas that differ update on their own.
+    if config.sync.name != "diloco":
+        axes.append(("replicate", shape.replicate, 0 if owns_rows else None))
+    return axes
+
+
+def owner_bytes(
+    shape: Sequence[int], axes: Sequence[tuple[str, int, int | None]]
 ) -> dict[str, float]:
-    """One all-gather per axis, the axis that split last first."""
+    """Bytes over each axis to bring one matrix to the rank that works on it and the result to all,
+    mean over the ranks; see [Note: one owner per matrix] in `optimizer/matrix_owners.py`.
+
+    ``shape``: of the whole. ``axes``: (name, ranks, the dim that the axis splits or None where its
+    ranks hold copies), from the inside out.
+    """
+    ranks = math.prod(size for _, size, _ in axes)
+    part = list(shape)
+    # Rows of ranks along an axis over which parts are sent, to the owner and from it.
+    gathering = scattering = 1
     sent: dict[str, float] = {}
-    part = _local_shape(parameter, splits)
-    for split in reversed(splits):
-        part[split.dim] = split.ranks * split.size  # with padding
-        size = math.prod(part) * _MUON_ITEM
-        sent[split.axis] = sent_bytes("all_gather", size, split.ranks, device_type)
-        part[split.dim] = split.length
+    for name, size, dim in axes:
+        rows = scattering
+        if dim is not None:
+            part[dim] = -(-part[dim] // size)
+            rows += gathering
+            gathering *= size
+        scattering *= size
+        if size > 1:
+            sent[name] = rows * (size - 1) * math.prod(part) * _MUON_ITEM / ranks
     return sent
 
 

@@ -8,18 +8,21 @@ over whole matrices, or whole matrices, and are in `adafactor.py` and `muon.py`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import OptimizerConfig
 from parallel2d.config.checks import check_optimizer
+from parallel2d.errors import ConfigError
 from parallel2d.optimizer.adafactor import Adafactor
 from parallel2d.optimizer.groups import describe_group, muon_names, plan_groups
 from parallel2d.optimizer.muon import Muon
 from parallel2d.optimizer.schedules import LossScaler, learning_rate, set_learning_rate
-from parallel2d.sync.engine import engines_in
+from parallel2d.sync.engine import Engine, engines_in
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +56,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     hidden matrices from others.
     """
     check_optimizer(config)
-    optimizer = _new_optimizer(plan_groups(model, config), config)
     # A plain model on one process has no engine.
-    for engine in engines_in(model):
+    engines = engines_in(model)
+    optimizer = _new_optimizer(plan_groups(model, config), config, engines)
+    for engine in engines:
         engine.attach(optimizer)
     return optimizer
 
 
-def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _new_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig, engines: Sequence[Engine]
+) -> torch.optim.Optimizer:
     for group in groups:
         log.info("%s", describe_group(group))
     beta1, beta2 = config.betas
@@ -97,12 +103,25 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
         adjust_lr_fn=config.adjust_lr,
         betas=(beta1, beta2),
         adamw_eps=config.eps,
+        mesh=_update_mesh(engines),
         **implementation,
     )
 
 
+def _update_mesh(engines: Sequence[Engine]) -> DeviceMesh | None:
+    """The ranks that make the same updates; None on one process. Raises `ConfigError` where parts
+    of the model have several meshes."""
+    meshes = [engine.update_mesh for engine in engines]
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise ConfigError(
+            "optimizer=muon: parts of the model are parallelized on several meshes; build an "
+            "optimizer for each of them"
+        )
+    return meshes[0] if meshes else None
+
+
 def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Bytes that a rank sends per update over each mesh axis,
+    """Bytes that a rank sends per update over each mesh axis, mean over the ranks,
     ``{"shard": bytes, "tensor": bytes}``; empty when updates are local.
 
     What `parallel2d.metrics.communication` measures while ``optimizer.step()`` runs; counted from

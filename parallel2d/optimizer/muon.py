@@ -7,28 +7,26 @@ The algorithms are ``torch.optim.Muon``'s and
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
 Its update is the whole momentum matrix made orthogonal by Newton-Schulz iterations in bf16, in
 which a sum over parts rounds differently from the sum over the whole. So each rank casts its part
-to bf16, as the iteration would do first, the parts are gathered (2 bytes per element and matrix
-over the axes that split it), every rank iterates on the same whole matrix, and keeps its part of
-the result. One whole bf16 matrix and the iteration's intermediates are held at a time.
+to bf16, as the iteration would do first, and one rank, the owner, gets all parts, iterates, and
+sends every rank its part of the result: see [Note: one owner per matrix] in `matrix_owners.py`. The
+iterations of a model are divided among the ranks that make the same updates, by their FLOPs.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from parallel2d.cost.collectives import sent_bytes
+from parallel2d.cost.update_traffic import owner_bytes
 from parallel2d.optimizer.groups import ADAMW, MUON
-from parallel2d.optimizer.sums import split_axes
-from parallel2d.weights.geometry import local_region
+from parallel2d.optimizer.matrix_owners import DTYPE, MatrixOwners, MatrixRound
 
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
@@ -46,9 +44,12 @@ class Muon(torch.optim.Optimizer):
             as much for Muon's groups (``lr_scale``).
         momentum, nesterov, ns_steps: of Muon.
         betas, adamw_eps, foreach, fused: of AdamW.
+        mesh: the ranks that make the same updates, among which the matrices are divided; needed
+            where parameters are sharded. None: one process.
 
     State, param_groups and learning-rate schedules are those of any optimizer. ``step()`` is
-    collective where matrices are sharded.
+    collective over ``mesh``; every rank must have gradients of the same matrices. Raises ValueError
+    for a parameter of Muon that is no matrix, and for a sharded one without ``mesh``.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         foreach: bool | None = None,
         fused: bool | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         muon = {
             "momentum": momentum,
@@ -88,6 +90,12 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(
                         f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}"
                     )
+                if mesh is None and isinstance(parameter, DTensor):
+                    raise ValueError("Muon needs mesh, because its parameters are sharded")
+        self._owners = MatrixOwners(mesh)
+        # The rounds, and the settings of the matrices for which they were planned, by id
+        self._rounds: list[MatrixRound] = []
+        self._planned_for: list[tuple[int, int]] = []
 
     def _groups(self, algorithm: str) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["algorithm"] == algorithm]
@@ -99,10 +107,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self._groups(MUON):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        self._update_matrices()
         # AdamW works on this optimizer's own groups and state; they are looked up each time because
         # load_state_dict replaces them.
         self._adamw.param_groups = self._groups(ADAMW)
@@ -110,8 +115,47 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """See [Note: orthogonalization needs the whole matrix]. Collective."""
+    def _update_matrices(self) -> None:
+        """Collective. See [Note: orthogonalization needs the whole matrix]."""
+        matrices: list[Tensor] = []
+        groups: list[dict[str, Any]] = []
+        for group in self._groups(MUON):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    matrices.append(parameter)
+                    groups.append(group)
+        for each in self._plan(matrices, groups):
+            parts = {}
+            for matrix in each.matrices:
+                number = matrix.number
+                self._add_to_momentum(matrices[number], groups[number])
+                if each.is_sent(matrix):
+                    parts[number] = self._before_iteration(matrices[number], groups[number])
+            wholes = each.gather(parts)
+            for number in wholes:
+                wholes[number] = _zeropower_via_newtonschulz(
+                    wholes[number], _NS_COEFFICIENTS, groups[number]["ns_steps"], _NS_EPS
+                )
+            for batch in each.batches:
+                for number, part in each.scatter(batch, wholes).items():
+                    _apply(part, matrices[number], groups[number])
+
+    def _plan(self, matrices: list[Tensor], groups: list[dict[str, Any]]) -> list[MatrixRound]:
+        """The rounds in which ``matrices`` are updated; planned anew only for others."""
+        if not matrices:
+            return []
+        steps = [group["ns_steps"] for group in groups]
+        wanted = list(zip(map(id, matrices), steps, strict=True))
+        if wanted != self._planned_for:
+            costs = [
+                iteration_flops(matrix.shape, count)
+                for matrix, count in zip(matrices, steps, strict=True)
+            ]
+            self._rounds = self._owners.plan(matrices, costs)
+            self._planned_for = wanted
+        return self._rounds
+
+    def _add_to_momentum(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         gradient = parameter.grad
         assert gradient is not None
@@ -119,104 +163,42 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(
                 gradient, memory_format=torch.preserve_format
             )
-        local = _local(parameter)
-        local_gradient = _local(gradient)
-        momentum = _local(state["momentum_buffer"])
-        momentum.lerp_(local_gradient, 1 - group["momentum"])
-        update = momentum
+        _local(state["momentum_buffer"]).lerp_(_local(gradient), 1 - group["momentum"])
+
+    def _before_iteration(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """This rank's part of what is made orthogonal, in bf16."""
+        update = _local(self.state[parameter]["momentum_buffer"])
         if group["nesterov"]:
-            update = local_gradient.lerp(momentum, group["momentum"])
+            assert parameter.grad is not None
+            update = _local(parameter.grad).lerp(update, group["momentum"])
         # A copy, because the iteration divides its input in place where that is bf16 already.
-        whole = _gather(update.to(torch.bfloat16, copy=True), parameter)
-        whole = _zeropower_via_newtonschulz(whole, _NS_COEFFICIENTS, group["ns_steps"], _NS_EPS)
-        mine = whole[local_region(parameter).slices].reshape(local.shape)
-        local.mul_(1 - group["lr"] * group["weight_decay"])
-        # By the shape of the whole matrix, as `torch.optim.Muon` does.
-        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-        local.add_(mine, alpha=-lr)
+        return update.to(DTYPE, copy=True)
 
     def update_bytes(self) -> dict[str, float]:
         """See `parallel2d.optimizer.update_bytes`."""
         found: dict[str, float] = defaultdict(float)
         for group in self._groups(MUON):
             for parameter in group["params"]:
-                # The part of a rank grows with each axis over which `_gather` gathers it.
-                shape = list(_local(parameter).shape)
-                for split in _splits(parameter):
-                    shape[split.dim] = split.ranks * split.size  # with padding
-                    size = math.prod(shape) * torch.bfloat16.itemsize
-                    found[split.name] += sent_bytes(
-                        "all_gather", size, split.ranks, parameter.device.type
-                    )
-                    shape[split.dim] = split.length
+                splits = self._owners.splits(parameter)
+                for axis, sent in owner_bytes(parameter.shape, splits).items():
+                    found[axis] += sent
         return dict(found)
 
 
-class _Split(NamedTuple):
-    """A mesh axis of ``ranks`` that splits dim ``dim``, of ``length``, into parts of ``size``, the
-    last ones shorter or empty."""
-
-    axis: int
-    name: str
-    dim: int
-    ranks: int
-    length: int
-    size: int
+def iteration_flops(shape: torch.Size, steps: int) -> float:
+    """FLOPs of ``steps`` Newton-Schulz iterations on a matrix: products of the shorter side *k* and
+    the longer side *l*, 2·k·k·l twice and 2·k·k·k once per iteration."""
+    shorter, longer = sorted(shape)
+    return steps * (4.0 * shorter * shorter * longer + 2.0 * shorter**3)
 
 
-def _splits(parameter: Tensor) -> list[_Split]:
-    """The axes that split ``parameter``, in the order in which its parts are put together: the
-    axis that split last comes first (`parallel2d.weights.geometry.local_region`)."""
-    # Each axis splits what those before it have left, so the list is made backwards.
-    lengths = list(parameter.shape)
-    found: list[_Split] = []
-    for axis, name, dim, ranks in _in_order_of_splitting(parameter):
-        assert isinstance(parameter, DTensor)
-        size = -(-lengths[dim] // ranks)  # rounded up
-        found.append(_Split(axis, name, dim, ranks, lengths[dim], size))
-        rank = parameter.device_mesh.get_local_rank(axis)
-        begin = min(rank * size, lengths[dim])
-        lengths[dim] = min(size, lengths[dim] - begin)
-    return found[::-1]
-
-
-def _in_order_of_splitting(parameter: Tensor) -> list[tuple[int, str, int, int]]:
-    """`split_axes` with the axis that split the whole first. Axes split from the outermost to the
-    innermost, but a strided one splits what those inside it have left."""
-    axes = split_axes(parameter)
-    if not isinstance(parameter, DTensor):
-        return axes
-    plain = [each for each in axes if type(parameter.placements[each[0]]) is Shard]
-    strided = [each for each in axes if type(parameter.placements[each[0]]) is not Shard]
-    return plain + strided[::-1]
-
-
-def _gather(part: Tensor, parameter: Tensor) -> Tensor:
-    """The whole matrix of which ``part`` is this rank's, split as ``parameter``: one all-gather per
-    axis that splits it. Collective."""
-    for split in _splits(parameter):
-        assert isinstance(parameter, DTensor)
-        part = _padded(part, split.dim, split.size)
-        parts = part.new_empty([split.ranks, *part.shape])
-        dist.all_gather_single(
-            parts.flatten(0, 1),
-            part.contiguous(),
-            group=parameter.device_mesh.get_group(split.axis),
-        )
-        # [ranks, rows, columns], joined along the dim that was split, without the padding.
-        joined = parts.movedim(0, split.dim).flatten(split.dim, split.dim + 1)
-        part = joined.narrow(split.dim, 0, split.length)
-    return part.contiguous()
-
-
-def _padded(part: Tensor, dim: int, size: int) -> Tensor:
-    """``part`` with zeros at the end of ``dim`` up to ``size``: all ranks gather equal sizes."""
-    missing = size - part.shape[dim]
-    if not missing:
-        return part
-    shape = list(part.shape)
-    shape[dim] = missing
-    return torch.cat([part, part.new_zeros(shape)], dim)
+def _apply(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
+    """Decays this rank's part of ``parameter`` and subtracts ``part`` of the update."""
+    local = _local(parameter)
+    local.mul_(1 - group["lr"] * group["weight_decay"])
+    # By the shape of the whole matrix, as `torch.optim.Muon` does.
+    lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+    local.add_(part.reshape(local.shape), alpha=-lr)
 
 
 def _local(tensor: Tensor) -> Tensor:

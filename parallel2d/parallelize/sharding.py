@@ -108,7 +108,7 @@ def synchronize(
             "sync.engine=torch: gradients of parameters that ranks or micro-batches use "
             "differently may land in others"
         )
-        TorchSync(model, groups)
+        TorchSync(model, groups, mesh)
         return
     if mesh_shape(mesh).replicate > 1:
         fsdp_internals.reduce_over_shard_alone(model, mesh)

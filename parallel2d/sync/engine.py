@@ -28,6 +28,10 @@ class Engine(Protocol):
         """The process group on which gradients are reduced over the replicas; None where this
         package does not reduce them."""
 
+    @property
+    def update_mesh(self) -> DeviceMesh:
+        """The ranks that make the same updates: all of them, with DiLoCo those of this replica."""
+
     def prepare(self) -> None:
         """Called once, when the parameters have their values. Collective."""
 

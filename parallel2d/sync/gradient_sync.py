@@ -89,8 +89,8 @@ class GradientSync:
             gradient_dtype=final_dtype,
         )
         # The ranks whose gradients are averaged: with DiLoCo those of this replica.
-        self._data_mesh = mesh if self.method.outer is None else without_replicas(mesh)
-        self._agreement = UsedParameterAgreement(self._data_mesh, self._states, order)
+        self.update_mesh = mesh if self.method.outer is None else without_replicas(mesh)
+        self._agreement = UsedParameterAgreement(self.update_mesh, self._states, order)
         # None where no gradients cross the replicate axis.
         self._reducer: BucketReducer | None = None
         if self.method.make_reduction is not None:
@@ -346,10 +346,10 @@ class GradientSync:
             parts.append(_gradient_and_use(scalar))
         device = "cpu" if has_cpu_backend() else self.mesh.device_type
         # One all-reduce for all: such small ones cost their latency.
-        summed = sum_over_data_ranks(torch.cat(parts).to(device), self._data_mesh).cpu()
+        summed = sum_over_data_ranks(torch.cat(parts).to(device), self.update_mesh).cpu()
         count = len(vector)
         self.agree_on(summed[:count])
-        ranks = mesh_shape(self._data_mesh).data_ranks
+        ranks = mesh_shape(self.update_mesh).data_ranks
         for scalar, (total, used) in zip(self._scalars, summed[count:].view(-1, 2), strict=True):
             mean = total / ranks if used > 0 else None
             scalar.set_mean(mean)

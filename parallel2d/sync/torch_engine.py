@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.sync.engine import register_engine
 from parallel2d.sync.group import ParameterGroup
@@ -24,8 +25,11 @@ class TorchSync:
     pending = False
     replicate_group = None
 
-    def __init__(self, model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[ParameterGroup], mesh: DeviceMesh
+    ) -> None:
         self._groups = groups
+        self.update_mesh = mesh
         register_engine(model, self)
 
     def prepare(self) -> None:

@@ -1,0 +1,224 @@
+"""Muon's matrices: each is worked on by one rank, the work is divided evenly, and updates are those of one process on any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planned import WIDTH, Odd
+from torch import nn
+from torch.optim import _muon
+from training import whole
+
+from parallel2d import (
+    MeshSpec,
+    ParallelConfig,
+    build_mesh,
+    build_optimizer,
+    data_coordinate,
+    mesh_shape,
+)
+from parallel2d.config import OPTIMIZERS, SyncConfig
+from parallel2d.errors import ConfigError
+from parallel2d.optimizer import Muon, matrix_owners, muon
+from parallel2d.optimizer.matrix_owners import MatrixOwners
+from parallel2d.parallelize import parallelize
+
+STEPS = 3
+SAMPLES = 12
+# Two tensor ranks divide it, two shard ranks do not divide what these have.
+TENSOR_INNER = 6
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+# Ranks, mesh, strategy, limits of a round and of a batch in bytes
+LAYOUTS: dict[str, tuple[int, dict[str, int], str, int | None]] = {
+    # 7 rows over 3 ranks, a matrix of one row
+    "zero3": (3, {"shard": 3}, "zero3", None),
+    "hybrid": (4, {"replicate": 2, "shard": 2}, "hybrid", 1),
+    "hybrid_full": (4, {"replicate": 2, "shard": 2}, "hybrid_full", 300),
+    "ddp": (3, {"replicate": 3}, "ddp", 1),
+    # `scale.row` has copies on the tensor ranks
+    "tensor": (4, {"shard": 2, "tensor": 2}, "zero3", None),
+    "tensor_and_replicas": (4, {"replicate": 2, "tensor": 2}, "hybrid_full", None),
+    # More ranks than rows
+    "many": (4, {"shard": 4}, "zero3", None),
+    # More ranks than matrices: a single block is trained
+    "few": (4, {"replicate": 2, "shard": 2}, "hybrid", None),
+}
+
+
+def odd_model(layout: str = "") -> nn.Module:
+    """Odd shapes, a frozen block, a tied embedding, a matrix of one row."""
+    torch.manual_seed(0)
+    inner = TENSOR_INNER if "tensor" in layout else 7
+    model = Odd().double()
+    for block in model.blocks:
+        trained = block.up.weight.requires_grad
+        block.up = nn.Linear(WIDTH, inner).double().requires_grad_(trained)
+        block.down = nn.Linear(inner, WIDTH, bias=False).double().requires_grad_(trained)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 5)
+    if layout == "few":
+        model.blocks[2:].requires_grad_(False)
+    return model
+
+
+def samples(step: int) -> torch.Tensor:
+    return torch.randint(0, 11, (SAMPLES, 8), generator=torch.Generator().manual_seed(step))
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    return {name: whole(value).detach().numpy() for name, value in model.named_parameters()}
+
+
+def expected_weights(layout: str = "", part: slice = slice(None)) -> dict[str, Any]:
+    """Trained by torch's own Muon and AdamW on one process."""
+    model = odd_model(layout)
+    config = OPTIMIZERS["muon"]
+    hidden, other = [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_hidden = name.startswith("blocks.") and parameter.ndim == 2
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        group = {"params": [parameter], "weight_decay": decay}
+        (hidden if is_hidden else other).append(group)
+    optimizers = [
+        torch.optim.Muon(hidden, lr=config.lr, adjust_lr_fn=config.adjust_lr),
+        torch.optim.AdamW(other, lr=config.lr, betas=tuple(config.betas), eps=config.eps),
+    ]
+    for step in range(STEPS):
+        model(samples(step)[part]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(model)
+
+
+def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], list[tuple]]:
+    """Weights after some steps, and the shapes of the matrices that this rank iterated on."""
+    _, sizes, strategy, limit = LAYOUTS[layout]
+    mesh = build_mesh(MeshSpec(**sizes), strategy)
+    config = ParallelConfig(strategy, precision="fp64", sync=sync or SyncConfig())
+    plan = PLAN if mesh_shape(mesh).tensor > 1 else None
+    model = parallelize(odd_model(layout), mesh, config, tensor_plan=plan)
+    optimizer = build_optimizer(model, OPTIMIZERS["muon"])
+    iterated = []
+
+    def counted(matrix: torch.Tensor, *settings: Any) -> torch.Tensor:
+        iterated.append(tuple(matrix.shape))
+        return _muon._zeropower_via_newtonschulz(matrix, *settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "_zeropower_via_newtonschulz", counted)
+        if limit is not None:
+            patch.setattr(matrix_owners, "ROUND_BYTES", limit)
+            patch.setattr(matrix_owners, "BATCH_BYTES", limit)
+            patch.setattr(matrix_owners, "COPIES_BYTES", 40)
+        for step in range(STEPS):
+            part = samples(step).tensor_split(mesh_shape(mesh).data_ranks)[data_coordinate(mesh)]
+            model(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(model), iterated
+
+
+def trained_matrices(layout: str = "") -> list[tuple]:
+    found = []
+    for name, parameter in odd_model(layout).named_parameters():
+        if name.startswith("blocks.") and parameter.ndim == 2 and parameter.requires_grad:
+            found.append(tuple(parameter.shape))
+    return found
+
+
+def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    assert found.keys() == expected.keys()
+    return max(abs(found[name] - value).max() for name, value in expected.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_matrix_is_iterated_once_and_updates_are_those_of_one_process(ranks, layout):
+    found = ranks.run(LAYOUTS[layout][0], train, layout)
+    expected = expected_weights(layout)
+    for weights, _ in found:
+        assert largest_difference(weights, expected) <= 1e-10
+    iterated = []
+    for _, of_rank in found:
+        iterated.extend(of_rank)
+    assert sorted(iterated) == sorted(trained_matrices(layout) * STEPS)
+    # Nobody is without work while there are matrices.
+    working = [of_rank for _, of_rank in found if of_rank]
+    assert len(working) == min(len(found), len(trained_matrices(layout)))
+
+
+def test_replicas_that_differ_own_their_matrices_alone(ranks):
+    found = ranks.run(4, train, "hybrid", SyncConfig("diloco", every=100))
+    for replica, part in enumerate((slice(0, 6), slice(6, 12))):
+        expected = expected_weights(part=part)
+        iterated = []
+        for weights, of_rank in found[2 * replica : 2 * replica + 2]:
+            assert largest_difference(weights, expected) <= 1e-10
+            assert of_rank
+            iterated.extend(of_rank)
+        assert sorted(iterated) == sorted(trained_matrices() * STEPS)
+
+
+def owners_of(shapes: list[tuple[int, int]], sizes: dict[str, int]) -> list[list[tuple]]:
+    """By round, (owner, shape) of each matrix as this rank plans them."""
+    mesh = build_mesh(MeshSpec(**sizes), "hybrid")
+    matrices = [torch.empty(shape, device="meta") for shape in shapes]
+    costs = [muon.iteration_flops(matrix.shape, 5) for matrix in matrices]
+    return [
+        [(matrix.owner, tuple(matrix.shape)) for matrix in each.matrices]
+        for each in MatrixOwners(mesh).plan(matrices, costs)
+    ]
+
+
+def test_owners_are_the_same_on_all_ranks_and_have_equal_work(ranks):
+    # As in a Llama of eight blocks: four square matrices and three longer ones in each.
+    shapes = [(4096, 4096), (11008, 4096), (1024, 4096), (1024, 4096), (4096, 4096)] * 8
+    plans = ranks.run(4, owners_of, shapes, {"replicate": 2, "shard": 2})
+    assert all(plan == plans[0] for plan in plans)
+    work: dict[tuple, float] = {}
+    for each in plans[0]:
+        in_round: dict[tuple, int] = {}
+        for owner, shape in each:
+            flops = muon.iteration_flops(torch.Size(shape), 5)
+            work[owner] = work.get(owner, 0.0) + flops
+            in_round[owner] = in_round.get(owner, 0) + 2 * shape[0] * shape[1]
+        # A matrix of 86 MiB is in a round of its own.
+        assert max(in_round.values()) <= max(matrix_owners.ROUND_BYTES, 2 * 11008 * 4096)
+    assert len(work) == 4
+    assert max(work.values()) <= 1.1 * sum(work.values()) / 4
+
+
+def test_sharded_matrices_without_their_mesh_are_refused(ranks):
+    ranks.run(2, build_without_mesh)
+
+
+def build_without_mesh() -> None:
+    mesh = build_mesh(MeshSpec(shard=2), "zero3")
+    model = parallelize(odd_model(), mesh, ParallelConfig("zero3", precision="fp64"))
+    up = model.blocks[0].up.weight
+    with pytest.raises(ValueError, match="needs mesh"):
+        Muon([{"params": [up], "algorithm": "muon", "weight_decay": 0.0}])
+
+
+def build_on_two_meshes() -> None:
+    first = build_mesh(MeshSpec(shard=2), "zero3")
+    second = build_mesh(MeshSpec(replicate=2), "ddp")
+    model = nn.ModuleList(
+        [
+            parallelize(odd_model(), first, ParallelConfig("zero3", precision="fp64")),
+            parallelize(odd_model(), second, ParallelConfig("ddp", precision="fp64")),
+        ]
+    )
+    groups = [{"pattern": "*.up.weight", "algorithm": "muon"}]
+    with pytest.raises(ConfigError, match="on several meshes"):
+        build_optimizer(model, replace(OPTIMIZERS["muon"], groups=groups))
+
+
+def test_one_optimizer_of_two_meshes_is_refused(ranks):
+    ranks.run(2, build_on_two_meshes)
