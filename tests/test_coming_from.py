@@ -67,7 +67,7 @@ def read_rows() -> list[Row]:
         for left, body in ENTRY.findall(section):
             blocks = BLOCK.findall(body)
             lines = tuple(line for block in blocks for line in block.splitlines())
-            rows.append(Row(origin, left.replace("`", ""), lines, BLOCK.sub("", body)))
+            rows.append(Row(origin, left.replace("`", ""), lines, BLOCK.sub("", body).strip()))
     return rows
 
 
@@ -241,7 +241,9 @@ def check_words(
     config, default = jobs.config_of(with_base(BASE, words)), jobs.config_of(BASE)
     for word in words:
         check_value(config, word)
-    is_default = row.note.startswith("the default") or row.code[0].startswith("hydra.run.dir")
+    is_default = row.note.lower().startswith("the default") or row.code[0].startswith(
+        "hydra.run.dir"
+    )
     assert (config == default) == is_default
     if ON_CPU.search(row.note):
         with pytest.raises(ConfigError) as error:
