@@ -1,4 +1,4 @@
-"""docs/coming-from.md is true: every right-hand cell and every script of ours in it runs, and does what its row says.
+"""docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says.
 
 Rows come from the document itself. Python cells run on four ranks; what must have happened then is said below, by a check per row, and a
 row without one fails. Words of the command line are composed and checked as the command does it, and some really train.
@@ -31,6 +31,8 @@ from parallel2d.config import TrainConfig
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
 ORIGINS = ("thunder", "FullySharded", "fully_shard", "Lightning", "torchtitan")
 WORDS = re.compile(r"[\w.]+=\S*(?: [\w.]+=\S*)*")
+ENTRY = re.compile(r"^\*\*([^\n]+)\*\*$(.*?)(?=^\*\*|\Z)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ON_CPU = re.compile(r'on CPU: "([^"]+)"')
 ANSWERED = re.compile(r'`([^`]+)` says "([^"]+)"')
 
@@ -51,15 +53,21 @@ class Row(NamedTuple):
 
 
 def read_rows() -> list[Row]:
+    """Of a section with tables, its rows; of one with entries in bold, what follows each of them."""
     rows: list[Row] = []
     for section in DOCUMENT.split("\n## ")[1:]:
         origin = next((word for word in ORIGINS if section.startswith(word)), None)
-        for line in section.splitlines() if origin else ():
+        if origin is None:
+            continue
+        for line in section.splitlines():
             if line.startswith("| ") and not line.startswith("| you wrote"):
                 _, left, right, note, _ = (cell.strip() for cell in line.split("|"))
-                rows.append(
-                    Row(origin, left.replace("`", ""), tuple(re.findall(r"`([^`]+)`", right)), note)
-                )
+                spans = tuple(re.findall(r"`([^`]+)`", right))
+                rows.append(Row(origin, left.replace("`", ""), spans, note))
+        for left, body in ENTRY.findall(section):
+            blocks = BLOCK.findall(body)
+            lines = tuple(line for block in blocks for line in block.splitlines())
+            rows.append(Row(origin, left.replace("`", ""), lines, BLOCK.sub("", body).strip()))
     return rows
 
 
@@ -82,7 +90,7 @@ def test_the_document_was_read():
     assert len(COMMANDS) > 70
     assert len(ANSWERS) > 50
     assert all(row.code or ANSWERED.search(row.note) for row in ROWS), (
-        "a row says nothing that can be checked"
+        "an entry says nothing that can be checked"
     )
 
 
@@ -233,7 +241,9 @@ def check_words(
     config, default = jobs.config_of(with_base(BASE, words)), jobs.config_of(BASE)
     for word in words:
         check_value(config, word)
-    is_default = row.note.startswith("the default") or row.code[0].startswith("hydra.run.dir")
+    is_default = row.note.lower().startswith("the default") or row.code[0].startswith(
+        "hydra.run.dir"
+    )
     assert (config == default) == is_default
     if ON_CPU.search(row.note):
         with pytest.raises(ConfigError) as error:

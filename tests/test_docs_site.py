@@ -1,13 +1,17 @@
-"""The documentation builds as a site without a warning; every key, name and page is in it; a page loads nothing from elsewhere."""
+"""The documentation builds as a site without a warning; every key, name and page is in it; a page loads nothing from elsewhere
+and is never wider than the window; a newcomer's questions are answered."""
 
 from __future__ import annotations
 
+import html
+import posixpath
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from browser import Browser, find_chromium
 
 import parallel2d
 
@@ -28,13 +32,112 @@ def site(tmp_path_factory):
     return out
 
 
+# Question -> words that its answer holds, in the section that the first page links.
+QUESTIONS = {
+    "Which layout should I take?": "python -m parallel2d.plan",
+    "Why was my mesh refused?": "mesh.allow_cross_node=true",
+    "How do I use my own model?": "model=custom model.target=package.module:factory",
+    "How do I use my own loop?": "build_mesh(strategy=",
+    "How do I resume on fewer nodes?": "launch.nnodes=2:4",
+    "What happens when a node dies?": "they continue with fewer replicas",
+    "How many bytes leave a node?": "1.5048",
+    "What does hybrid_full cost?": "costs no more bytes than hybrid",
+    "How do I export to Hugging Face?": "--to hf writes the folder that from_pretrained takes",
+    "How do I run a sweep?": "-m optimizer.lr=1e-3,1e-2",
+}
+# Of the elements of a page, the first that reach beyond the window, for the message.
+TOO_WIDE = """(() => {
+  const width = window.innerWidth;
+  if (document.documentElement.scrollWidth <= width && document.body.scrollWidth <= width) return "";
+  return [...document.querySelectorAll("article *")].filter(
+    node => node.getBoundingClientRect().right > width + 1).slice(0, 3).map(
+    node => node.tagName + " " + node.textContent.slice(0, 60)).join("; ") || "an element outside of the article";
+})()"""
+
+
+def text_of(page: str) -> str:
+    """A page's or section's words, as a reader sees them."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", page)).split())
+
+
+def body_of(site: Path, page: str) -> str:
+    """The HTML between the navigation of ``page``."""
+    return (site / page).read_text().partition("<article")[2].partition("</article>")[0]
+
+
+def pages_linked_in(site: Path, page: str) -> set[str]:
+    """Pages of the site that the body of ``page`` links."""
+    links = re.findall(r'href="([^"#:]+\.html)', body_of(site, page))
+    return {posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) for link in links}
+
+
 @pytest.mark.extras("sphinx", "myst_parser", "furo")
 def test_every_page_is_built_and_linked_from_the_first(site):
-    pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    """In the navigation; and by links in the text, from page to page."""
+    sources = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    pages = {str(path.with_suffix(".html")) for path in sources} - {"index.html"}
     index = (site / "index.html").read_text()
-    for page in pages - {Path("index.md")}:
-        assert (site / page).with_suffix(".html").is_file(), page
-        assert f'href="{page.with_suffix(".html")}"' in index, page
+    navigation = index.partition("sidebar-tree")[2].partition("</aside>")[0]
+    for page in pages:
+        assert (site / page).is_file(), page
+        assert f'href="{page}"' in navigation, page
+    found, new = set(), {"index.html"}
+    while new:
+        page = new.pop()
+        found.add(page)
+        new |= pages_linked_in(site, page) - found
+    assert pages <= found, pages - found
+
+
+@pytest.mark.extras("sphinx", "myst_parser", "furo")
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_answered_with_one_click(site, question):
+    rows = re.findall(r"<tr.*?</tr>", body_of(site, "index.html"), re.DOTALL)
+    (row,) = [row for row in rows if question in text_of(row)]
+    answers = []
+    for link in re.findall(r'href="([^"]+)"', row):
+        page, _, anchor = link.partition("#")
+        section = body_of(site, page)
+        if anchor:
+            assert f'id="{anchor}"' in section, link
+            # Up to the next heading of the same or a higher level.
+            section = section.partition(f'id="{anchor}"')[2]
+            level = re.search(r"<h(\d)", section)[1]
+            start = section.index("</h")
+            end = re.search(rf"<h[1-{level}]", section[start:])
+            section = section[: start + end.start()] if end else section
+        answers.append(text_of(section))
+    assert any(QUESTIONS[question] in answer for answer in answers), answers[0][:500]
+
+
+@pytest.mark.extras("sphinx", "myst_parser", "furo")
+def test_no_page_is_wider_than_the_window(site, tmp_path):
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("this machine has no Chromium")
+    pages = sorted(path.relative_to(site) for path in site.rglob("*.html"))
+    browser = Browser(chromium, tmp_path / "profile", width=1200, height=900)
+    wide = []
+    try:
+        for page in pages:
+            browser.open((site / page).as_uri())
+            ready = f"document.readyState === 'complete' && location.href.endsWith('/{page}')"
+            browser.wait_for(ready, bool)
+            for width in (1200, 800, 400):
+                browser.call(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=width, height=900, deviceScaleFactor=1, mobile=False,
+                )  # fmt: skip
+                assert browser.ask("window.innerWidth") == width
+                too_wide = browser.ask(TOO_WIDE)
+                if too_wide:
+                    wide.append(f"{page} at {width} px: {too_wide}")
+        # The question itself: something wide is noticed.
+        browser.ask("document.querySelector('article').style.minWidth = '3000px'")
+        assert browser.ask(TOO_WIDE)
+    finally:
+        browser.close()
+    assert not wide, "\n".join(wide)
 
 
 @pytest.mark.extras("sphinx", "myst_parser", "furo")

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from parallel2d.report import findings
+from parallel2d.report.overview import tables
 from parallel2d.report.runs import NOT_FINITE, Run
 from parallel2d.run_directory import Segment
 
@@ -312,6 +313,17 @@ SHARD, REPLICATE = "comm/shard/bytes", "comm/replicate/bytes"
 )  # fmt: skip
 def test_deviations(given, words):
     assert_said(findings.deviations(given), words)
+
+
+def test_every_predicted_quantity_has_a_name_with_its_unit():
+    """Those that a run predicts (`run_description`), and no raw key in the heading of a table."""
+    given = {"time/step_s": 0.2, "throughput/tokens_per_s": 1e3, "throughput/mfu": 0.4, SHARD: 2e6}
+    part = predicted(given, given)
+    shown = {heading: (columns, rows) for heading, columns, rows in tables([part])}
+    quantities = [row[1] for row in shown["Measured and predicted"][1]]
+    assert quantities == ["shard MB", "step s", "tokens/s", "MFU (share of the peak)"]
+    for columns, _ in shown.values():
+        assert not [column for column in columns if "_" in column]
 
 
 @pytest.mark.parametrize(

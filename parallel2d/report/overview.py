@@ -15,12 +15,35 @@ Table = tuple[str, list[str], list[list[str]]]  # heading, column names, rows
 Compared = tuple[str, float | None, float | None]
 
 _MB = 1e6
+# How a key is shown, with its unit; communication has names of its own, see `quantity_of`
+_QUANTITIES = {
+    keys.LOSS: "loss",
+    keys.VALIDATION_LOSS: "validation loss",
+    keys.GRAD_NORM: "gradient norm",
+    keys.LEARNING_RATE: "learning rate",
+    keys.STEP_S: "step s",
+    keys.FIRST_STEP_S: "first step s",
+    keys.TOKENS_PER_S: "tokens/s",
+    keys.TOKENS_PER_S_PER_RANK: "tokens/s per rank",
+    keys.MODEL_TFLOPS_PER_RANK: "TFLOP/s per rank",
+    keys.MFU: "MFU (share of the peak)",
+    keys.PEAK_GIB: "peak memory of the device GiB",
+    keys.PEAK_RSS_GIB: "peak memory of the process GiB",
+    keys.GOODPUT: "goodput (share of the wall time)",
+}
+
+
+def _words(name: str) -> str:
+    """``first_step`` as `first step`."""
+    return name.replace("_", " ")
+
+
 _CERTIFIED = {"True": "yes", "False": "no"}
 _TIME_COLUMNS = [
     "run",
-    *(f"{phase} (of a step)" for phase in keys.PHASES),
+    *(f"{_words(phase)} (of a step)" for phase in keys.PHASES),
     *(f"waits for {axis} (of a step)" for axis in keys.AXES),
-    *(f"{cause} (s lost)" for cause in keys.LOSSES),
+    *(f"{_words(cause)} (s lost)" for cause in keys.LOSSES),
 ]
 _START_COLUMNS = ["run", "start", "begun", "first step", "why", "mesh", "changed"]
 _ORIGIN_COLUMNS = ["run", "begun", "parallel2d", "torch", "python", "certificate", "command"]
@@ -118,9 +141,8 @@ def quantity_of(key: str) -> tuple[str, float]:
     parts = key.split("/")
     if len(parts) == 3 and parts[0] == "comm" and parts[2] == "bytes":
         return f"{parts[1]} MB", 1 / _MB
-    if key == keys.STEP_S:
-        return "step s", 1.0
-    return files.printable(key, 60), 1.0
+    # A layout that another version wrote may predict a quantity that has no name here.
+    return _QUANTITIES.get(key) or files.printable(key, 60), 1.0
 
 
 def _beside_row(run: Run, compared: Compared) -> list[str]:
