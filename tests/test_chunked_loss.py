@@ -6,6 +6,7 @@ import copy
 import itertools
 from functools import lru_cache, partial
 
+import jobs
 import pytest
 import torch
 import torch.distributed as dist
@@ -500,3 +501,143 @@ def test_the_peak_falls_by_the_logits_and_their_gradient():
     logits = 1024 * 16384 * 4
     # One chunk of logits and its softmax remain.
     assert whole - chunked >= 1.8 * logits
+
+
+# Whole jobs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(9000))
+    )
+    return tmp_path
+
+
+def _rows(ranks, folder, name, words, steps=4):
+    words = (
+        *words,
+        "checkpoint.enabled=false",
+        "train.validate_every=2",
+        "train.micro_batch_size=2",
+    )
+    ranks.run(4, jobs.run, str(folder), str(folder / name), words, steps)
+    return jobs.rows(folder / name)
+
+
+def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, folder):
+    layout = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
+    plain = _rows(ranks, folder, "plain", layout)
+    chunked = _rows(ranks, folder, "chunked", (*layout, "train.loss_chunk=9"))
+    assert len(plain) == len(chunked) == 4
+    for one, other in zip(plain, chunked, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-11)
+    for key in ("comm/shard/bytes", "comm/shard/calls", "comm/tensor/bytes"):
+        assert chunked[-1][key] == plain[-1][key] > 0, key
+    measured = [row["validation/loss"] for row in chunked if "validation/loss" in row]
+    assert measured == pytest.approx(
+        [row["validation/loss"] for row in plain if "validation/loss" in row], rel=1e-12
+    )
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_job_in_mixed_precision_learns_as_with_whole_logits(ranks, folder, precision):
+    words = ("strategy=hybrid", f"precision={precision}")
+    plain = _rows(ranks, folder, "plain", words)
+    chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
+    losses = [[row["loss"] for row in rows] for rows in (plain, chunked)]
+    assert losses[1] == pytest.approx(losses[0], rel=3e-3)
+    assert losses[1][-1] < losses[1][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train.loss_chunk=0",), "train.loss_chunk=0"),
+        (("data=images", "data.path=."), "data=images has none"),
+        (("precision.output=bf16",), "precision.output=bf16 would round"),
+        (
+            ("model=custom", "model.target=test_chunked_loss:Capped", "model.loss=a:b"),
+            "model.loss=a:b needs the whole logits",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(words, message):
+    words = ("train.loss_chunk=8", *words)
+    with pytest.raises(ConfigError, match=message):
+        jobs.config_of(words)
+
+
+# Models of a library
+
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
+LIBRARY_MODELS = {
+    "gemma2": {**_SIZES, "head_dim": 4, "final_logit_softcapping": 0.5},
+    "cohere": {**_SIZES, "logit_scale": 0.3},
+    "granite": {**_SIZES, "logits_scaling": 7.0},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 300, "resid_pdrop": 0.1},
+}
+
+
+@pytest.mark.extras("transformers")
+@pytest.mark.parametrize("kind", LIBRARY_MODELS)
+def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
+    from parallel2d.models import huggingface
+
+    torch.manual_seed(0)
+    model = huggingface.build(architecture=kind, arguments=LIBRARY_MODELS[kind]).double()
+    tokens, targets = training.global_batch(0)
+    head = ChunkedHead(model, 7)
+    head.compare(targets, tokens)
+    torch.manual_seed(1)  # of dropout
+    plain = cross_entropy_sum(model(tokens).logits, targets)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = torch.autograd.grad(plain, parameters)
+    torch.manual_seed(1)
+    loss = head.loss(targets, tokens)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
+    for one, other in zip(torch.autograd.grad(loss, parameters), expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.extras("transformers")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.architecture=gpt2", "strategy=zero3", "bucketing=layer"),
+        ("model.architecture=llama", "strategy=hybrid", "mesh.tensor=2", "mesh.shard=2"),
+    ],
+    ids=str,
+)
+def test_a_job_with_a_model_of_transformers(ranks, folder, words):
+    kind = words[0].partition("=")[2]
+    sizes = LIBRARY_MODELS.get(kind, _SIZES)
+    arguments = ",".join(f"{key}: {value}" for key, value in sizes.items())
+    words = ("model=hf", f"model.arguments={{{arguments}}}", *words)
+    plain = _rows(ranks, folder, "plain", words)
+    chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
+    for one, other in zip(plain, chunked, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-11)
+
+
+@pytest.mark.extras("transformers")
+def test_a_job_whose_loss_reads_a_part_of_its_targets_is_refused(ranks, folder):
+    words = (
+        "model=hf",
+        "model.architecture=t5",
+        "model.arguments={d_model: 16, d_kv: 4, d_ff: 24, num_layers: 2, num_heads: 4, vocab_size: 300}",
+        "train.loss_chunk=9",
+    )
+    with pytest.raises(AssertionError, match="reads a part of the targets"):
+        _rows(ranks, folder, "t5", words)
