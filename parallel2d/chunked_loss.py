@@ -151,33 +151,30 @@ class _Settings:
 
 
 class _Gradients:
-    """Sums over the chunks; None where no gradient is wanted."""
+    """Sums over the chunks; None where no gradient is wanted, or nothing was added."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
-    ) -> None:
-        self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Sums of rounded numbers are kept in fp32 at least.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    def __init__(self, hidden: Tensor, wanted: tuple[bool, ...]) -> None:
+        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        if bias is not None and wanted[2]:
-            self.bias = torch.zeros_like(bias, dtype=wide)
-
-    @property
-    def any(self) -> bool:
-        return not (self.hidden is None and self.weight is None and self.bias is None)
+        self._of_weight, self._of_bias = wanted[1:]
+        self.any = any(wanted)
 
     def add(self, rows: slice, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """``gradient``: of the logits of these ``rows``; ``hidden``: the same rows."""
         if self.hidden is not None:
             torch.mm(gradient, weight, out=self.hidden[rows])
-        if self.weight is not None and self.weight.dtype == gradient.dtype:
+        # Sums of rounded numbers are kept in fp32 at least.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        if self._of_weight and self.weight is None:
+            self.weight = (gradient.t() @ hidden).to(wide)
+        elif self.weight is not None and wide == gradient.dtype:
             self.weight.addmm_(gradient.t(), hidden)
         elif self.weight is not None:
             self.weight.add_(gradient.t() @ hidden)
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
+        if self._of_bias:
+            summed = gradient.sum(0, dtype=wide)
+            self.bias = summed if self.bias is None else self.bias.add_(summed)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -194,9 +191,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # `needs_input_grad` does not say whether gradients are recorded at all.
         wanted = tuple(needs and settings.with_grad for needs in ctx.needs_input_grad[:3])
-        gradients = _Gradients(hidden, weight, bias, wanted)
+        gradients = _Gradients(hidden, wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for start in range(0, len(targets), settings.chunk):
+        # Without rows one empty chunk is computed, so that the gradients are zeros.
+        for start in range(0, max(len(targets), 1), settings.chunk):
             rows = slice(start, start + settings.chunk)
             loss, gradient = _of_chunk(
                 F.linear(hidden[rows], weight, bias), targets[rows], settings, gradients.any
@@ -204,6 +202,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss
             if gradient is not None:
                 gradients.add(rows, gradient, hidden[rows], weight)
+            # Before the next chunk has its logits.
+            del gradient
         ctx.gradients = gradients
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         return total

@@ -114,13 +114,16 @@ def test_autocast_casts_the_product_alone():
     assert all(tensor.grad.dtype == torch.float32 for tensor in inputs)
 
 
-def test_only_ignored_targets_and_huge_logits_stay_finite():
+def test_only_ignored_targets_none_and_huge_logits_stay_finite():
     (hidden, weight, _), targets = case(torch.float32)
     nothing = cross_entropy_from_hidden(hidden, weight, torch.full_like(targets, -100), 8)
     nothing.backward()
     assert nothing.item() == 0
     assert hidden.grad.abs().max() == 0
     assert weight.grad.abs().max() == 0
+    empty = cross_entropy_from_hidden(hidden[:0], weight, targets[:0], 8)
+    assert empty.item() == 0
+    assert torch.autograd.grad(empty, weight)[0].abs().max() == 0
     huge = cross_entropy_from_hidden(hidden * 1e25, weight, targets, 8)
     assert huge.isfinite()
 
@@ -540,6 +543,20 @@ def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, fo
         [row["validation/loss"] for row in plain if "validation/loss" in row], rel=1e-12
     )
     assert len(measured) == 2
+
+
+def _certify(folder, words):
+    from parallel2d.certification.training_job import certify_job
+
+    found = certify_job(*jobs.job_of(folder, folder + "/run", words))
+    return found.passed, found.problems()
+
+
+@pytest.mark.slow
+def test_a_job_is_certified_against_whole_logits(ranks, folder):
+    words = ("strategy=hybrid", "mesh.shard=2", "bucketing=layer", "train.loss_chunk=9")
+    for passed, problems in ranks.run(4, _certify, str(folder), words):
+        assert passed, problems
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
