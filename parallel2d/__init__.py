@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.certification import certify
+    from parallel2d.chunked_head import ChunkedHead
+    from parallel2d.chunked_loss import cross_entropy_from_hidden
     from parallel2d.config import (
         BucketingConfig,
         CheckpointConfig,
@@ -60,6 +62,7 @@ _MODULES = {
     "BucketingConfig": "config",
     "CheckpointConfig": "config",
     "Checkpointer": "recovery",
+    "ChunkedHead": "chunked_head",
     "ConfigError": "errors",
     "Hook": "hooks",
     "HookResult": "hooks",
@@ -85,6 +88,7 @@ _MODULES = {
     "clip_gradient_norm": "gradients",
     "clip_gradient_value": "gradients",
     "compare_replicas": "sync",
+    "cross_entropy_from_hidden": "chunked_loss",
     "cross_entropy_sum": "loss",
     "data_coordinate": "mesh",
     "finish_updates": "sync",
@@ -118,6 +122,7 @@ __all__ = [
     "BucketingConfig",
     "CheckpointConfig",
     "Checkpointer",
+    "ChunkedHead",
     "ConfigError",
     "Hook",
     "HookResult",
@@ -144,6 +149,7 @@ __all__ = [
     "clip_gradient_norm",
     "clip_gradient_value",
     "compare_replicas",
+    "cross_entropy_from_hidden",
     "cross_entropy_sum",
     "data_coordinate",
     "finish_updates",

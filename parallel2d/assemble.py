@@ -10,13 +10,17 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from parallel2d.chunked_head import ChunkedHead, find_head
 from parallel2d.config import Job, TrainConfig
 from parallel2d.data import BatchPlan
+from parallel2d.errors import ConfigError
 from parallel2d.hooks import Hook, build_hooks, check_hooks
+from parallel2d.loss import cross_entropy_sum
 from parallel2d.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
 from parallel2d.metrics.header import RunFacts
-from parallel2d.model_families import build_model, plan_tensor_axis
+from parallel2d.model_families import ModelParts, build_model, plan_tensor_axis
 from parallel2d.models.adapters import settings_of
 from parallel2d.optimizer import build_optimizer, plan_groups
 from parallel2d.parallelize import parallelize
@@ -57,6 +61,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
     parts = build_model(config.model)
     plan_groups(parts.module, config.optimizer)
     plan_tensor_axis(config, parts, shape)
+    name_of_head(config, parts)
     check_hooks(config.train.hooks)
     data = open_training_data(config, parts)
     check_targets(config, parts, data)
@@ -92,7 +97,8 @@ def build_trainer(
     config = fit_to_data(config, data)
     job = dataclasses.replace(job, config=config)
 
-    # What must be counted on the plain model, before it is sharded.
+    # What must be found on the plain model, before it is sharded.
+    head = name_of_head(config, parts)
     sample = data.train.shape
     writes = runtime.is_first and not quiet
     flops = flops_per_sequence(job, parts, sample) if writes else None
@@ -123,6 +129,7 @@ def build_trainer(
         flops=flops,
         activations=activations,
         timed=timed,
+        head=head,
     )
     # An export to another format needs to know the model's configuration, and its tokenizer.
     tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
@@ -149,6 +156,7 @@ def build_trainer(
         hooks=[*build_hooks(config.train.hooks), *hooks],
         run_dir=job.run_dir,
         tokenizer=data.tokenizer,
+        chunked_head=_chunked_head(config, model, head),
     )
     restored = checkpointer.restore(restarted=job.restarted, begin=False)
     if restored is not None:
@@ -176,6 +184,29 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
     barrier("start")
     trainer.checkpointer.begin()
     recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
+
+
+def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
+    """Of the Linear with which the loss is computed in chunks; None without ``train.loss_chunk``.
+
+    Raises `ConfigError` for a model whose loss cannot be computed so.
+    """
+    chunk = config.train.loss_chunk
+    if chunk is None:
+        return None
+    if parts.loss is not cross_entropy_sum:
+        raise ConfigError(
+            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
+            "the targets, which its head does not know; omit train.loss_chunk"
+        )
+    return find_head(parts.module)
+
+
+def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> ChunkedHead | None:
+    chunk = config.train.loss_chunk
+    if head is None or chunk is None:
+        return None
+    return ChunkedHead(model, chunk, head)
 
 
 def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:

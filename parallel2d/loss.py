@@ -56,7 +56,7 @@ def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
     """
     logits = getattr(logits, "logits", logits)
     _check_shapes(logits, targets)
-    _check_targets(targets, logits.shape[-1])
+    check_targets(targets, logits.shape[-1])
     if not isinstance(logits, DTensor):
         return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0)
     mesh = logits.device_mesh
@@ -85,7 +85,7 @@ def _check_shapes(logits: Any, targets: Any) -> None:
     )
 
 
-def _check_targets(targets: Tensor, columns: int) -> None:
+def check_targets(targets: Tensor, columns: int) -> None:
     """Raises RuntimeError for a target without a logit; on GPU without waiting for the device."""
     # `_assert_async` has kernels for these two devices alone.
     if targets.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():

@@ -61,13 +61,14 @@ def describe_run(
     flops: int | None,
     activations: Mapping[str, float],
     timed: TimedModel | None = None,
+    head: str | None = None,
 ) -> RunFacts:
     """The facts of a run, with the bytes that each axis will move per step and, where ``cluster``
     describes the machines, the time of a step.
 
     ``flops``: of one sequence, from `flops_per_sequence`; ``activations``: from
     `predict_activations`; ``timed``: from `timed_model`; all of them must be asked for before the
-    model is parallelized.
+    model is parallelized. ``head``: the layer with which the loss is computed in chunks.
     """
     config = job.config
     moved = predict_communication(
@@ -123,7 +124,14 @@ def describe_run(
         classes=data.classes,
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         exact_bytes=exact_bytes(model, mesh),
+        loss=_describe_loss(config.train.loss_chunk, head),
     )
+
+
+def _describe_loss(chunk: int | None, head: str | None) -> str | None:
+    if chunk is None or head is None:
+        return None
+    return f"in chunks of {chunk:,} tokens, with the layer {head}"
 
 
 def _steady(predicted: Mapping[str, float], sync: SyncConfig) -> dict[str, float]:

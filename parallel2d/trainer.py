@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.best_metric import WatchedMetrics
 from parallel2d.checkpoint import StoreCheckpointer
+from parallel2d.chunked_head import ChunkedHead
 from parallel2d.config import TrainConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
 from parallel2d.errors import ConfigError
@@ -55,7 +56,8 @@ class Trainer:
     """Trains ``model``, which is parallel over ``mesh`` and has its weights already.
 
     ``named_validation``: streams by name, validated on beside ``validation``; ``hooks``: see
-    `parallel2d.hooks`, which are told ``run_dir`` and ``tokenizer`` (its name and fingerprint).
+    `parallel2d.hooks`, which are told ``run_dir`` and ``tokenizer`` (its name and fingerprint);
+    ``chunked_head``: computes the loss in the place of ``loss``.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         run_dir: str = "",
         tokenizer: tuple[str, str] = ("", ""),
+        chunked_head: ChunkedHead | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.loss = loss
+        self.chunked_head = chunked_head
         self.mesh = mesh
         self.optimizer = optimizer
         self.training = training
@@ -178,6 +182,8 @@ class Trainer:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
         more = self.progress.step < self.config.train.steps and self.stopped is None
         self._upcoming = self._take(feed) if more else None
+        if self.chunked_head is not None and self._upcoming is not None:
+            self._compare_losses(self.chunked_head, self._upcoming)
         tokens = _valid_tokens(self._upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
@@ -374,11 +380,18 @@ class Trainer:
         except EndOfData:
             return None
 
+    def _compare_losses(self, chunked_head: ChunkedHead, batch: StepBatch) -> None:
+        micro = batch.micro_batches[0]
+        ids = () if micro.document_ids is None else (micro.document_ids,)
+        chunked_head.compare(micro.targets, micro.inputs, *ids)
+
     def _loss_of(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
         if self._input_dtype is not None and inputs.is_floating_point():
             inputs = inputs.to(self._input_dtype)
-        output = self.model(inputs) if document_ids is None else self.model(inputs, document_ids)
-        return self.loss(output, targets)
+        arguments = (inputs,) if document_ids is None else (inputs, document_ids)
+        if self.chunked_head is not None:
+            return self.chunked_head.loss(targets, *arguments)
+        return self.loss(self.model(*arguments), targets)
 
     def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss

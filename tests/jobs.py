@@ -59,10 +59,16 @@ def config_of(words):
 
 def build(folder, run_dir, words, hooks=()):
     """The trainer of this rank."""
+    from parallel2d.assemble import build_trainer
+
+    return build_trainer(*job_of(folder, run_dir, words), hooks=hooks)
+
+
+def job_of(folder, run_dir, words):
+    """The job, and the runtime of this rank."""
     import torch
     import torch.distributed as dist
 
-    from parallel2d.assemble import build_trainer
     from parallel2d.config import Job
     from parallel2d.launch import RankIdentity
     from parallel2d.mesh import Topology
@@ -79,7 +85,7 @@ def build(folder, run_dir, words, hooks=()):
     os.makedirs(run_dir, exist_ok=True)
     identity = RankIdentity(rank, world, rank, 0, 1, "torchrun")
     runtime = Runtime(identity, torch.device("cpu"), Topology.gather())
-    return build_trainer(Job(config, run_dir, ()), runtime, hooks=hooks)
+    return Job(config, run_dir, ()), runtime
 
 
 def run(folder, run_dir, words, steps, after_step=None):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel2d import (
+    ChunkedHead,
     MeshSpec,
     ParallelConfig,
     accumulate,
@@ -133,10 +134,12 @@ def train(
     llama: dict[str, Any] | None = None,
     seed: int = 0,
     descent: bool = False,
+    loss_chunk: int | None = None,
 ) -> dict[str, Any]:
     """Trains the small Llama on this process group; returns losses, gradient norms and whole final weights (rank 0).
 
-    ``llama``: changes to its sizes, or another ``kind``; ``descent``: with `Descent` instead of AdamW."""
+    ``llama``: changes to its sizes, or another ``kind``; ``descent``: with `Descent` instead of AdamW; ``loss_chunk``: with a
+    `ChunkedHead` of so many rows."""
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
     with build_on_meta():
@@ -145,6 +148,7 @@ def train(
     model = parallelize(model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan)
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
+    head = ChunkedHead(model, loss_chunk) if loss_chunk else None
     losses, norms = [], []
     for step in range(steps):
         tokens, targets = (
@@ -155,7 +159,10 @@ def train(
         for micro_tokens, micro_targets in accumulate(
             model, list(zip(tokens, targets, strict=True)), during_accumulation
         ):
-            loss = cross_entropy_sum(model(micro_tokens), micro_targets)
+            if head is not None:
+                loss = head.loss(micro_targets, micro_tokens)
+            else:
+                loss = cross_entropy_sum(model(micro_tokens), micro_targets)
             (loss * weight.to(loss.dtype)).backward()
             total += loss.detach().double() * weight
         losses.append((sum_over_data_ranks(total, mesh) / data_ranks).item())

@@ -90,7 +90,10 @@ class Session:
         self._runs_each_group_once = True
 
     def begin(self) -> None:
-        """Before the first step."""
+        """Before the first step. Forwards until then, such as those that compare a loss in chunks
+        with the plain one, are not compared."""
+        if self._outputs is not None:
+            self._outputs.take()
         self._compare_copies("initial weights", self._parameters)
         for replica in self._replicas:
             found = gather_whole(self._parameters, self._mesh, replica)

@@ -604,6 +604,7 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
         f"train.seq_len={train.seq_len} has no effect with data=images: an image is one sample "
         "with one target",
     )
+    yield from _chunk_problems(config)
     micro = train.micro_batch_size
     whole = train.global_batch_size
     # "auto" is chosen to fit.
@@ -612,6 +613,28 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
             micro <= whole,
             f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}",
         )
+
+
+def _chunk_problems(config: TrainConfig) -> Iterator[str]:
+    chunk = config.train.loss_chunk
+    if chunk is None:
+        return
+    yield from _require(
+        config.data.name != "images",
+        f"train.loss_chunk={chunk} splits the logits of tokens, and data=images has none",
+    )
+    loss = getattr(config.model, "loss", None)
+    yield from _require(
+        not loss,
+        f"train.loss_chunk={chunk} computes the summed cross-entropy with the head, and model.loss="
+        f"{loss} needs the whole logits; omit one of them",
+    )
+    output = config.precision.output
+    yield from _require(
+        output not in ("bf16", "fp16"),
+        f"train.loss_chunk={chunk}: the output of the model is its loss, which precision.output="
+        f"{output} would round; omit precision.output",
+    )
 
 
 def _warmup_problems(config: TrainConfig) -> Iterator[str]:

@@ -125,6 +125,8 @@ class LoopConfig:
     # left of the global batch is accumulated
     micro_batch_size: int | str = option("auto", minimum=1, auto=True)
     seq_len: int = option(128, minimum=1)  # Tokens of a sequence; images have none
+    # Tokens whose logits exist at a time: the loss is computed with the head in chunks; null: whole
+    loss_chunk: int | None = option(None, minimum=1, null=True)
     validate_every: int = option(100, minimum=0)  # Steps between validations; 0: never
     validate_batches: int = option(4, minimum=1)  # Global batches per validation
     # Steps in a row with a non-finite gradient, before the run ends with an error

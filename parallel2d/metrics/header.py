@@ -45,6 +45,7 @@ class RunFacts:
     trained_parameters: int | None = None  # None: all
     # that exact fp32 gradients would send over the replicate axis per step
     exact_bytes: float = 0.0
+    loss: str | None = None  # how it is computed, in words; None: from whole logits
 
     def lines(self) -> list[str]:
         """The header, readable in 80 columns."""
@@ -61,6 +62,7 @@ class RunFacts:
             "on this rank",
             *self._trained(),
             f"            precision {self.precision}, bucketing {self.bucketing}",
+            *self._loss(),
             f"sync        {self.sync}",
             f"data        {self.data}",
             f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} data "
@@ -72,6 +74,9 @@ class RunFacts:
         if self.trained_parameters in (None, self.parameters):
             return []
         return [f"            {self.trained_parameters:,} of them are trained, the others frozen"]
+
+    def _loss(self) -> list[str]:
+        return [] if self.loss is None else [f"loss        {self.loss}"]
 
     def hparams(self, lr: float) -> dict[str, str | float | bool]:
         """Settings by which runs are compared. Whole numbers are texts: TensorBoard shows any

@@ -1,0 +1,660 @@
+"""The loss whose logits are never whole: as a function, on models of every kind, on every strategy, and its peak of memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import lru_cache, partial
+
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import training
+from test_parity import (
+    COVER,
+    STRATEGIES,
+    compare,
+    initial_model,
+    layout,
+    named,
+    reference,
+    world_of,
+)
+from torch import Tensor, nn
+
+from parallel2d import (
+    ChunkedHead,
+    ConfigError,
+    MeshSpec,
+    ParallelConfig,
+    accumulate,
+    attach_optimizer,
+    build_mesh,
+    build_on_meta,
+    cross_entropy_from_hidden,
+    cross_entropy_sum,
+    data_coordinate,
+    finish_updates,
+    mesh_shape,
+    parallelize,
+    token_weight,
+    updated_parameters,
+)
+from parallel2d.chunked_head import find_head
+from parallel2d.config import CompileConfig
+
+ROWS, DIM, VOCAB = 37, 6, 11
+EAGER = CompileConfig("block", "eager")
+
+
+def capped(logits: Tensor) -> Tensor:
+    return 5 * torch.tanh(logits / 5)
+
+
+def case(dtype=torch.float64, vocab=VOCAB):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        (torch.randn(*size, generator=generator, dtype=torch.float64) * 2).to(dtype)
+        for size in ((ROWS, DIM), (vocab, DIM), (vocab,))
+    )
+    targets = torch.randint(0, vocab, (ROWS,), generator=generator)
+    targets[::4] = -100
+    return [tensor.requires_grad_() for tensor in (hidden, weight, bias)], targets
+
+
+def plain_loss(hidden, weight, bias, targets, after=None, z_loss=0.0):
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if after is None else after(logits)
+    loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return loss + z_loss * logits.logsumexp(1)[targets != -100].square().sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("after", "z_loss"), [(None, 0.0), (capped, 0.0), (capped, 0.3)])
+def test_equals_torchs_cross_entropy_of_whole_logits(chunk, with_bias, after, z_loss):
+    (hidden, weight, bias), targets = case()
+    bias = bias if with_bias else None
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    ours = cross_entropy_from_hidden(
+        hidden, weight, targets, chunk, bias=bias, after=after, z_loss=z_loss
+    )
+    plain = plain_loss(hidden, weight, bias, targets, after, z_loss)
+    assert ours.item() == pytest.approx(plain.item(), rel=1e-13)
+    found = torch.autograd.grad(ours * 0.3, inputs)
+    expected = torch.autograd.grad(plain * 0.3, inputs)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
+def test_narrow_logits_have_their_loss_in_fp32(dtype, bound):
+    inputs, targets = case(dtype)
+    ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
+    assert ours.dtype == torch.float32
+    ours.backward()
+    precise = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    plain_loss(*precise, targets).backward()
+    for tensor, exact in zip(inputs, precise, strict=True):
+        assert tensor.grad.dtype == dtype
+        assert (tensor.grad.double() - exact.grad).norm() <= bound * exact.grad.norm()
+
+
+def test_autocast_casts_the_product_alone():
+    inputs, targets = case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
+    ours.backward()
+    narrow = [tensor.detach().bfloat16() for tensor in inputs]
+    assert ours.item() == cross_entropy_from_hidden(*narrow[:2], targets, 8, bias=narrow[2]).item()
+    assert all(tensor.grad.dtype == torch.float32 for tensor in inputs)
+
+
+def test_only_ignored_targets_none_and_huge_logits_stay_finite():
+    (hidden, weight, _), targets = case(torch.float32)
+    nothing = cross_entropy_from_hidden(hidden, weight, torch.full_like(targets, -100), 8)
+    nothing.backward()
+    assert nothing.item() == 0
+    assert hidden.grad.abs().max() == 0
+    assert weight.grad.abs().max() == 0
+    empty = cross_entropy_from_hidden(hidden[:0], weight, targets[:0], 8)
+    assert empty.item() == 0
+    assert torch.autograd.grad(empty, weight)[0].abs().max() == 0
+    huge = cross_entropy_from_hidden(hidden * 1e25, weight, targets, 8)
+    assert huge.isfinite()
+
+
+def test_frozen_inputs_get_no_gradient_and_backward_runs_once():
+    (hidden, weight, _), targets = case()
+    loss = cross_entropy_from_hidden(hidden, weight.detach(), targets, 8)
+    loss.backward(retain_graph=True)
+    assert hidden.grad is not None
+    with pytest.raises(RuntimeError, match="kept for one only"):
+        loss.backward()
+    with torch.no_grad():
+        assert not cross_entropy_from_hidden(hidden, weight, targets, 8).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk=0 must be a whole number"),
+        ({"hidden": torch.ones(ROWS, 5)}, r"\[\.\.\., dim\]"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "one target for each"),
+        ({"weight": "head"}, "weight is a str"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    (hidden, weight, _), targets = case()
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "chunk": 8} | change
+    with pytest.raises(ConfigError, match=message):
+        cross_entropy_from_hidden(**arguments)
+
+
+def test_a_target_without_logit_is_an_error():
+    (hidden, weight, _), targets = case()
+    targets[1] = VOCAB
+    with pytest.raises(RuntimeError, match="a target has no logit"):
+        cross_entropy_from_hidden(hidden, weight, targets, 8)
+
+
+def _split_vocabulary(vocab):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = build_mesh(MeshSpec(tensor=2), "ddp")["tensor"]
+    (hidden, weight, bias), targets = case(vocab=vocab)
+    plain = plain_loss(hidden, weight, bias, targets, capped, 0.2)
+    expected = torch.autograd.grad(plain, (hidden, weight, bias))
+    # On the way to the loss, as the input of a split layer is.
+    whole = distribute_tensor(hidden.detach(), mesh, [Replicate()]).requires_grad_()
+    split = [
+        distribute_tensor(tensor.detach(), mesh, [Shard(0)]).requires_grad_()
+        for tensor in (weight, bias)
+    ]
+    loss = cross_entropy_from_hidden(
+        whole, split[0], targets, 8, bias=split[1], after=capped, z_loss=0.2
+    )
+    found = torch.autograd.grad(loss, (whole, *split))
+    differences = [
+        (one.full_tensor() - other).abs().max().item()
+        for one, other in zip(found, expected, strict=True)
+    ]
+    return abs(loss.item() - plain.item()), max(differences)
+
+
+@pytest.mark.parametrize("vocab", [11, 12, 1])
+def test_a_split_vocabulary_has_the_loss_of_a_whole_one(ranks, vocab):
+    for loss, gradient in ranks.run(2, _split_vocabulary, vocab):
+        assert loss <= 1e-11
+        assert gradient <= 1e-12
+
+
+# Models that are no presets
+
+
+class Capped(nn.Module):
+    """A head with a bias, a scale that is a buffer, and a soft cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(training.VOCAB, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)
+        )
+        self.head = nn.Linear(16, training.VOCAB)
+        self.register_buffer("scale", torch.tensor(1.7))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.hidden(tokens)) * self.scale
+        logits = torch.tanh(logits / 3.0)
+        return logits.mul(3.0)
+
+
+class Tied(Capped):
+    """Head and embedding are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, training.VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(tokens)).to(torch.float64)
+
+
+def _initial(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def _step(kind, config, chunk, accumulation, tensor=1):
+    """Mean loss of one global batch, and the weights after a step along its gradient, on this process group."""
+    parallel = ParallelConfig(**config)
+    mesh = build_mesh(MeshSpec(tensor=tensor), parallel.strategy.name)
+    head_word = "colwise_gather_output" if tensor > 1 else None
+    plan = {"head": head_word} if head_word else None
+    model = parallelize(_initial(kind), mesh, parallel, tensor_plan=plan)
+    # A replica may have the gradients of a part only, and so weights are compared.
+    optimizer = torch.optim.SGD(updated_parameters(model), lr=1.0)
+    attach_optimizer(model, optimizer)
+    head = ChunkedHead(model, chunk)
+    data_ranks = mesh_shape(mesh).data_ranks
+    tokens, targets = (
+        part.chunk(data_ranks)[data_coordinate(mesh)].chunk(accumulation)
+        for part in training.global_batch(0)
+    )
+    weight = token_weight(sum(int((t != -100).sum()) for t in targets), mesh)
+    total = torch.zeros((), dtype=torch.float64)
+    for own, wanted in accumulate(model, list(zip(tokens, targets, strict=True))):
+        loss = head.loss(wanted, own)
+        (loss * weight).backward()
+        total += loss.detach() * weight / data_ranks
+    dist.all_reduce(total)
+    optimizer.step()
+    finish_updates(model)
+    weights = {name: training.whole(p).detach() for name, p in model.named_parameters()}
+    return (total / mesh_shape(mesh).tensor).item(), weights
+
+
+def check_step(ranks, kind, strategy, bucketing, tensor, accumulation):
+    model = _initial(kind)
+    tokens, targets = training.global_batch(0)
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    loss.backward()
+    config = {**layout(strategy, bucketing), "precision": "fp64"}
+    found, weights = ranks.run(
+        world_of(strategy, tensor), _step, kind, config, 7, accumulation, tensor
+    )[0]
+    assert found == pytest.approx(loss.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 1e-3
+        expected = parameter - parameter.grad
+        assert torch.allclose(weights[name], expected, atol=1e-12, rtol=1e-12), name
+
+
+CASES = list(
+    itertools.product((Capped, Tied), STRATEGIES, ("layer", "block", "size"), (1, 2), (1, 2))
+)
+# Each strategy once with each model, the other values in turn.
+FEW = [
+    (kind, strategy, ("layer", "block")[(i + j) % 2], 1 + (i // 2 + j) % 2, 1 + i % 2)
+    for j, kind in enumerate((Capped, Tied))
+    for i, strategy in enumerate(STRATEGIES)
+]
+
+
+def name_of(case):
+    return named((case[0].__name__, *case[1:]))
+
+
+@pytest.mark.parametrize("case", FEW, ids=name_of)
+def test_a_step_equals_plain_pytorch_on_every_strategy(ranks, case):
+    check_step(ranks, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_step_equals_plain_pytorch_on_every_layout(ranks, case):
+    check_step(ranks, *case)
+
+
+# The Llama, whose logits stay split over the tensor axis
+
+
+def check_llama(ranks, strategy, bucketing, tensor, accumulation, engine, config, tied=False):
+    steps = 3
+    changes = {"tie_embeddings": tied}
+    run = ranks.run(
+        world_of(strategy, tensor),
+        training.train,
+        {"tensor": tensor},
+        {**layout(strategy, bucketing, engine), "precision": "fp64", **config},
+        steps=steps,
+        accumulation=accumulation,
+        llama=changes,
+        loss_chunk=5,
+    )[0]
+    expected = reference(torch.float64, steps) if not tied else _tied_reference(steps)
+    compare(run, expected, losses=1e-12, norm=1e-12, weights=1e-9)
+
+
+@lru_cache
+def _tied_reference(steps):
+    model = partial(training.Llama, tie_embeddings=True)
+    return training.reference(initial_model(model), steps=steps, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "tied"),
+    [
+        (("hybrid", "layer", 2, 2, "parallel2d"), {"activation_checkpointing": "full"}, False),
+        (("zero3", "block", 2, 1, "parallel2d"), {}, True),
+        (("hybrid_full", "layer", 1, 2, "parallel2d"), {"compile": EAGER}, True),
+    ],
+    ids=str,
+)
+def test_a_llama_trains_as_with_whole_logits(ranks, case, config, tied):
+    check_llama(ranks, *case, config, tied)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", COVER, ids=named)
+def test_a_llama_trains_as_with_whole_logits_on_every_layout(ranks, case, tied):
+    check_llama(ranks, *case, {}, tied)
+
+
+# What cannot be computed so
+
+
+class LearnedScale(Capped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens)) * self.factor
+
+
+class Biased(Capped):
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens)) + torch.arange(training.VOCAB)
+
+
+class Sliced(Capped):
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens))[..., : training.VOCAB - 1]
+
+
+class Softmax(Capped):
+    def forward(self, tokens):
+        return F.log_softmax(self.head(self.hidden(tokens)), -1)
+
+
+class Elsewhere(Capped):
+    """Its last Linear is not its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Linear(16, 1)
+
+    def forward(self, tokens):
+        x = self.hidden(tokens)
+        self.value(x)
+        return self.head(x)
+
+
+class Different(Capped):
+    """Does something else with what is no tensor."""
+
+    def forward(self, tokens):
+        logits = self.head(self.hidden(tokens))
+        return logits * 2 if isinstance(logits, Tensor) else logits
+
+
+class Twice(Capped):
+    def forward(self, tokens):
+        self.head(self.hidden(tokens))
+        return self.head(self.hidden(tokens))
+
+
+class Fewer(Capped):
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens)[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LearnedScale, "mul with a parameter"),
+        (Biased, "add with a tensor of shape"),
+        (Sliced, "uses indexing"),
+        (Softmax, "uses log_softmax"),
+        (Elsewhere, "is not what one call of value returned"),
+        (Different, "differs from the plain loss"),
+        (Twice, "2 calls"),
+        (Fewer, "each target needs one row"),
+    ],
+)
+def test_models_whose_loss_would_be_another_are_refused(kind, message):
+    model = _initial(kind)
+    head = ChunkedHead(model, 8)
+    tokens, targets = training.global_batch(0)
+    with pytest.raises(ConfigError, match=message):
+        head.loss(targets, tokens)
+    assert model.training
+
+
+def test_a_model_that_changes_what_it_does_with_logits_is_an_error():
+    model = _initial(Capped)
+    head = ChunkedHead(model, 8)
+    tokens, targets = training.global_batch(0)
+    head.loss(targets, tokens)
+    model.scale = torch.tensor(1.7, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="did .* with its logits"):
+        head.loss(targets, tokens)
+
+
+def test_a_model_without_a_plain_linear_as_head_is_refused():
+    class Own(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    with pytest.raises(ConfigError, match="no Linear outside of its repeated blocks"):
+        find_head(nn.Sequential(nn.Embedding(8, 4), Own(4, 8)))
+    with pytest.raises(ConfigError, match="chunk=0"):
+        ChunkedHead(_initial(Capped), 0)
+    with pytest.raises(ConfigError, match="no plain Linear"):
+        ChunkedHead(_initial(Capped), 8, "embed")
+
+
+def test_logits_are_what_they_were_and_a_copy_computes_with_its_own_head():
+    model = _initial(Capped)
+    tokens, targets = training.global_batch(0)
+    before = model(tokens)
+    head = ChunkedHead(model, 8)
+    head.loss(targets, tokens)
+    assert torch.equal(model(tokens), before)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    assert torch.equal(twin(tokens), before)
+    assert list(model.state_dict()) == list(twin.state_dict())
+
+
+# Memory
+
+
+def _peak(run):
+    """The most bytes that are allocated at once while ``run`` runs, above what was there."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_the_peak_falls_by_the_logits_and_their_gradient():
+    with build_on_meta():
+        model = training.build_llama(vocab_size=16384)
+    model = model.to_empty(device="cpu")
+    for name, module in model.named_modules():
+        model.init_weights(module, name)
+    tokens = torch.arange(1024).view(2, 512)
+    head = ChunkedHead(model, 64)
+    head.compare(tokens, tokens)
+    whole = _peak(lambda: cross_entropy_sum(model(tokens), tokens).backward())
+    model.zero_grad()
+    chunked = _peak(lambda: head.loss(tokens, tokens).backward())
+    logits = 1024 * 16384 * 4
+    # One chunk of logits and its softmax remain.
+    assert whole - chunked >= 1.8 * logits
+
+
+# Whole jobs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "corpus.txt").write_text(
+        "".join(f"{i} times {i} is {i * i}\n" for i in range(9000))
+    )
+    return tmp_path
+
+
+def _rows(ranks, folder, name, words, steps=4):
+    words = (
+        *words,
+        "checkpoint.enabled=false",
+        "train.validate_every=2",
+        "train.micro_batch_size=2",
+    )
+    ranks.run(4, jobs.run, str(folder), str(folder / name), words, steps)
+    return jobs.rows(folder / name)
+
+
+def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, folder):
+    layout = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
+    plain = _rows(ranks, folder, "plain", layout)
+    chunked = _rows(ranks, folder, "chunked", (*layout, "train.loss_chunk=9"))
+    assert len(plain) == len(chunked) == 4
+    for one, other in zip(plain, chunked, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-11)
+    for key in ("comm/shard/bytes", "comm/shard/calls", "comm/tensor/bytes"):
+        assert chunked[-1][key] == plain[-1][key] > 0, key
+    measured = [row["validation/loss"] for row in chunked if "validation/loss" in row]
+    assert measured == pytest.approx(
+        [row["validation/loss"] for row in plain if "validation/loss" in row], rel=1e-12
+    )
+    assert len(measured) == 2
+
+
+def _certify(folder, words):
+    from parallel2d.certification.training_job import certify_job
+
+    found = certify_job(*jobs.job_of(folder, folder + "/run", words))
+    return found.passed, found.problems()
+
+
+@pytest.mark.slow
+def test_a_job_is_certified_against_whole_logits(ranks, folder):
+    words = ("strategy=hybrid", "mesh.shard=2", "bucketing=layer", "train.loss_chunk=9")
+    for passed, problems in ranks.run(4, _certify, str(folder), words):
+        assert passed, problems
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_job_in_mixed_precision_learns_as_with_whole_logits(ranks, folder, precision):
+    words = ("strategy=hybrid", f"precision={precision}")
+    plain = _rows(ranks, folder, "plain", words)
+    chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
+    losses = [[row["loss"] for row in rows] for rows in (plain, chunked)]
+    assert losses[1] == pytest.approx(losses[0], rel=3e-3)
+    assert losses[1][-1] < losses[1][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train.loss_chunk=0",), "train.loss_chunk=0"),
+        (("data=images", "data.path=."), "data=images has none"),
+        (("precision.output=bf16",), "precision.output=bf16 would round"),
+        (
+            ("model=custom", "model.target=test_chunked_loss:Capped", "model.loss=a:b"),
+            "model.loss=a:b needs the whole logits",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(words, message):
+    words = ("train.loss_chunk=8", *words)
+    with pytest.raises(ConfigError, match=message):
+        jobs.config_of(words)
+
+
+# Models of a library
+
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
+LIBRARY_MODELS = {
+    "gemma2": {**_SIZES, "head_dim": 4, "final_logit_softcapping": 0.5},
+    "cohere": {**_SIZES, "logit_scale": 0.3},
+    "granite": {**_SIZES, "logits_scaling": 7.0},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 300, "resid_pdrop": 0.1},
+}
+
+
+@pytest.mark.extras("transformers")
+@pytest.mark.parametrize("kind", LIBRARY_MODELS)
+def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
+    from parallel2d.models import huggingface
+
+    torch.manual_seed(0)
+    model = huggingface.build(architecture=kind, arguments=LIBRARY_MODELS[kind]).double()
+    tokens, targets = training.global_batch(0)
+    head = ChunkedHead(model, 7)
+    head.compare(targets, tokens)
+    torch.manual_seed(1)  # of dropout
+    plain = cross_entropy_sum(model(tokens).logits, targets)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = torch.autograd.grad(plain, parameters)
+    torch.manual_seed(1)
+    loss = head.loss(targets, tokens)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
+    for one, other in zip(torch.autograd.grad(loss, parameters), expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.extras("transformers")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.architecture=gpt2", "strategy=zero3", "bucketing=layer"),
+        ("model.architecture=llama", "strategy=hybrid", "mesh.tensor=2", "mesh.shard=2"),
+    ],
+    ids=str,
+)
+def test_a_job_with_a_model_of_transformers(ranks, folder, words):
+    kind = words[0].partition("=")[2]
+    sizes = LIBRARY_MODELS.get(kind, _SIZES)
+    arguments = ",".join(f"{key}: {value}" for key, value in sizes.items())
+    words = ("model=hf", f"model.arguments={{{arguments}}}", *words)
+    plain = _rows(ranks, folder, "plain", words)
+    chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
+    for one, other in zip(plain, chunked, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-11)
+
+
+@pytest.mark.extras("transformers")
+def test_a_job_whose_loss_reads_a_part_of_its_targets_is_refused(ranks, folder):
+    words = (
+        "model=hf",
+        "model.architecture=t5",
+        "model.arguments={d_model: 16, d_kv: 4, d_ff: 24, num_layers: 2, num_heads: 4, vocab_size: 300}",
+        "train.loss_chunk=9",
+    )
+    with pytest.raises(AssertionError, match="reads a part of the targets"):
+        _rows(ranks, folder, "t5", words)
