@@ -117,14 +117,21 @@ class Causes:
         ):
             return None
         words = f"it is {float(near):.4g} times what it should be"
-        sizes = {axis: getattr(self.shape, axis) for axis in ("replicate", "shard", "tensor")}
-        axes = [axis for axis, size in sizes.items() if near in (size, Fraction(1, size))]
-        axes = [axis for axis in axes if sizes[axis] > 1]
+        axes = self._axes_of_size(near)
         if axes:
             how = "summed instead of averaged" if near > 1 else "divided once too often"
-            named = " or ".join(f"the {sizes[axis]} ranks of the {axis} axis" for axis in axes)
-            words += f", as if {how} over {named}"
-        return Cause(words, axes[0] if len(axes) == 1 else None)
+            ranks = [f"the {size} ranks of the {axis} axis" for axis, size in axes.items()]
+            words += f", as if {how} over {' or '.join(ranks)}"
+        return Cause(words, next(iter(axes)) if len(axes) == 1 else None)
+
+    def _axes_of_size(self, factor: Fraction) -> dict[str, int]:
+        """Axes of as many ranks as ``factor``, or as one over it, and their sizes."""
+        found = {}
+        for axis in ("replicate", "shard", "tensor"):
+            size = getattr(self.shape, axis)
+            if size > 1 and factor in (size, Fraction(1, size)):
+                found[axis] = size
+        return found
 
     def _is_scaled_somehow(self, _name: str, found: Tensor, expected: Tensor) -> Cause | None:
         factor = _factor(found, expected)
@@ -182,9 +189,7 @@ class Causes:
         if not missing:
             return self._counted_otherwise(counted)
         words = "missing: " + ", ".join(self._called(part) for part in missing)
-        others = [weight for weight in weights if weight >= _MISSING]
-        if others and max(others) - min(others) < 0.02 and abs(others[0] - 1) > 0.02:
-            words += f"; the others count {others[0]:.3g} times"
+        words += _how_others_count([weight for weight in weights if weight >= _MISSING])
         axis = self._axis_of({part.data_rank for part in missing})
         return Cause(words, axis, self._ranks_of(missing))
 
@@ -379,3 +384,10 @@ def _word(dtype: torch.dtype) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def _how_others_count(weights: Sequence[float]) -> str:
+    """What is said of contributions that are there, but not once; empty where they are."""
+    if not weights or max(weights) - min(weights) >= 0.02 or abs(weights[0] - 1) <= 0.02:
+        return ""
+    return f"; the others count {weights[0]:.3g} times"

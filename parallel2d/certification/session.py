@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,17 +140,24 @@ class Session:
                 first = int(self._mesh.mesh.view(self._shape.replicate, -1)[replica, 0])
                 names = set((used or [])[first])
                 norms.append(self.examiner.update(track, found, names, inputs.loss_scale))
-        # What the other replicas have, where they differ.
-        others = range(0)
         if unequal and not self._splits and not self._outer:
-            others = range(1, self._shape.replicate)
-        for replica in others:
-            found = gather_whole({name: gradients[name] for name in unequal}, self._mesh, replica)
-            if self.examiner is not None and inputs is not None:
-                self.examiner.gradients(0, found, expected[0], inputs, replica)
+            differing = {name: gradients[name] for name in unequal}
+            self._examine_other_replicas(differing, expected, inputs)
         if self.examiner is not None and norms:
             self.examiner.remember(expected)
             self.examiner.norm(norm, norms)
+
+    def _examine_other_replicas(
+        self,
+        gradients: Mapping[str, Tensor],
+        expected: Sequence[Mapping[str, ExpectedGradient]],
+        inputs: StepInputs | None,
+    ) -> None:
+        """Compares ``gradients``, which replicas have differently. Collective."""
+        for replica in range(1, self._shape.replicate):
+            found = gather_whole(gradients, self._mesh, replica)
+            if self.examiner is not None and inputs is not None:
+                self.examiner.gradients(0, found, expected[0], inputs, replica)
 
     def _examine_forwards(
         self, inputs: StepInputs | None, own_loss: float, finite: bool

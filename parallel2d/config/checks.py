@@ -264,15 +264,9 @@ def _validation_set_problems(data: DataConfig, name: str, entry: Any) -> Iterato
     if not isinstance(entry, dict):
         yield f"{where}={entry} must have the form {{path: PATH, name: text}}, with keys of data.*"
         return
-    unknown = [key for key in entry if key not in ENTRY_KEYS]
-    for key in unknown:
-        near = did_you_mean(key, ENTRY_KEYS)
-        yield f"{where}.{key}: a set may have {', '.join(ENTRY_KEYS)}{near}"
-    kinds = {item.name: _KINDS[str(item.type)] for item in fields(data) if item.name in ENTRY_KEYS}
-    wrong = [key for key in entry if key in kinds and not isinstance(entry[key], kinds[key])]
-    for key in wrong:
-        yield f"{where}.{key}={entry[key]} is no value of data.{key}"
-    if unknown or wrong:
+    of_keys = list(_entry_problems(data, where, entry))
+    yield from of_keys
+    if of_keys:
         return
     own = validation_set(data, entry)
     if (own.name == "images") != (data.name == "images"):
@@ -280,6 +274,19 @@ def _validation_set_problems(data: DataConfig, name: str, entry: Any) -> Iterato
     yield from field_problems(own, where + ".")
     for problem in _data_problems(own):
         yield f"{where}: {problem}"
+
+
+def _entry_problems(data: DataConfig, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    """Of the keys of a validation set and the kinds of their values."""
+    for key in entry:
+        if key not in ENTRY_KEYS:
+            near = did_you_mean(key, ENTRY_KEYS)
+            yield f"{where}.{key}: a set may have {', '.join(ENTRY_KEYS)}{near}"
+    for item in fields(data):
+        if item.name in ENTRY_KEYS and item.name in entry:
+            value = entry[item.name]
+            if not isinstance(value, _KINDS[str(item.type)]):
+                yield f"{where}.{item.name}={value} is no value of data.{item.name}"
 
 
 def _without_effect(

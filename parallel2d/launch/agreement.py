@@ -57,25 +57,7 @@ def agree_on_job(
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
     if identity.rank == 0:
-        records = [
-            json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
-        ]
-        earlier = next((record for record in records if record), None)
-        try:
-            message: dict[str, Any] | None
-            if earlier:
-                message = {**earlier, "restarted": True}
-            else:
-                message = _first_job(identity, arguments, composition)
-            if message is not None:
-                message["settled"] = _settled(message, identity, settle)
-        except ConfigError as error:
-            store.set("parallel2d/job", json.dumps({"error": str(error)}))
-            raise
-        except SystemExit:
-            store.set("parallel2d/job", json.dumps(None))
-            raise
-        store.set("parallel2d/job", json.dumps(message))
+        _publish_job(identity, store, arguments, composition, settle)
     received = json.loads(store.get("parallel2d/job"))
     if received is None:
         return None
@@ -95,6 +77,36 @@ def agree_on_job(
         records=received["records"],
         label=os.environ.get(LABEL, ""),
     )
+
+
+def _publish_job(
+    identity: RankIdentity,
+    store: Any,
+    arguments: Sequence[str],
+    composition: Composition | None,
+    settle: Settle,
+) -> None:
+    """Puts the job of the workers that these replace, or a new one, into ``store``; what went wrong
+    there too, and raises it."""
+    records = [
+        json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
+    ]
+    earlier = next((record for record in records if record), None)
+    try:
+        message: dict[str, Any] | None
+        if earlier:
+            message = {**earlier, "restarted": True}
+        else:
+            message = _first_job(identity, arguments, composition)
+        if message is not None:
+            message["settled"] = _settled(message, identity, settle)
+    except ConfigError as error:
+        store.set("parallel2d/job", json.dumps({"error": str(error)}))
+        raise
+    except SystemExit:
+        store.set("parallel2d/job", json.dumps(None))
+        raise
+    store.set("parallel2d/job", json.dumps(message))
 
 
 def _settled(job: Mapping[str, Any], identity: RankIdentity, settle: Settle) -> str:

@@ -7,7 +7,7 @@ The text of a finding names the node and the cause. ``red``: training would fail
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -458,61 +458,83 @@ def _inside(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding
 
 
 def _between(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
-    """Slow links, attributed to a node where all its links of a direction are slow and it has at
-    least two."""
+    """Links that broke, slow nodes, other slow links, and late ones."""
     found = []
     for link in links:
         if link.error:
-            text = (
-                f"{names[link.source]} -> {names[link.target]}: {link.error} while it was measured"
-            )
-            found.append(Finding("red", "links", text, (link.source, link.target)))
+            found.append(_about("red", link, names, f"{link.error} while it was measured"))
     measured = [link for link in links if link.bandwidth is not None and link.latency is not None]
     if not measured:
         return found
-    reference, latency = (
-        reference_bandwidth(measured),
-        median(link.latency or 0.0 for link in measured),
-    )
-    slow = [link for link in measured if (link.bandwidth or 0.0) < SLOW * reference]
+    found += _slow(measured, names)
+    latency = median(_seconds(link) for link in measured)
+    for link in measured:
+        if _is_late(_seconds(link), latency):
+            text = f"{in_seconds(_seconds(link))} one way, {in_seconds(latency)} is usual"
+            found.append(_about("yellow", link, names, text))
+    if found:
+        return found
+    lowest = in_rate(min(_rate(link) for link in measured))
+    text = f"{len(measured)} links measured, {lowest} or more, latency {in_seconds(latency)}"
+    return [Finding("green", "links", text)]
+
+
+def _slow(measured: Sequence[Link], names: Sequence[str]) -> list[Finding]:
+    """Nodes whose links are slow, at least two in a direction, and slow links of other nodes."""
+    usual = reference_bandwidth(measured)
+    slow = [link for link in measured if _rate(link) < SLOW * usual]
+    found = []
     explained: set[Link] = set()
     for node, name in enumerate(names):
-        sending = [link for link in measured if link.source == node]
-        receiving = [link for link in measured if link.target == node]
-        ways = [
-            (way, own)
-            for way, own in (("sends", sending), ("receives", receiving))
-            if len(own) > 1 and all(o in slow for o in own)
-        ]
+        ways = _slow_ways(node, measured, slow)
         if ways:
-            figures = " and ".join(
-                f"{way} at {in_rate(median(o.bandwidth or 0.0 for o in own))}" for way, own in ways
-            )
-            text = (
-                f"{name}: {figures}, the usual here is {in_rate(reference)}; all its links are "
-                "slow, so look at its cable, port or NIC"
-            )
-            found.append(Finding("yellow", "links", text, (node,)))
-            explained.update(o for _, own in ways for o in own)
+            found.append(_slow_node(node, name, ways, usual))
+        for own in ways.values():
+            explained.update(own)
+    which = "; with two nodes the measurement cannot tell which end" if len(names) == 2 else ""
     for link in slow:
         if link not in explained:
-            alone = (
-                "; with two nodes the measurement cannot tell which end" if len(names) == 2 else ""
-            )
-            text = (
-                f"{names[link.source]} -> {names[link.target]}: {in_rate(link.bandwidth or 0.0)}, "
-                f"the usual here is {in_rate(reference)}{alone}"
-            )
-            found.append(Finding("yellow", "links", text, (link.source, link.target)))
-    for link in measured:
-        if _is_late(link.latency or 0.0, latency):
-            pair = f"{names[link.source]} -> {names[link.target]}"
-            text = (
-                f"{pair}: {in_seconds(link.latency or 0.0)} one way, {in_seconds(latency)} is usual"
-            )
-            found.append(Finding("yellow", "links", text, (link.source, link.target)))
-    lowest = min(link.bandwidth or 0.0 for link in measured)
-    told = (
-        f"{len(measured)} links measured, {in_rate(lowest)} or more, latency {in_seconds(latency)}"
+            text = f"{in_rate(_rate(link))}, the usual here is {in_rate(usual)}{which}"
+            found.append(_about("yellow", link, names, text))
+    return found
+
+
+def _slow_ways(
+    node: int, measured: Sequence[Link], slow: Sequence[Link]
+) -> dict[str, Sequence[Link]]:
+    """The directions in which all links of ``node``, two at least, are slow, and these links."""
+    ways: dict[str, Sequence[Link]] = {
+        "sends": [link for link in measured if link.source == node],
+        "receives": [link for link in measured if link.target == node],
+    }
+    found = {}
+    for way, own in ways.items():
+        if len(own) > 1 and all(link in slow for link in own):
+            found[way] = own
+    return found
+
+
+def _slow_node(node: int, name: str, ways: Mapping[str, Sequence[Link]], usual: float) -> Finding:
+    figures = []
+    for way, own in ways.items():
+        figures.append(f"{way} at {in_rate(median(_rate(link) for link in own))}")
+    text = (
+        f"{name}: {' and '.join(figures)}, the usual here is {in_rate(usual)}; all its links are "
+        "slow, so look at its cable, port or NIC"
     )
-    return found or [Finding("green", "links", told)]
+    return Finding("yellow", "links", text, (node,))
+
+
+def _about(level: str, link: Link, names: Sequence[str], text: str) -> Finding:
+    pair = f"{names[link.source]} -> {names[link.target]}"
+    return Finding(level, "links", f"{pair}: {text}", (link.source, link.target))
+
+
+def _rate(link: Link) -> float:
+    """Bytes per second of a link that was measured."""
+    return link.bandwidth or 0.0
+
+
+def _seconds(link: Link) -> float:
+    """The latency of a link that was measured."""
+    return link.latency or 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -144,39 +144,37 @@ def cluster_description(outcome: CheckOutcome, name: str, ranks_per_node: int) -
     second and direction, latencies in seconds one way, memory in bytes per rank. ``inter_node`` is
     None for one node, or where no link could be measured."""
     reports = outcome.reports
-    gpus = [gpu for report in reports for gpu in report.facts.gpus]
-    copies = [
-        report.gpu_copy_bandwidth for report in reports if report.gpu_copy_bandwidth is not None
-    ]
-    inside = copies or [
-        report.intra_bandwidth for report in reports if report.intra_bandwidth is not None
-    ]
-    inside_latency = [
-        report.intra_latency for report in reports if report.intra_latency is not None
-    ]
+    inside = _known(report.gpu_copy_bandwidth for report in reports)
+    if not inside:
+        inside = _known(report.intra_bandwidth for report in reports)
     measured = [
         link for link in outcome.links if link.bandwidth is not None and link.latency is not None
     ]
-    if gpus:
-        device = {
-            "type": "cuda",
-            "name": gpus[0]["name"],
-            "memory_bytes": min(gpu["memory_bytes"] for gpu in gpus),
-        }
-    else:
-        share = min(report.facts.ram_bytes for report in reports) // ranks_per_node
-        device = {"type": "cpu", "name": reports[0].facts.cpu_name, "memory_bytes": share}
     return {
         "name": name,
         "nodes": len(reports),
         "ranks_per_node": ranks_per_node,
         "hosts": [report.facts.host for report in reports],
-        "device": device,
-        "intra_node": _pair(inside, inside_latency),
+        "device": _device(reports, ranks_per_node),
+        "intra_node": _pair(inside, _known(report.intra_latency for report in reports)),
         "inter_node": _pair(
-            [link.bandwidth or 0.0 for link in measured], [link.latency or 0.0 for link in measured]
+            _known(link.bandwidth for link in measured), _known(link.latency for link in measured)
         ),
     }
+
+
+def _device(reports: Sequence[NodeReport], ranks_per_node: int) -> dict[str, Any]:
+    """The first GPU with the smallest memory of all, or a rank's share of the smallest host."""
+    gpus = [gpu for report in reports for gpu in report.facts.gpus]
+    if gpus:
+        memory = min(gpu["memory_bytes"] for gpu in gpus)
+        return {"type": "cuda", "name": gpus[0]["name"], "memory_bytes": memory}
+    share = min(report.facts.ram_bytes for report in reports) // ranks_per_node
+    return {"type": "cpu", "name": reports[0].facts.cpu_name, "memory_bytes": share}
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _pair(bandwidths: Sequence[float], latencies: Sequence[float]) -> dict[str, float] | None:

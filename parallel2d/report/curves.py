@@ -60,16 +60,7 @@ def curves(
         rows = _thin([row for row in run.rows if key in row])
         if not rows:
             continue
-        width = _width(number, len(runs))
-        for is_dashed in (False, True):
-            line = _line_of(run, rows, key, is_dashed=is_dashed)
-            if line is None:
-                continue
-            dash = "dot" if is_dashed else "solid"
-            shown = {"color": run_colour(number), "width": width, "dash": dash}
-            traces.append(
-                {**line, "line": shown, "legendgroup": str(number), "showlegend": not is_dashed}
-            )
+        traces += _lines_of(run, rows, key, number, _width(number, len(runs)))
         events += [(run, event, _nearest(rows, event.step)) for event in events_of(run)]
     if not traces:
         return None
@@ -86,6 +77,23 @@ def curves(
     if unit or title == "Learning rate":
         layout["yaxis"]["rangemode"] = "tozero"
     return Drawing(title, "Curves", traces, layout, over=True)
+
+
+def _lines_of(
+    run: Run, rows: Sequence[dict[str, float]], key: str, number: int, width: float
+) -> list[dict[str, Any]]:
+    """The run's line, and the dashed one of every second start if there is one."""
+    found = []
+    for is_dashed in (False, True):
+        line = _line_of(run, rows, key, is_dashed=is_dashed)
+        if line is None:
+            continue
+        dash = "dot" if is_dashed else "solid"
+        shown = {"color": run_colour(number), "width": width, "dash": dash}
+        found.append(
+            {**line, "line": shown, "legendgroup": str(number), "showlegend": not is_dashed}
+        )
+    return found
 
 
 def _width(number: int, runs: int) -> float:

@@ -35,22 +35,10 @@ def drawings(runs: Sequence[Run]) -> list[Drawing]:
 
 def bars_of_steps(parts: Sequence[Run]) -> Drawing | None:
     """Where a step's time goes: a stacked bar for each layout, as means in milliseconds."""
-    waits = {axis: keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES}
     shown = [part for part in parts if part.mean(keys.STEP_S)]
     if not shown:
         return None
-    values: dict[str, list[float]] = {name: [] for name in ("compute", "data", "not split", *waits)}
-    for part in shown:
-        step_s = part.mean(keys.STEP_S) or 0.0
-        data_s = part.mean(keys.time_key("data_s")) or 0.0
-        exposed = {axis: part.mean(key) for axis, key in waits.items()}
-        is_split = any(value is not None for value in exposed.values())
-        rest = max(0.0, step_s - data_s - sum(value or 0.0 for value in exposed.values()))
-        values["data"].append(data_s)
-        values["compute"].append(rest if is_split else 0.0)
-        values["not split"].append(0.0 if is_split else rest)
-        for axis, value in exposed.items():
-            values[axis].append(value or 0.0)
+    split = [_seconds_of_step(part) for part in shown]
     names = {
         "compute": ("compute and the rest", _COMPUTE),
         "data": ("waits for data", _DATA),
@@ -58,14 +46,27 @@ def bars_of_steps(parts: Sequence[Run]) -> Drawing | None:
         **{axis: (f"waits for {axis}", AXIS_COLOURS[axis]) for axis in keys.AXES},
     }
     traces = []
-    for name, seconds in values.items():
-        if any(seconds):
-            label, colour = names[name]
-            heights = [1000 * value for value in seconds]
+    for name, (label, colour) in names.items():
+        heights = [1000 * seconds[name] for seconds in split]
+        if any(heights):
             traces.append(_bars(shown, label, heights, colour, "ms"))
     layout = layout_of(x="", y="ms per step") | {"barmode": "stack"}
     layout["xaxis"] |= _places(shown)
     return Drawing("Where a step's time goes", "A step", traces, layout)
+
+
+def _seconds_of_step(part: Run) -> dict[str, float]:
+    """Means of compute, of waiting for data and for each axis, and of what was not told apart."""
+    waits: dict[str, float | None] = {}
+    for axis in keys.AXES:
+        waits[axis] = part.mean(keys.communication_key(axis, "exposed_seconds"))
+    found = {axis: value or 0.0 for axis, value in waits.items()}
+    found["data"] = part.mean(keys.time_key("data_s")) or 0.0
+    rest = max(0.0, (part.mean(keys.STEP_S) or 0.0) - sum(found.values()))
+    was_measured = any(value is not None for value in waits.values())
+    found["compute"] = rest if was_measured else 0.0
+    found["not split"] = 0.0 if was_measured else rest
+    return found
 
 
 def bars_of_bytes(parts: Sequence[Run]) -> Drawing | None:
@@ -143,11 +144,7 @@ def waterfall(runs: Sequence[Run]) -> Drawing | None:
     for number, run in enumerate(runs):
         if run not in shown:
             continue
-        wall, useful = run.last(keys.WALL_S) or 0.0, run.last(keys.USEFUL_S) or 0.0
-        lost = [run.last(keys.lost_key(cause)) or 0.0 for cause, _ in _WATERFALL]
-        # What no cause is known for: setting up, writing rows, the agreement of ranks to end.
-        other = wall - useful - sum(lost)
-        heights = [wall, *(-value for value in lost), -other, 0.0]
+        heights = _falls(run)
         traces.append(
             {
                 "type": "waterfall",
@@ -164,6 +161,15 @@ def waterfall(runs: Sequence[Run]) -> Drawing | None:
         )
     layout = layout_of(x="", y=unit) | {"waterfallmode": "group"}
     return Drawing("Goodput: from wall time to useful time", "Goodput", traces, layout)
+
+
+def _falls(run: Run) -> list[float]:
+    """Seconds: the wall time, less each of the losses; 0 stands for the rest."""
+    wall, useful = run.last(keys.WALL_S) or 0.0, run.last(keys.USEFUL_S) or 0.0
+    lost = [run.last(keys.lost_key(cause)) or 0.0 for cause, _ in _WATERFALL]
+    # What no cause is known for: setting up, writing rows, the agreement of ranks to end.
+    other = wall - useful - sum(lost)
+    return [wall, *(-value for value in lost), -other, 0.0]
 
 
 def _unit_of_time(seconds: float) -> tuple[str, float]:
@@ -207,20 +213,12 @@ def _mesh_picture(part: Run, names: Sequence[str]) -> Drawing:
     hosts = [str(host) for host in part.layout["hosts"]]
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     cells = [[rank for group in replica for rank in group] for replica in ranks]
-    texts = []
-    for replicate, replica in enumerate(ranks):
-        row = []
-        for shard, group in enumerate(replica):
-            for tensor, rank in enumerate(group):
-                place = f"replicate {replicate}, shard {shard}, tensor {tensor}"
-                row.append(f"rank {rank} on {escaped(hosts[rank], 60)}<br>{place}")
-        texts.append(row)
     colours = [_HOST_COLOURS[n % len(_HOST_COLOURS)] for n in range(len(numbers))]
     trace: dict[str, Any] = {
         "type": "heatmap",
         "z": [[numbers[hosts[rank]] for rank in row] for row in cells],
         "text": [[str(rank) for rank in row] for row in cells],
-        "hovertext": texts,
+        "hovertext": _places_of_ranks(ranks, hosts),
         "hovertemplate": "%{hovertext}<extra></extra>",
         "colorscale": _steps_of(colours),
         "zmin": -0.5,
@@ -243,6 +241,21 @@ def _mesh_picture(part: Run, names: Sequence[str]) -> Drawing:
     if len(names) > 4:
         title += f" and {len(names) - 4} more"
     return Drawing(title, "Meshes: ranks, a colour for each host", [trace], layout)
+
+
+def _places_of_ranks(
+    ranks: Sequence[Sequence[Sequence[int]]], hosts: Sequence[str]
+) -> list[list[str]]:
+    """For each cell of a mesh's picture its rank, host and place in words."""
+    texts = []
+    for replicate, replica in enumerate(ranks):
+        row = []
+        for shard, group in enumerate(replica):
+            for tensor, rank in enumerate(group):
+                place = f"replicate {replicate}, shard {shard}, tensor {tensor}"
+                row.append(f"rank {rank} on {escaped(hosts[rank], 60)}<br>{place}")
+        texts.append(row)
+    return texts
 
 
 def _steps_of(colours: Sequence[str]) -> list[list[Any]]:

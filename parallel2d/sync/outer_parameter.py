@@ -97,18 +97,7 @@ def split_in_fragments(
     there are parameters.
     """
     sizes = {name: parameter.outer.numel() for name, parameter in parameters.items()}
-    share = sum(sizes.values()) / count
-    pieces: list[list[str]] = []
-    in_units: set[str] = set()
-    for unit in units:
-        names = [name for name in unit if name in sizes]
-        in_units.update(names)
-        if sum(sizes[name] for name in names) > share:
-            pieces.extend([name] for name in names)
-        elif names:
-            pieces.append(names)
-    # Parameters that no group has, such as those without dimensions.
-    pieces.extend([name] for name in sizes if name not in in_units)
+    pieces = _pieces_of_units(units, sizes, sum(sizes.values()) / count)
     if count > len(pieces):
         raise ConfigError(
             f"sync.fragments={count}: the model has {len(pieces)} parts that can be exchanged one "
@@ -123,3 +112,21 @@ def split_in_fragments(
         # One more, so that parameters without elements are dealt out too.
         loads[smallest] += sum(sizes[name] for name in piece) + 1
     return parts
+
+
+def _pieces_of_units(
+    units: Sequence[Sequence[str]], sizes: Mapping[str, int], share: float
+) -> list[list[str]]:
+    """The names of each unit, or one by one where it is larger than ``share``."""
+    pieces: list[list[str]] = []
+    in_units: set[str] = set()
+    for unit in units:
+        names = [name for name in unit if name in sizes]
+        in_units.update(names)
+        if sum(sizes[name] for name in names) > share:
+            pieces.extend([name] for name in names)
+        elif names:
+            pieces.append(names)
+    # Parameters that no group has, such as those without dimensions.
+    pieces.extend([name] for name in sizes if name not in in_units)
+    return pieces

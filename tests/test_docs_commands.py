@@ -1,0 +1,115 @@
+"""The other commands of README.md and docs/, those that start no job, run as they stand on a run and a corpus that are there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_docs_words import PAGES, lines_of
+
+pytestmark = pytest.mark.extras
+
+PROGRAM = re.compile(
+    r"^\s*(?:\w+ +)?python -m parallel2d\.(checkpoint|data|report|launch|preflight|dashboard) .*"
+)
+# In the place of words that the reader chooses
+CHOSEN = {
+    "RUN_DIR": "run",
+    "RUN": "run",
+    "DIR": "reported",
+    "NEW_FOLDER": "exported-anew",
+    "two/checkpoints/step-00000200": "run",
+    "run/checkpoints/step-00000016": "run",
+    "run/export": "exported-beside",
+    "model.pt": "whole.pt",
+    "~/.parallel2d-secret": "secret",
+}
+# What must not exist yet
+NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "secret")
+# A word -> why a command with it does not run here
+ELSEWHERE = {
+    "parallel2d.dashboard": "serves until it is stopped; test_metrics_dashboard.py",
+    "--nnodes": "needs several nodes; test_preflight.py and test_planner_calibration.py",
+    "TinyLlama-1.1B": "reads downloaded weights; test_checkpoint_convert.py",
+    "ADAPTER": "needs a run with adapters; test_adapters.py",
+}
+
+
+def commands() -> dict[str, list[str]]:
+    """Page and command -> its words after ``python -m``."""
+    found = {}
+    for page in PAGES:
+        for line in lines_of(page):
+            if PROGRAM.match(line):
+                # What stands in brackets may be left out.
+                text = re.sub(r"\[[^\]]*\]", "", line.strip())
+                words = shlex.split(os.path.expandvars(text), comments=True)
+                found[f"{page.name}: {' '.join(words)}"] = words
+    return found
+
+
+def is_elsewhere(words: list[str]) -> bool:
+    return any(word in ELSEWHERE for word in words)
+
+
+RUN_HERE = {name: words for name, words in commands().items() if not is_elsewhere(words)}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    """A finished run, a folder of runs, a corpus and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    folder: Path = tmp_path_factory.mktemp("commands")
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "text.txt").write_text("words of a corpus, one after another\n" * 2_000)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
+    tokenizer.train([str(folder / "corpus" / "text.txt")], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    train = ["parallel2d.train", "train.steps=4", "checkpoint.every=2", "launch.nproc_per_node=2"]
+    ran(folder, [*train, "hydra.run.dir=run"])
+    shutil.copytree(folder / "run", folder / "outputs" / "first")
+    return folder
+
+
+def ran(folder: Path, words: list[str]) -> str:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def test_commands_were_found_and_every_reason_is_needed():
+    assert len(RUN_HERE) >= 12
+    given = {word for words in commands().values() for word in words}
+    assert set(ELSEWHERE) <= given
+
+
+def test_the_other_commands_run(workspace):
+    # In the order of the pages: some read what the one before has written.
+    for number, words in enumerate(RUN_HERE.values()):
+        words = [CHOSEN.get(word, word) for word in words[words.index("-m") + 1 :]]
+        # Each writes into a new place.
+        for taken in NEW:
+            if taken in words[2:]:
+                words[words.index(taken, 2)] = f"{number}-{taken}"
+        ran(workspace, words)
+    assert (workspace / "tokens" / "manifest.json").exists()
