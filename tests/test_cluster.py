@@ -196,12 +196,15 @@ def test_counters_equal_what_was_sent(tmp_path):
         after_link = cluster.counters()
         transfer(cluster, 0, 0, 3_000_000)
         link, inside = difference(after_link, before), difference(cluster.counters(), after_link)
-    assert link["node0"]["eth0"]["tx_bytes"] == pytest.approx(5e6, rel=0.01)
-    assert link["node1"]["eth0"]["rx_bytes"] == pytest.approx(5e6, rel=0.01)
-    assert link["node0"]["eth0"]["rx_bytes"] < 1e5
-    assert link["node1"]["eth0"]["tx_bytes"] < 1e5
+    # With the headers of packets: 66 bytes for each of 1,448 to 65,160, the fewer the busier the machine is.
+    most = 1 + 66 / 1448
+    assert 1 < link["node0"]["eth0"]["tx_bytes"] / 5e6 < most
+    assert 1 < link["node1"]["eth0"]["rx_bytes"] / 5e6 < most
+    # Acknowledgements, at most one for each packet
+    assert link["node0"]["eth0"]["rx_bytes"] < 66 / 1448 * 5e6
+    assert link["node1"]["eth0"]["tx_bytes"] < 66 / 1448 * 5e6
     assert link["node0"]["lo"]["tx_bytes"] == 0
-    assert inside["node0"]["lo"]["tx_bytes"] == pytest.approx(3e6, rel=0.01)
+    assert 1 < inside["node0"]["lo"]["tx_bytes"] / 3e6 < most
     assert inside["node0"]["eth0"]["tx_bytes"] < 1000
     rows = [json.loads(line) for line in series.read_text().splitlines()]
     sent = [row["nodes"]["node0"]["eth0"]["tx_bytes"] for row in rows]

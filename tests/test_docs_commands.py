@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_docs_words import PAGES, lines_of
-
-pytestmark = pytest.mark.extras
+from test_docs_words import PAGES, lines_of, words_of
+from test_docs_words import is_elsewhere as is_composed_elsewhere
 
 PROGRAM = re.compile(
     r"^\s*(?:\w+ +)?python -m parallel2d\.(checkpoint|data|report|launch|preflight|dashboard) .*"
@@ -103,6 +102,7 @@ def test_commands_were_found_and_every_reason_is_needed():
     assert set(ELSEWHERE) <= given
 
 
+@pytest.mark.extras
 def test_the_other_commands_run(workspace):
     # In the order of the pages: some read what the one before has written.
     for number, words in enumerate(RUN_HERE.values()):
@@ -113,3 +113,28 @@ def test_the_other_commands_run(workspace):
                 words[words.index(taken, 2)] = f"{number}-{taken}"
         ran(workspace, words)
     assert (workspace / "tokens" / "manifest.json").exists()
+
+
+# What a job needs that is not here: data, weights, code or nodes of the reader.
+NEEDED = ("path=", "target=", "model=hf", "rdzv_endpoint", "llama_8b", "my_hooks", "load=", "plan.")
+SHORT = ["train.steps=3", "launch.nproc_per_node=4", "model.max_seq_len=128"]
+
+
+def jobs_of_pages() -> dict[str, list[str]]:
+    """Page and words -> words, of every job that needs nothing else."""
+    found = {}
+    for page in PAGES:
+        for line in lines_of(page):
+            words = words_of(line) if "parallel2d.train" in line else None
+            if words is None or is_composed_elsewhere(words):
+                continue
+            if not any(need in word for word in words for need in NEEDED):
+                found[f"{page.name}: {' '.join(words)}"] = words
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", jobs_of_pages())
+def test_a_job_trains(tmp_path, name):
+    said = ran(tmp_path, ["parallel2d.train", *jobs_of_pages()[name], *SHORT])
+    assert "loss" in said
