@@ -88,18 +88,29 @@ def estimate_step(
     ``moved``: bytes per step by ``comm/AXIS/bytes``; ``flops``: of one sample, ``float8_flops``
     those of them in 8-bit floats. See [Note: what overlaps what]."""
     try:
-        return _estimate(
-            config,
-            shapes,
-            shape,
-            places,
-            nodes,
-            batches,
-            states,
-            moved,
-            flops,
-            device_type,
-            float8_flops,
+        links = _Links(config, places, device_type)
+        compute = _compute_of(config, shape, batches, flops, float8_flops)
+        groups, after_update = _groups_of(config, shapes, shape, links, compute)
+        schedule = StepSchedule(
+            accumulation=batches.accumulation,
+            during_accumulation=config.sync.during_accumulation,
+            shares_link=places["shard"].is_inside == places["replicate"].is_inside,
+            # On a GPU the host runs ahead of the device.
+            overlaps_gathers=device_type != "cpu" or config.prefetch.forward > 0,
+            waits_for_scatters=device_type == "cpu",
+            tensor=links.tensor(moved) / batches.accumulation,
+        )
+        update = _update_seconds(config, states)
+        seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
+        if config.sync.name == "diloco":
+            seconds = _with_exchanges(config, shapes, shape, links, groups, schedule, seconds)
+        samples = config.train.global_batch_size / seconds.total
+        assert flops is not None
+        return StepEstimate(
+            seconds=seconds,
+            samples_per_s=samples,
+            mfu=samples * flops / (compute.peak * shape.world_size),
+            saving=_saving(config, nodes),
         )
     except _NotKnownError as lacking:
         return str(lacking)
@@ -123,45 +134,6 @@ def float8_flops(model: nn.Module, config: ParallelConfig, tokens: int) -> int:
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
     layers = float8_layers(blocks, config.precision)
     return 6 * tokens * sum(layer.weight.numel() for layer in layers)
-
-
-def _estimate(
-    config: TrainConfig,
-    shapes: ModelShapes,
-    shape: MeshShape,
-    places: Mapping[str, GroupPlacement],
-    nodes: int,
-    batches: MicroBatches,
-    states: StateBytes,
-    moved: Mapping[str, float],
-    flops: int | None,
-    device_type: str,
-    float8_flops: int,
-) -> StepEstimate:
-    links = _Links(config, places, device_type)
-    compute = _compute_of(config, shape, batches, flops, float8_flops)
-    groups, after_update = _groups_of(config, shapes, shape, links, compute)
-    schedule = StepSchedule(
-        accumulation=batches.accumulation,
-        during_accumulation=config.sync.during_accumulation,
-        shares_link=places["shard"].is_inside == places["replicate"].is_inside,
-        # On a GPU the host runs ahead of the device.
-        overlaps_gathers=device_type != "cpu" or config.prefetch.forward > 0,
-        waits_for_scatters=device_type == "cpu",
-        tensor=links.tensor(moved) / batches.accumulation,
-    )
-    update = _update_seconds(config, states)
-    seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
-    if config.sync.name == "diloco":
-        seconds = _with_exchanges(config, shapes, shape, links, groups, schedule, seconds)
-    samples = config.train.global_batch_size / seconds.total
-    assert flops is not None
-    return StepEstimate(
-        seconds=seconds,
-        samples_per_s=samples,
-        mfu=samples * flops / (compute.peak * shape.world_size),
-        saving=_saving(config, nodes),
-    )
 
 
 class _Links:

@@ -9,11 +9,14 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 from parallel2d.preflight.slurm import defaults_of_launcher
+
+if TYPE_CHECKING:
+    from parallel2d.preflight.check import CheckOutcome
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -115,67 +118,71 @@ def main(
         print(f"preflight: {for_terminal(error)}", file=sys.stderr)
         return 2
 
-    if given.calibrate is not None:
-        return _calibrate(given, known, program)
-
-    from parallel2d.preflight.check import NotFit, Request, check
+    from parallel2d.preflight.check import NotFit
     from parallel2d.preflight.meeting import NodeMissing
-    from parallel2d.preflight.outcome import (
-        show,
-        to_json,
-        verdict_of_other_node,
-        write_cluster_file,
-    )
 
-    here = socket.gethostname()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    run_dir = os.path.abspath(given.run_dir)
-    request = Request(
-        ranks_per_node=given.nproc,
-        run_dir=run_dir,
-        timeout_s=given.timeout,
-        seconds=given.seconds,
-        **known,
-    )
     try:
-        outcome = check(request)
+        if given.calibrate is not None:
+            return _calibrate(given, known, program)
+        return _check(given, known)
     except ConfigError as error:
         print(f"preflight: {for_terminal(error)}", file=sys.stderr)
         return 2
     except (NotFit, NodeMissing) as error:
-        print(f"preflight on {here}: {for_terminal(error)}", file=sys.stderr)
+        print(f"preflight on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    if outcome.node == 0:
-        if given.json:
-            print(json.dumps(to_json(outcome)))
-        else:
-            show(outcome)
-        if given.write:
-            from parallel2d.launch.processes import CPU_WORKERS
 
-            try:
-                write_cluster_file(
-                    given.write,
-                    outcome,
-                    given.nproc or len(outcome.reports[0].facts.gpus) or CPU_WORKERS,
-                )
-            except OSError as error:
-                print(f"preflight: cannot write {given.write}: {error.strerror}", file=sys.stderr)
-                return 2
+
+def _check(given: argparse.Namespace, known: dict[str, Any]) -> int:
+    """Checks, and prints what was found. Returns the exit code."""
+    from parallel2d.preflight.check import Request, check
+    from parallel2d.preflight.outcome import show, to_json, verdict_of_other_node
+
+    request = Request(
+        ranks_per_node=given.nproc,
+        run_dir=os.path.abspath(given.run_dir),
+        timeout_s=given.timeout,
+        seconds=given.seconds,
+        **known,
+    )
+    outcome = check(request)
+    if outcome.node != 0:
+        print(for_terminal(verdict_of_other_node(outcome, socket.gethostname())), file=sys.stderr)
+    elif given.json:
+        print(json.dumps(to_json(outcome)))
     else:
-        print(for_terminal(verdict_of_other_node(outcome, here)), file=sys.stderr)
+        show(outcome)
+    if outcome.node == 0 and given.write and not _is_written(given, outcome):
+        return 2
     return 0 if outcome.flawless or (outcome.fit and not given.strict) else 1
 
 
-def _calibrate(given: argparse.Namespace, known: dict[str, Any], program: str) -> int:
-    """As `main`, with ``--calibrate``."""
-    from parallel2d.preflight.calibrate import calibrate, write_calibrated
-    from parallel2d.preflight.check import NotFit, Request
-    from parallel2d.preflight.meeting import NodeMissing
+def _is_written(given: argparse.Namespace, outcome: CheckOutcome) -> bool:
+    """Writes the cluster file; prints why where it cannot be written."""
+    from parallel2d.launch.processes import CPU_WORKERS
+    from parallel2d.preflight.outcome import write_cluster_file
 
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    ranks = given.nproc or len(outcome.reports[0].facts.gpus) or CPU_WORKERS
+    try:
+        write_cluster_file(given.write, outcome, ranks)
+    except OSError as error:
+        _print_unwritable(given.write, error)
+        return False
+    return True
+
+
+def _print_unwritable(path: str, error: OSError) -> None:
+    print(f"preflight: cannot write {path}: {error.strerror}", file=sys.stderr)
+
+
+def _calibrate(given: argparse.Namespace, known: dict[str, Any], program: str) -> int:
+    """Measures, and writes the cluster file on node 0. Returns the exit code."""
+    from parallel2d.preflight.calibrate import calibrate, write_calibrated
+    from parallel2d.preflight.check import Request
+
     request = Request(
         ranks_per_node=given.nproc, timeout_s=given.timeout, seconds=given.seconds, **known
     )
@@ -187,17 +194,9 @@ def _calibrate(given: argparse.Namespace, known: dict[str, Any], program: str) -
         command = f"{program} --nnodes {request.nodes} --nproc {measured.ranks_per_node}"
         command += f" --seconds {given.seconds:g} --largest-mib {given.largest_mib:g}"
         write_calibrated(given.calibrate, measured, name, f"{command} --calibrate {name}.yaml")
-    except ConfigError as error:
-        print(f"preflight: {for_terminal(error)}", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"preflight: cannot write {given.calibrate}: {error.strerror}", file=sys.stderr)
+        _print_unwritable(given.calibrate, error)
         return 2
-    except (NotFit, NodeMissing) as error:
-        print(f"preflight on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
     print(f"written: {given.calibrate}; plan with cluster={given.calibrate}")
     return 0
 

@@ -23,14 +23,13 @@ import yaml
 from parallel2d import files
 from parallel2d.cost.collective_time import GroupPlacement, collective_steps
 from parallel2d.cost.collectives import sent_bytes
-from parallel2d.launch.network_interface import GLOO, NCCL, choice_reason, choose_interface
+from parallel2d.launch.network_interface import GLOO, NCCL
 from parallel2d.launch.processes import CPU_WORKERS
-from parallel2d.preflight.check import NotFit, Request, meet_at
+from parallel2d.preflight.check import NotFit, Request, joined, meet
 from parallel2d.preflight.facts import Facts
 from parallel2d.preflight.link_fit import CollectiveSample, FittedLink, fit_link
 from parallel2d.preflight.meeting import PreflightMeeting
 from parallel2d.preflight.rank_probe import RankSettings
-from parallel2d.store.address import split_endpoint
 from parallel2d.store.secret import new_secret
 from parallel2d.store.server import StoreServer
 
@@ -54,33 +53,8 @@ def calibrate(request: Request, largest_bytes: int) -> Measured | None:
     Raises `NotFit` where ranks could not measure, `NodeMissing` where nodes do not come, and
     `ConfigError` for arguments that contradict those of other nodes.
     """
-    from torch.distributed import DistNetworkError
-
-    host, port = split_endpoint(request.endpoint) if request.endpoint else ("127.0.0.1", 0)
-    try:
-        interface = choose_interface(host)
-        store, server = meet_at(host, port, request)
-        facts = Facts.collect(interface, choice_reason(host))
-        meeting = PreflightMeeting(
-            store,
-            request.nodes,
-            facts.host,
-            request.node,
-            request.name,
-            request.timeout_s,
-            request.expected,
-        )
-        try:
-            meeting.wait_for_all()
-            return _measure_together(meeting, facts, request, largest_bytes)
-        finally:
-            meeting.leave(server is not None)
-            if server is not None:
-                server.close()
-    except DistNetworkError:
-        raise NotFit(
-            f"the store at {host}:{port} is gone: look at the node that holds this address"
-        ) from None
+    with joined(meet(request), request) as (meeting, facts):
+        return _measure_together(meeting, facts, request, largest_bytes)
 
 
 def _measure_together(

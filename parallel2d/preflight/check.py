@@ -19,10 +19,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel2d.errors import ConfigError
-from parallel2d.launch.network_interface import choice_reason, choose_interface, is_loopback
+from parallel2d.launch.network_interface import (
+    Interface,
+    choice_reason,
+    choose_interface,
+    is_loopback,
+)
 from parallel2d.preflight.facts import Facts, gpu_copy_bandwidth, probe_run_dir
 from parallel2d.preflight.judge import Finding, Link, NodeReport, judge, slow_links
 from parallel2d.preflight.meeting import NodeMissing, PreflightMeeting
@@ -101,18 +106,41 @@ class CheckOutcome:
 def check(request: Request) -> CheckOutcome:
     """Raises `NotFit` when this node cannot take part, `NodeMissing` when others do not, both with
     what to look at; `ConfigError` for arguments that contradict those of other nodes."""
-    from torch.distributed import DistNetworkError
-
-    host, port = split_endpoint(request.endpoint) if request.endpoint else ("127.0.0.1", 0)
     try:
-        interface = choose_interface(host)
-        store, server = meet_at(host, port, request)
+        found = meet(request)
     except ConfigError as error:
         raise NotFit(str(error)) from None
-    facts = Facts.collect(interface, choice_reason(host))
-    try:
+    with joined(found, request) as (meeting, facts):
+        return _take_part(meeting, facts, request)
+
+
+class MetStore(NamedTuple):
+    """The store at which the nodes meet, and its server if this process holds it."""
+
+    host: str
+    port: int
+    interface: Interface
+    store: Any
+    server: Any
+
+
+def meet(request: Request) -> MetStore:
+    """Raises `ConfigError` for an endpoint that cannot be used, `NotFit` for a store that is
+    gone."""
+    host, port = split_endpoint(request.endpoint) if request.endpoint else ("127.0.0.1", 0)
+    with _gone_explained(host, port):
+        interface = choose_interface(host)
+        return MetStore(host, port, interface, *meet_at(host, port, request))
+
+
+@contextlib.contextmanager
+def joined(found: MetStore, request: Request) -> Iterator[tuple[PreflightMeeting, Facts]]:
+    """The meeting, when all nodes are there, and this node's facts; leaves the meeting afterwards.
+    What the store and other nodes raise becomes `NotFit` and `NodeMissing` with what to look at."""
+    with _gone_explained(found.host, found.port):
+        facts = Facts.collect(found.interface, choice_reason(found.host))
         meeting = PreflightMeeting(
-            store,
+            found.store,
             request.nodes,
             facts.host,
             request.node,
@@ -122,13 +150,21 @@ def check(request: Request) -> CheckOutcome:
         )
         try:
             meeting.wait_for_all()
-            return _take_part(meeting, facts, request)
+            yield meeting, facts
         except NodeMissing as missing:
-            raise NodeMissing(f"{missing}{_loopback_trap(host)}") from None
+            raise NodeMissing(f"{missing}{_loopback_trap(found.host)}") from None
         finally:
-            meeting.leave(server is not None)
-            if server is not None:
-                server.close()
+            meeting.leave(found.server is not None)
+            if found.server is not None:
+                found.server.close()
+
+
+@contextlib.contextmanager
+def _gone_explained(host: str, port: int) -> Iterator[None]:
+    from torch.distributed import DistNetworkError
+
+    try:
+        yield
     except DistNetworkError:
         raise NotFit(
             f"the store at {host}:{port} is gone: look at the node that holds this address"

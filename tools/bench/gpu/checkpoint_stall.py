@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from step_flops import LARGE, TINY
 from torch import nn
 
 from parallel2d import (
@@ -34,26 +35,6 @@ from parallel2d import (
 from parallel2d.config import CheckpointConfig, OptimizerConfig
 from parallel2d.models.llama import Llama
 
-LARGE = {
-    "dim": 2048,
-    "n_layers": 16,
-    "n_heads": 32,
-    "n_kv_heads": 8,
-    "hidden_dim": 8192,
-    "vocab_size": 128256,
-    "max_seq_len": 1024,
-    "tie_embeddings": True,
-}
-TINY = {
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "hidden_dim": 160,
-    "vocab_size": 128,
-    "max_seq_len": 32,
-    "tie_embeddings": True,
-}
 WARM_UP = 3
 
 
@@ -61,7 +42,7 @@ def measure(
     device: torch.device, folder: str, steps: int, every: int
 ) -> tuple[list[float], list[float], int]:
     """Seconds of the steps that do not save and of those that do, and bytes written."""
-    llama = LARGE if device.type == "cuda" else TINY
+    llama = {**LARGE, "max_seq_len": 1024} if device.type == "cuda" else TINY
     mesh = build_mesh(MeshSpec(), "zero3", device_type=device.type)
     with build_on_meta():
         model: nn.Module = Llama(**llama)
