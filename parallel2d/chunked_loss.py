@@ -23,6 +23,7 @@ from parallel2d.errors import ConfigError
 from parallel2d.loss import IGNORED, check_targets
 
 Elementwise = Callable[[Tensor], Tensor]
+_PIECE_ELEMENTS = 2**22  # of logits or of a weight's gradient
 
 
 @torch.compiler.disable
@@ -167,11 +168,12 @@ class _Gradients:
         # Sums of rounded numbers are kept in fp32 at least.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         if self._of_weight and self.weight is None:
-            self.weight = (gradient.t() @ hidden).to(wide)
-        elif self.weight is not None and wide == gradient.dtype:
+            self.weight = gradient.new_zeros(weight.shape, dtype=wide)
+        if self.weight is not None and wide == gradient.dtype:
             self.weight.addmm_(gradient.t(), hidden)
         elif self.weight is not None:
-            self.weight.add_(gradient.t() @ hidden)
+            for part in _pieces(self.weight):
+                self.weight[part] += gradient[:, part].t() @ hidden
         if self._of_bias:
             summed = gradient.sum(0, dtype=wide)
             self.bias = summed if self.bias is None else self.bias.add_(summed)
@@ -232,20 +234,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _of_chunk(
     logits: Tensor, targets: Tensor, settings: _Settings, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of these rows, and its gradient with respect to ``logits`` if wanted."""
+    """The summed loss of these rows, and its gradient with respect to ``logits`` if wanted, which
+    may take the place of ``logits``."""
     raw, output = logits, logits
     if settings.after is not None:
         raw = logits.requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             output = settings.after(raw)
-    wide = output.detach().to(torch.promote_types(output.dtype, torch.float32))
+    values = output.detach()
     # A target in another rank's columns contributes 0 here; its index is only kept legal.
-    columns = wide.shape[1]
+    columns = values.shape[1]
     own = (targets >= settings.first) & (targets < settings.first + columns)
     index = (targets - settings.first).clamp(0, max(columns - 1, 0))[:, None]
-    picked = wide.gather(1, index)[:, 0] if columns else wide.new_zeros(len(targets))
-    picked = torch.where(own, picked, 0)
-    log_sum = wide.logsumexp(1)
+    log_sum = _log_sum(values)
+    picked = values.gather(1, index)[:, 0] if columns else values.new_zeros(len(targets))
+    picked = torch.where(own, picked.to(log_sum.dtype), 0)
     if settings.group is not None:
         log_sum, picked = _over_ranks(log_sum, picked, settings.group)
     valid = targets != IGNORED
@@ -256,20 +259,38 @@ def _of_chunk(
     summed = torch.where(valid, loss, 0).sum()
     if not with_gradient:
         return summed, None
-    # The gradient of a logit is its softmax, minus 1 for the target's logit. In place where no
-    # graph needs the values.
-    in_place = settings.after is None or wide.dtype != output.dtype
-    softmax = wide.sub_(log_sum[:, None]) if in_place else wide - log_sum[:, None]
-    gradient = softmax.exp_()
-    if settings.z_loss:
-        gradient *= (1 + 2 * settings.z_loss * log_sum)[:, None]
-    if columns:
-        gradient.scatter_add_(1, index, -own.to(gradient.dtype)[:, None])
-    gradient.masked_fill_(~valid[:, None], 0)
-    gradient = gradient.to(output.dtype)
+    # A graph of `after` may need what it returned.
+    gradient = values if settings.after is None else torch.empty_like(values)
+    # The gradient of a logit is its softmax, minus 1 for the target's logit; of ignored rows 0.
+    shift = torch.where(valid, log_sum, torch.inf)[:, None]
+    factor = (1 + 2 * settings.z_loss * log_sum)[:, None] if settings.z_loss else None
+    one = own.to(log_sum.dtype)[:, None]
+    for rows in _pieces(values):
+        softmax = (values[rows] - shift[rows]).exp_()
+        if factor is not None:
+            softmax *= factor[rows]
+        if columns:
+            softmax.scatter_add_(1, index[rows], -one[rows])
+        gradient[rows] = softmax
     if settings.after is not None:
         (gradient,) = torch.autograd.grad(output, raw, gradient)
     return summed, gradient
+
+
+def _log_sum(values: Tensor) -> Tensor:
+    """Log-sum-exp of each row, in fp32 at least."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    log_sum = values.new_empty(len(values), dtype=dtype)
+    for rows in _pieces(values):
+        log_sum[rows] = values[rows].to(dtype).logsumexp(1)
+    return log_sum
+
+
+def _pieces(values: Tensor) -> list[slice]:
+    """Of rows that are turned to fp32 at once: temporary tensors of a whole chunk would take more
+    memory than its logits, and on CPU longer than the arithmetic on them."""
+    step = max(1, _PIECE_ELEMENTS // max(values.shape[1], 1))
+    return [slice(start, start + step) for start in range(0, len(values), step)]
 
 
 def _over_ranks(log_sum: Tensor, picked: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
