@@ -142,7 +142,8 @@ def build_trainer(
     trainer = Trainer(
         config=config,
         model=model,
-        loss=parts.loss,
+        loss=parts.loss_in_training(config.train.z_loss),
+        validation_loss=parts.loss,
         mesh=mesh,
         optimizer=optimizer,
         training=data.train,
@@ -206,7 +207,7 @@ def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> Ch
     chunk = config.train.loss_chunk
     if head is None or chunk is None:
         return None
-    return ChunkedHead(model, chunk, head)
+    return ChunkedHead(model, chunk, head, config.train.z_loss)
 
 
 def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:

@@ -271,15 +271,19 @@ class ChunkedHead:
         model: plain, or after `parallel2d.parallelize`.
         chunk: rows, that is tokens, of which logits exist at a time.
         name: canonical name of the head; default: `find_head`.
+        z_loss: as in `cross_entropy_sum`, while the model is in training mode.
 
     ``model(tokens)`` returns logits as before. Raises `ConfigError` when there is no such head.
     """
 
-    def __init__(self, model: nn.Module, chunk: int, name: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, chunk: int, name: str | None = None, z_loss: float = 0.0
+    ) -> None:
         if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
             raise ConfigError(f"chunk={chunk} must be a whole number of rows, at least 1")
         self.model = model
         self.chunk = chunk
+        self.z_loss = z_loss
         self.name = name if name is not None else find_head(model)
         by_name = {canonical_name(path): module for path, module in model.named_modules()}
         if not _is_plain_linear(by_name.get(self.name)):
@@ -435,7 +439,13 @@ class ChunkedHead:
         if self._operations is not None:
             after = functools.partial(_apply, self._operations) if self._operations else None
             loss = cross_entropy_from_hidden(
-                hidden, head.weight, targets, self._rows, bias=head.bias, after=after
+                hidden,
+                head.weight,
+                targets,
+                self._rows,
+                bias=head.bias,
+                after=after,
+                z_loss=self.z_loss if self.model.training else 0.0,
             )
         shape = torch.Size((*hidden.shape[:-1], head.weight.shape[0]))
         sample = torch.empty(0, dtype=head.weight.dtype, device=hidden.device)

@@ -44,31 +44,33 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
     return torch.where(total > 0, mesh_shape(mesh).data_ranks / total.clamp(min=1), 0.0)
 
 
-def cross_entropy_sum(logits: Any, targets: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tensor:
     """Summed cross-entropy over the targets that are not `IGNORED`; a scalar in fp32 (fp64 for fp64
     logits).
 
     ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
-    leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...]. Beside the
-    logits and their gradient only one chunk is ever held in full precision: softmax is computed
-    again in backward from a saved log-sum-exp per token. Raises `ConfigError` for shapes that do
-    not match, and RuntimeError for a target that has no logit.
+    leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...];
+    ``z_loss``: times the squared log-sum-exp of each valid token's logits is added to the sum,
+    which keeps logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4). Beside the logits
+    and their gradient only one chunk is ever held in full precision: softmax is computed again in
+    backward from a saved log-sum-exp per token. Raises `ConfigError` for shapes that do not match,
+    and RuntimeError for a target that has no logit.
     """
     logits = getattr(logits, "logits", logits)
     _check_shapes(logits, targets)
     check_targets(targets, logits.shape[-1])
     if not isinstance(logits, DTensor):
-        return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0)
+        return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0, z_loss)
     mesh = logits.device_mesh
     (placement,) = logits.placements
     # Split over another dim than the vocabulary, or not at all: every rank computes the whole.
     if not placement.is_shard(logits.ndim - 1):
-        return cross_entropy_sum(logits.full_tensor(), targets)
+        return cross_entropy_sum(logits.full_tensor(), targets, z_loss)
     # `Shard` gives every rank ceil(vocab / ranks) columns; the last ranks may have fewer or none.
     per_rank = -(-logits.shape[-1] // mesh.size())
     first = per_rank * mesh.get_local_rank()
-    local = logits.to_local()
-    return _CrossEntropySum.apply(local.flatten(0, -2), targets.flatten(), mesh.get_group(), first)
+    local = logits.to_local().flatten(0, -2)
+    return _CrossEntropySum.apply(local, targets.flatten(), mesh.get_group(), first, z_loss)
 
 
 def _check_shapes(logits: Any, targets: Any) -> None:
@@ -105,7 +107,12 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, first: int
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup | None,
+        first: int,
+        z_loss: float,
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         columns = logits.shape[1]
@@ -134,10 +141,15 @@ class _CrossEntropySum(torch.autograd.Function):
         targets = targets[: len(log_sum)]
         ctx.save_for_backward(logits, targets, log_sum)
         ctx.first = first
-        return torch.where(targets != IGNORED, log_sum - value, 0).sum()
+        ctx.z_loss = z_loss
+        loss = log_sum - value
+        # Not with a factor of 0: the square of a large number is infinite.
+        if z_loss:
+            loss = loss + z_loss * log_sum.square()
+        return torch.where(targets != IGNORED, loss, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, log_sum = ctx.saved_tensors
         (scale,) = grad_outputs
         gradient = torch.empty_like(logits)
@@ -147,13 +159,15 @@ class _CrossEntropySum(torch.autograd.Function):
             end = start + len(target)
             # The gradient of a logit is its softmax, minus 1 for the target's logit.
             chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
+            if ctx.z_loss:
+                chunk *= 1 + 2 * ctx.z_loss * log_sum[start:end, None]
             own = (target >= ctx.first) & (target < ctx.first + columns)
             index = (target - ctx.first).clamp(0, max(columns - 1, 0))[:, None]
             if columns:
                 chunk.scatter_add_(1, index, -own.to(chunk.dtype)[:, None])
             gradient[start:end] = chunk.mul_(torch.where(target != IGNORED, scale, 0)[:, None])
             start = end
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 @contextmanager

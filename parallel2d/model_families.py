@@ -21,7 +21,7 @@ from parallel2d.parallelize.tensor_parallel import resolve_plan
 from parallel2d.weights.initial_values import Initializer, build_on_meta
 from parallel2d.weights.pretrained import has_weights, load_pretrained
 
-Loss = Callable[[Any, Tensor], Tensor]
+Loss = Callable[..., Tensor]  # of what the model returns and the targets
 TensorPlan = Callable[[Any, int], Mapping[str, object]]
 
 
@@ -56,6 +56,9 @@ class ModelParts:
     context: Callable[[int], int] = _no_context
     reads: str | None = "tokens"  # or `images`; None: a model of somebody's own may read either
     images: ImageInput = ImageInput()
+
+    def loss_in_training(self, z_loss: float) -> Loss:
+        return functools.partial(self.loss, z_loss=z_loss) if z_loss else self.loss
 
 
 def words_of(config: Any) -> str:
@@ -225,9 +228,9 @@ def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
         raise ConfigError(f"{what}: {error}") from None
     loss = parts.loss
 
-    def loss_of_suffix(output: Any, targets: Tensor) -> Tensor:
+    def loss_of_suffix(output: Any, targets: Tensor, **options: Any) -> Tensor:
         context = huggingface.context_of(targets.shape[-1])
-        return loss(output, targets[..., context:])
+        return loss(output, targets[..., context:], **options)
 
     return dataclasses.replace(parts, loss=loss_of_suffix, context=huggingface.context_of)
 

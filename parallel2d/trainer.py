@@ -57,7 +57,8 @@ class Trainer:
 
     ``named_validation``: streams by name, validated on beside ``validation``; ``hooks``: see
     `parallel2d.hooks`, which are told ``run_dir`` and ``tokenizer`` (its name and fingerprint);
-    ``chunked_head``: computes the loss in the place of ``loss``.
+    ``loss``: of a step, with its z-loss; ``validation_loss``: without. ``chunked_head``: computes
+    both in their place.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Trainer:
         config: TrainConfig,
         model: nn.Module,
         loss: Loss,
+        validation_loss: Loss,
         mesh: DeviceMesh,
         optimizer: torch.optim.Optimizer,
         training: SampleStream,
@@ -84,6 +86,7 @@ class Trainer:
         self.config = config
         self.model = model
         self.loss = loss
+        self.validation_loss = validation_loss
         self.chunked_head = chunked_head
         self.mesh = mesh
         self.optimizer = optimizer
@@ -391,7 +394,8 @@ class Trainer:
         arguments = (inputs,) if document_ids is None else (inputs, document_ids)
         if self.chunked_head is not None:
             return self.chunked_head.loss(targets, *arguments)
-        return self.loss(self.model(*arguments), targets)
+        loss = self.loss if self.model.training else self.validation_loss
+        return loss(self.model(*arguments), targets)
 
     def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss

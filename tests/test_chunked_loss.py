@@ -545,6 +545,30 @@ def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, fo
     assert len(measured) == 2
 
 
+@pytest.mark.slow
+def test_a_job_with_z_loss_has_the_same_losses_on_every_layout_and_in_chunks(ranks, folder):
+    split = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
+    with_z = ("train.z_loss=0.01",)
+    first = _rows(ranks, folder, "ddp", ("strategy=ddp", *with_z))
+    for number, words in enumerate(
+        [split, ("strategy=hybrid_full", "train.loss_chunk=9"), (*split, "train.loss_chunk=9")]
+    ):
+        other = _rows(ranks, folder, f"other{number}", (*words, *with_z))
+        for key in ("loss", "grad_norm"):
+            assert [row[key] for row in other] == pytest.approx([r[key] for r in first], rel=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", ["null", "9"])
+def test_validation_is_without_z_loss(ranks, folder, chunk):
+    words = ("strategy=zero3", "optimizer.lr=1e-30", f"train.loss_chunk={chunk}")
+    plain = _rows(ranks, folder, "plain", words)
+    with_z = _rows(ranks, folder, "with_z", (*words, "train.z_loss=0.01"))
+    assert with_z[-1]["validation/loss"] == pytest.approx(plain[-1]["validation/loss"], rel=1e-12)
+    # The log-sum-exp of the small vocabulary's logits is about 6 at first.
+    assert 0.1 < with_z[-1]["loss"] - plain[-1]["loss"] < 1
+
+
 def _certify(folder, words):
     from parallel2d.certification.training_job import certify_job
 
@@ -555,6 +579,7 @@ def _certify(folder, words):
 @pytest.mark.slow
 def test_a_job_is_certified_against_whole_logits(ranks, folder):
     words = ("strategy=hybrid", "mesh.shard=2", "bucketing=layer", "train.loss_chunk=9")
+    words = (*words, "train.z_loss=0.01")
     for passed, problems in ranks.run(4, _certify, str(folder), words):
         assert passed, problems
 
@@ -579,6 +604,11 @@ def test_a_job_in_mixed_precision_learns_as_with_whole_logits(ranks, folder, pre
             ("model=custom", "model.target=test_chunked_loss:Capped", "model.loss=a:b"),
             "model.loss=a:b needs the whole logits",
         ),
+        (
+            ("model=custom", "model.target=a:B", "model.loss=a:b", "train.z_loss=0.1"),
+            "train.z_loss=0.1 is added to the cross-entropy",
+        ),
+        (("train.z_loss=-1",), "train.z_loss=-1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(words, message):

@@ -45,9 +45,17 @@ def test_equals_torchs_cross_entropy(dtype, tolerance, chunk, monkeypatch):
     assert torch.allclose(gradient.double(), precise.grad, atol=tolerance, rtol=tolerance)
 
 
-def test_gradient_is_the_derivative():
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_gradient_is_the_derivative(z_loss):
     logits, targets = case(torch.float64, rows=5, vocab=4)
-    assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, targets), (logits,))
+    assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, targets, z_loss), (logits,))
+
+
+def test_z_loss_is_the_squared_log_sum_exp_of_valid_tokens():
+    logits, targets = case(torch.float64)
+    ours = cross_entropy_sum(logits, targets, z_loss=0.3) - cross_entropy_sum(logits, targets)
+    expected = 0.3 * logits.logsumexp(1)[targets != -100].square().sum()
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_huge_logits_and_only_ignored_targets_stay_finite():
@@ -80,13 +88,14 @@ def _split_vocabulary(vocab):
     mesh = build_mesh(MeshSpec(tensor=2), "ddp")["tensor"]
     logits, targets = case(torch.float64, vocab=vocab)
     expected = F.cross_entropy(logits, targets, reduction="sum")
+    expected = expected + 0.1 * logits.logsumexp(1)[targets != -100].square().sum()
     (gradient,) = torch.autograd.grad(expected, logits)
     split = (
         DTensor.from_local(logits.detach(), mesh, [Replicate()])
         .redistribute(placements=[Shard(1)])
         .requires_grad_()
     )
-    value = cross_entropy_sum(split, targets)
+    value = cross_entropy_sum(split, targets, z_loss=0.1)
     value.backward()
     return value.item() - expected.item(), (split.grad.full_tensor() - gradient).abs().max().item()
 

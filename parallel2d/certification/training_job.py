@@ -122,7 +122,11 @@ def _session(trainer: Trainer, config: TrainConfig, notes: list[str]) -> Session
             recorder.meter, trainer.mesh, parallel, recorder.predicted, trainer.optimizer
         ),
         plain=lambda: fill(parts.module, config.precision, parts.init, seed, parts.weights),
-        loss_of=functools.partial(_loss_of, parts.loss, input_dtype(config.precision)),
+        loss_of=functools.partial(
+            _loss_of,
+            parts.loss_in_training(config.train.z_loss),
+            input_dtype(config.precision),
+        ),
         make_optimizer=functools.partial(_new_optimizer, config=config.optimizer),
         seed=seed,
         clip=config.optimizer.clip_norm,

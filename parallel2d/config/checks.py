@@ -612,6 +612,12 @@ def _loop_problems(config: TrainConfig) -> Iterator[str]:
         "with one target",
     )
     yield from _chunk_problems(config)
+    loss = getattr(config.model, "loss", None)
+    yield from _require(
+        not (train.z_loss and loss),
+        f"train.z_loss={train.z_loss} is added to the cross-entropy of logits, and model.loss="
+        f"{loss} is a loss of its own; omit one of them",
+    )
     micro = train.micro_batch_size
     whole = train.global_batch_size
     # "auto" is chosen to fit.

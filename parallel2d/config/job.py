@@ -127,6 +127,8 @@ class LoopConfig:
     seq_len: int = option(128, minimum=1)  # Tokens of a sequence; images have none
     # Tokens whose logits exist at a time: the loss is computed with the head in chunks; null: whole
     loss_chunk: int | None = option(None, minimum=1, null=True)
+    # Times the squared log-sum-exp of a token's logits is added to its loss, in training alone
+    z_loss: float = option(0.0, minimum=0)
     validate_every: int = option(100, minimum=0)  # Steps between validations; 0: never
     validate_batches: int = option(4, minimum=1)  # Global batches per validation
     # Steps in a row with a non-finite gradient, before the run ends with an error
