@@ -345,20 +345,33 @@ class ChunkedHead:
             plain = cross_entropy_sum(logits, wanted)
             dtype = logits.dtype
             del output, logits
-            self._operations = None
-            recorded = self._call(wanted, self.chunk, first, options)
-            self._operations = recorded.record.operations
+            self._record(wanted, first, options)
             # Of several chunks, the last one smaller.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
             found = self._call(wanted, rows, first, options).loss
         finally:
             for module, was in training.items():
                 module.training = was
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # without a backward nothing else frees the parameters
+            self._reshard()
         assert found is not None
         self._check_equal(found, plain, _BOUNDS.get(dtype, _BOUND))
+
+    def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
+        """Learns what the model does with its logits, without a comparison, for tensors without
+        values. Call it without gradients."""
+        self._record(targets, inputs, options)
+        self._reshard()
+
+    def _record(self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]) -> None:
+        self._operations = None
+        output = self._call(targets, self.chunk, inputs, options)
+        self._operations = output.record.operations
+
+    def _reshard(self) -> None:
+        """Without a backward nothing else frees the parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _first_tokens(
         self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from parallel2d.errors import ConfigError
-from parallel2d.loss import IGNORED, check_targets
+from parallel2d.loss import IGNORED, check_targets, row_pieces
 
 Elementwise = Callable[[Tensor], Tensor]
-_PIECE_ELEMENTS = 2**22  # of logits or of a weight's gradient
 
 
 @torch.compiler.disable
@@ -172,7 +171,7 @@ class _Gradients:
         if self.weight is not None and wide == gradient.dtype:
             self.weight.addmm_(gradient.t(), hidden)
         elif self.weight is not None:
-            for part in _pieces(self.weight):
+            for part in row_pieces(self.weight):
                 self.weight[part] += gradient[:, part].t() @ hidden
         if self._of_bias:
             summed = gradient.sum(0, dtype=wide)
@@ -265,13 +264,16 @@ def _of_chunk(
     shift = torch.where(valid, log_sum, torch.inf)[:, None]
     factor = (1 + 2 * settings.z_loss * log_sum)[:, None] if settings.z_loss else None
     one = own.to(log_sum.dtype)[:, None]
-    for rows in _pieces(values):
+    # A few rows at once: in fp32 a whole chunk would take more memory than its logits, and on CPU
+    # fresh memory takes longer than the arithmetic.
+    for rows in row_pieces(values):
         softmax = (values[rows] - shift[rows]).exp_()
         if factor is not None:
             softmax *= factor[rows]
         if columns:
             softmax.scatter_add_(1, index[rows], -one[rows])
         gradient[rows] = softmax
+        del softmax
     if settings.after is not None:
         (gradient,) = torch.autograd.grad(output, raw, gradient)
     return summed, gradient
@@ -281,16 +283,9 @@ def _log_sum(values: Tensor) -> Tensor:
     """Log-sum-exp of each row, in fp32 at least."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     log_sum = values.new_empty(len(values), dtype=dtype)
-    for rows in _pieces(values):
+    for rows in row_pieces(values):
         log_sum[rows] = values[rows].to(dtype).logsumexp(1)
     return log_sum
-
-
-def _pieces(values: Tensor) -> list[slice]:
-    """Of rows that are turned to fp32 at once: temporary tensors of a whole chunk would take more
-    memory than its logits, and on CPU longer than the arithmetic on them."""
-    step = max(1, _PIECE_ELEMENTS // max(values.shape[1], 1))
-    return [slice(start, start + step) for start in range(0, len(values), step)]
 
 
 def _over_ranks(log_sum: Tensor, picked: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -126,6 +126,8 @@ class _CrossEntropySum(torch.autograd.Function):
             value = chunk.gather(1, index)[:, 0] if columns else chunk.new_zeros(len(target))
             picked.append(torch.where(own, value, 0))
             log_sums.append(chunk.logsumexp(1))
+            # Before the next chunk is there.
+            del chunk
         log_sum = torch.cat(log_sums) if log_sums else logits.new_zeros(0, dtype=dtype)
         value = torch.cat(picked) if picked else logits.new_zeros(0, dtype=dtype)
         # The other ranks' columns: the log-sum-exp of the ranks' log-sum-exps, and the one logit
@@ -166,6 +168,7 @@ class _CrossEntropySum(torch.autograd.Function):
             if columns:
                 chunk.scatter_add_(1, index, -own.to(chunk.dtype)[:, None])
             gradient[start:end] = chunk.mul_(torch.where(target != IGNORED, scale, 0)[:, None])
+            del chunk
             start = end
         return gradient, None, None, None, None
 
@@ -185,7 +188,12 @@ def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -
 
 
 def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Both tensors cut along dim 0 into parts of about `_CHUNK_ELEMENTS` logits."""
-    rows = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], 1))
-    chunks = list(zip(logits.split(rows), targets.split(rows), strict=True))
-    return chunks[:1] if _FIRST_ALONE else chunks
+    """Both tensors cut along dim 0 as `row_pieces` says."""
+    return [(logits[rows], targets[rows]) for rows in row_pieces(logits)]
+
+
+def row_pieces(values: Tensor) -> list[slice]:
+    """The rows of a matrix, in parts of about `_CHUNK_ELEMENTS` elements; at least one part."""
+    step = max(1, _CHUNK_ELEMENTS // max(values.shape[1], 1))
+    starts = range(0, max(len(values), 1), step)
+    return [slice(start, start + step) for start in (starts[:1] if _FIRST_ALONE else starts)]

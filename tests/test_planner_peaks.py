@@ -198,6 +198,26 @@ def test_the_predicted_peak_is_the_traced_one(layout):
     assert sum(cost.predicted.by_kind.values()) == cost.predicted.peak
 
 
+@pytest.mark.parametrize(
+    "model", ["llama, large vocabulary", "llama, large vocabulary, loss_chunk"]
+)
+@pytest.mark.parametrize("layout", ["hybrid", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_the_predicted_peak_with_a_large_vocabulary(model, layout):
+    _, error = error_of(*MODELS[model], *LAYOUTS[layout])
+    assert -0.001 < error < 0.01
+
+
+def test_the_loss_in_chunks_lowers_the_predicted_peak():
+    words = (*MODELS["llama, large vocabulary"], "strategy=ddp", "train.micro_batch_size=8")
+    whole, chunked = (
+        cost_of(compose([*words, "train.seq_len=128", f"train.loss_chunk={chunk}"]).config)
+        for chunk in ("null", "64")
+    )
+    logits = 8 * 128 * 32768 * 4
+    # The logits and their gradient, and the gradient of the head's weight comes in their place.
+    assert whole.predicted.peak - chunked.predicted.peak > logits
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("tensor")])
 def test_the_predicted_peak_of_a_plain_stack_of_layers(layout):

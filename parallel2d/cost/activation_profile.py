@@ -17,6 +17,7 @@ Where the blocks differ, all of them are run.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,20 +71,23 @@ class ActivationProfile:
 
 
 Example = Callable[[str], tuple[Tensor, Tensor]]
+# (copy of the model, inputs, targets) -> the loss of inputs and targets
+LossOf = Callable[[nn.Module, Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]
 # The tensor-parallel plan of a copy of the model.
 PlanOf = Callable[[nn.Module], Mapping[str, object] | None]
 
 
 def profile_activations(
     model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
+    loss_of: LossOf,
     example: Example,
     config: ParallelConfig,
     *,
     mesh: DeviceMesh | None = None,
     plan_of: PlanOf = lambda model: None,
 ) -> ActivationProfile | str:
-    """``model``: before `parallelize`, on meta; it stays as it is. ``example(device)``: inputs and
+    """``model``: before `parallelize`, on meta; it stays as it is. ``loss_of``: gets a copy of it,
+    which it may run on the given micro-batch. ``example(device)``: inputs and
     targets of one micro-batch. ``mesh``, ``plan_of``: with a tensor axis; a mesh of a fake process
     group will do.
 
@@ -94,17 +98,17 @@ def profile_activations(
     if stacks and config.bucketing.name != "size":
         kept = [[0, 1, stack.count // 2, stack.count - 1] for stack in stacks]
         part = without_blocks(model, stacks, kept)
-        found = _run(part, loss, example, config, mesh, plan_of, stacks)
+        found = _run(part, loss_of, example, config, mesh, plan_of, stacks)
         if not isinstance(found, str):
             extended = _with_all_blocks(found, stacks)
             if extended is not None:
                 return extended
-    return _run(model, loss, example, config, mesh, plan_of)
+    return _run(model, loss_of, example, config, mesh, plan_of)
 
 
 def _run(
     model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
+    loss_of: LossOf,
     example: Example,
     config: ParallelConfig,
     mesh: DeviceMesh | None,
@@ -119,10 +123,11 @@ def _run(
     # Attention has a kernel that keeps no scores on this device, and none on meta.
     try:
         with on_fake_tensors(twin, "cpu"):
-            log = _EventLog(twin, groups, stacks)
             inputs, targets = example("cpu")
+            loss = loss_of(twin, inputs, targets)
+            log = _EventLog(twin, groups, stacks)
             with log, loss_chunks(first_alone=True):
-                value = loss(twin(inputs), targets)
+                value = loss(inputs, targets)
                 log.is_backward = True
                 value.backward()
                 log.end()
@@ -163,6 +168,7 @@ class _EventLog(TorchDispatchMode):
             self._see(tensor, counts=False)
         self._trained: list[list[nn.Parameter]] = []
         self._missing: list[int] = []
+        self._without_input_gradient: set[int] = set()
         self._watch_blocks(twin, stacks)
         self._watch_groups(groups)
 
@@ -176,11 +182,12 @@ class _EventLog(TorchDispatchMode):
         return output
 
     def end(self) -> None:
-        """Backward has ended: the root is reduced, and groups some of whose parameters had no
-        gradient."""
+        """Backward has ended: the root is reduced, then groups whose inputs have no gradient, or
+        some of whose parameters had none."""
         root = len(self._trained) - 1
-        for group, missing in enumerate(self._missing):
-            if missing or group == root:
+        self._reduce(root)
+        for group, missing in enumerate(self._missing[:root]):
+            if missing or group in self._without_input_gradient:
                 self._reduce(group)
         self._note("end", ())
 
@@ -217,9 +224,11 @@ class _EventLog(TorchDispatchMode):
     ) -> None:
         """Notes events of these kinds; an empty one is left out."""
 
-        def enter(_module: nn.Module, _given: Any) -> None:
+        def enter(_module: nn.Module, *given: Any) -> None:
             if not self.is_backward:
                 self._note(before, groups, block)
+                if not any(tensor.requires_grad for tensor in _tensors_in(given)):
+                    self._without_input_gradient.update(groups)
             # What is computed again needs the parameters of its groups.
             elif groups:
                 self._note(back, groups)
@@ -229,19 +238,18 @@ class _EventLog(TorchDispatchMode):
                 return
             if after:
                 self._note(after, groups, block)
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            trained = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
             if trained:
                 trained[0].register_hook(lambda _: self._note(back, groups, block))
 
-        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave)
 
     def _counts_down(self, group: int) -> Callable[[Tensor], None]:
         def count(_parameter: Tensor) -> None:
             self._missing[group] -= 1
-            # The root's gradients wait for the end of backward.
-            if self._missing[group] == 0 and group + 1 < len(self._trained):
+            waits = group + 1 == len(self._trained) or group in self._without_input_gradient
+            if self._missing[group] == 0 and not waits:
                 self._reduce(group)
 
         return count
@@ -276,6 +284,17 @@ class _EventLog(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         _, size = self._sizes.pop(key)
         self._now -= size
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Those of dataclasses too, as `fully_shard` finds them: the loss in chunks is in one."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf):
+            found += _tensors_in(list(vars(leaf).values()))
+    return found
 
 
 # Blocks that were not run

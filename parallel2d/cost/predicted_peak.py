@@ -6,10 +6,10 @@ what sharding allocates at each moment.
 [Note: what sharding holds] A gathered group has its whole parameters in memory. What the last
 all-gather returned stays until the next one; in backward the next groups are gathered ahead, as
 many as ``prefetch.backward`` says. Whole gradients of a group are copied to be reduced; that copy
-stays until the next group's. The root's parameters stay gathered from the first to the last
-moment. Sums of gradients appear group by group in the first micro-batch, and stay. Where replicas
-exchange gradients in another form, or each updates a part of them, two buckets are in memory as
-they are sent and as they are received.
+stays until the next group's. The root's parameters are freed after forward too, and gathered again
+before the first gradient. Sums of gradients appear group by group in the first micro-batch, and
+stay. Where replicas exchange gradients in another form, or each updates a part of them, two buckets
+are in memory as they are sent and as they are received.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ class _Step:
             group = self._groups[number]
             if event.kind == "gather":
                 self._gather(number, group)
-            elif event.kind == "free" and self._frees and number != self._root:
+            elif event.kind == "free" and self._frees:
                 self._held.gathered -= group.gathered
             elif event.kind == "gather_again":
-                self._gather_again(number, group)
+                self._gather_again(number, group, event.now)
             elif event.kind == "reduce":
                 self._reduce(number, group, event.now)
             elif event.kind == "gather_many":
@@ -157,7 +157,7 @@ class _Step:
         if self._is_sharded and group.gathered:
             self._held.returned = group.gathered
 
-    def _gather_again(self, number: int, group: _Group) -> None:
+    def _gather_again(self, number: int, group: _Group, activations: int) -> None:
         if not self._frees:
             self._held.returned = 0
             return
@@ -165,8 +165,12 @@ class _Step:
         if number in self._whole:
             return
         self._whole.add(number)
-        if number != self._root:
-            self._held.gathered += group.gathered
+        self._held.gathered += group.gathered
+        # Nothing gathers the root ahead. What a group's all-gather returned is there until its
+        # parameters have been copied from it.
+        if number == self._root:
+            self._held.returned = group.gathered
+        self._see(activations)
         # The groups that ran before this one come next.
         place = self._gathered_order.index(number)
         following = range(place - 1, -1, -1)
@@ -175,7 +179,7 @@ class _Step:
         ahead = [self._gathered_order[each] for each in following[: self._ahead]]
         self._held.returned = 0
         for each in ahead:
-            if each != self._root:
+            if each != self._root and each not in self._whole:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:

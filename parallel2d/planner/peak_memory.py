@@ -24,6 +24,7 @@ from parallel2d.data.batch import SampleShape
 from parallel2d.mesh import MeshShape, MeshSpec, build_mesh
 from parallel2d.model_families import ModelParts, plan_tensor_axis
 from parallel2d.parallelize.precision import input_dtype
+from parallel2d.planner.step_loss import step_loss
 from parallel2d.topology import Topology
 
 
@@ -78,7 +79,9 @@ class PeakPredictions:
     def _profile(
         self, config: TrainConfig, shape: MeshShape, samples: int
     ) -> ActivationProfile | str:
-        if not self.smallest < samples < self.largest:
+        # A chunk has the rows of the micro-batch, or fewer: not in proportion to it.
+        chunked = config.train.loss_chunk is not None
+        if chunked or not self.smallest < samples < self.largest:
             return self._measured(config, shape, samples)
         small = self._measured(config, shape, self.smallest)
         large = self._measured(config, shape, self.largest)
@@ -108,7 +111,7 @@ class PeakPredictions:
         with tensor_mesh(shape.tensor) as mesh:
             return profile_activations(
                 self._parts.module,
-                self._parts.loss,
+                functools.partial(step_loss, config, self._parts),
                 functools.partial(self._sample.example, samples, floating=floating),
                 config.parallel(),
                 mesh=mesh,

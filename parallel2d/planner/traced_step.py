@@ -32,6 +32,7 @@ from parallel2d.model_families import ModelParts
 from parallel2d.optimizer import build_optimizer
 from parallel2d.parallelize import parallelize_on_fake_tensors
 from parallel2d.parallelize.precision import input_dtype
+from parallel2d.planner.step_loss import StepLoss, step_loss
 from parallel2d.sync import accumulate
 from parallel2d.sync.gradient_sync import gradient_syncs
 from parallel2d.topology import Topology
@@ -108,7 +109,7 @@ def trace_step(
                 engine.never_agree()
             snapshot = _peak_of(
                 model,
-                parts.loss,
+                step_loss(config, parts, model, *example()),
                 example,
                 min(batches.accumulation, 2),
                 config.sync.during_accumulation,
@@ -134,7 +135,7 @@ def _check_traceable(config: TrainConfig) -> None:
 
 def _peak_of(
     model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
+    loss: StepLoss,
     example: Callable[[], tuple[Tensor, Tensor]],
     micro_batches: int,
     during_accumulation: str,
@@ -147,7 +148,7 @@ def _peak_of(
     try:
         with tracker:
             for inputs, targets in accumulate(model, batches, during_accumulation):
-                loss(model(inputs), targets).backward()
+                loss(inputs, targets).backward()
                 # Of the modules alone, which may run once only; the peak of all is kept.
                 tracker.reset_mod_stats()
     except ConfigError:
