@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d import exchange
 from parallel2d.certification.certificate import Discrepancy
 from parallel2d.config import AXES, ParallelConfig
+from parallel2d.mesh import axis_positions
 from parallel2d.metrics.communication import CommunicationMeter, LoggedCollective
 from parallel2d.optimizer import Muon
 from parallel2d.parallelize.precision import DTYPES
@@ -108,12 +109,12 @@ class CollectiveLog:
         sequences: dict[str, list[str]] = defaultdict(list)
         for each in logged:
             sequences[each.axis].append(f"{each.collective} in {each.dtype}")
-        coordinate = list(self._mesh.get_coordinate() or ())
+        positions = axis_positions(self._mesh)
         own: dict[str, tuple[list[int], str, list[str]]] = {}
         # A rank that began nothing has its group too.
-        for index, axis in enumerate(self._mesh.mesh_dim_names or ()):
+        for axis in positions:
             sequence = sequences[axis]
-            group = [place for number, place in enumerate(coordinate) if number != index]
+            group = [place for other, place in positions.items() if other != axis]
             digest = hashlib.sha256(json.dumps(sequence).encode()).hexdigest()
             own[axis] = (group, digest, sequence[:2000])
         ranks = exchange.gather(own)

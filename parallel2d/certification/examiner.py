@@ -23,7 +23,7 @@ from parallel2d.certification.expected_run import (
 from parallel2d.certification.likely_cause import Causes, cause_of_norm, is_rounded_to
 from parallel2d.certification.output_norms import Norms, first_difference
 from parallel2d.certification.plain_model import Contribution
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import axis_names, mesh_shape
 
 
 class Examiner:
@@ -43,7 +43,7 @@ class Examiner:
         self._bounds = bounds
         self._shape = mesh_shape(mesh)
         self._ranks = mesh.mesh
-        self._axes = mesh.mesh_dim_names or ()
+        self._axes = axis_names(mesh)
         self._clip = clip
         # By track, of the step before
         self._gradients_before: list[dict[str, Tensor]] = [{} for _ in run.tracks]

@@ -34,6 +34,7 @@ from parallel2d.config import CheckpointConfig
 from parallel2d.errors import ConfigError
 from parallel2d.files.folder import is_remote
 from parallel2d.files.tensor_file import DamagedCheckpointError
+from parallel2d.mesh import AXES, axis_names
 from parallel2d.weights.named_tensors import describe_optimizer, reshard, tied_names
 
 log = logging.getLogger(__name__)
@@ -367,9 +368,9 @@ class StoreCheckpointer:
         )
 
     def _mesh_sizes(self) -> dict[str, int]:
-        sizes = {"replicate": 1, "shard": 1, "tensor": 1}
+        sizes = dict.fromkeys(AXES, 1)
         if self.mesh is not None:
-            sizes |= dict(zip(self.mesh.mesh_dim_names or (), self.mesh.mesh.shape, strict=True))
+            sizes |= dict(zip(axis_names(self.mesh), self.mesh.shape, strict=True))
         return sizes
 
     def _join(self) -> None:

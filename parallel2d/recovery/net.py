@@ -29,7 +29,7 @@ from parallel2d.checkpoint.storage import describe_error
 from parallel2d.checkpoint.write_plan import plan_all, plan_of_replica
 from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import axis_positions, mesh_shape
 from parallel2d.recovery.buffer import Buffer, Part, folders_in, pack, slots, unpack
 from parallel2d.recovery.lineage import Lineage
 from parallel2d.recovery.place import Place, open_place, remove, remove_place, room, used
@@ -365,13 +365,11 @@ class MemoryNet:
     def _neighbours(self) -> tuple[int, int]:
         """The ranks in this rank's place of the next replica and of the one before."""
         assert self.mesh is not None
-        axis = (self.mesh.mesh_dim_names or ()).index("replicate")
-        place = self.mesh.get_coordinate()
-        assert place is not None
-        index: list[int | slice] = list(place)
-        index[axis] = slice(None)
-        line = self.mesh.mesh[tuple(index)].tolist()
-        return line[(place[axis] + 1) % len(line)], line[place[axis] - 1]
+        positions = axis_positions(self.mesh)
+        index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
+        line = self.mesh.mesh[tuple(index.values())].tolist()
+        own = positions["replicate"]
+        return line[(own + 1) % len(line)], line[own - 1]
 
     def _has_room(self, parts: list[Part]) -> bool:
         """Whether two buffers fit on every node, before the first one is taken. Collective."""
