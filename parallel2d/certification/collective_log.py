@@ -59,13 +59,13 @@ class CollectiveLog:
         self._meter.log = None
         found = self._against_policy(logged, step)
         everywhere = exchange.gather(found)
-        if everywhere is not None:
-            merged = _merged(everywhere)
         order = self._order(logged, step)
         sent = exchange.gather(_sent(logged))
-        if everywhere is None or sent is None:
+        # Rank 0 alone has gathered something.
+        if not everywhere:
             return []
         self._describe(logged)
+        merged = _merged(everywhere)
         if predictable and self._config.sync.name == "every_step":
             merged += self._bytes(sent, step)
         return merged + order
@@ -121,7 +121,7 @@ class CollectiveLog:
         found: list[Discrepancy] = []
         for axis in own:
             seen: dict[tuple[int, ...], tuple[int, str, list[str]]] = {}
-            for rank, each_rank in enumerate(ranks or []):
+            for rank, each_rank in enumerate(ranks):
                 group, digest, sequence = each_rank[axis]
                 first = seen.setdefault(tuple(group), (rank, digest, sequence))
                 if first[1] != digest:

@@ -262,7 +262,9 @@ class StoreCheckpointer:
         begin = time.perf_counter()
         self._last_step = step
         self.blocked_s = 0.0
+        # The last state and that of a pre-emption are needed on disk, whatever is in memory.
         if self.memory is not None and self.memory.is_due(step) and not (last or preempted):
+            # Parameters that a forward has gathered would hide the sharded ones.
             reshard(self.model)
             tensors = saved_tensors(self.model, self.optimizer)
             of_replica = replica_tensors(self.model, self.optimizer)
@@ -273,6 +275,7 @@ class StoreCheckpointer:
             self.blocked_total_s += self.blocked_s
         if self.config.enabled and self._is_due(step, last or preempted or wanted, due):
             before = time.perf_counter()
+            # One save at a time: all use the same staging buffers.
             self._join()
             if step not in self._known_good:
                 self._start(step, state, wait=preempted or not self.config.asynchronous)

@@ -30,13 +30,13 @@ from parallel2d.checkpoint.manifest import (
     chunk_key,
     content_digest,
 )
+from parallel2d.files import is_count
 from parallel2d.files.folder import LocalFolder
 from parallel2d.files.tensor_file import (
     DTYPE_NAMES,
     DamagedCheckpointError,
     encode,
     encode_header,
-    is_size,
     parse_json,
     read_header,
     read_rows,
@@ -301,12 +301,12 @@ def _read_record(slot: str, incarnation: str) -> dict[str, Any]:
         if record.pop("sha256") != content_digest(record):
             raise DamagedCheckpointError(f"{RECORD}: its own checksum does not match")
         numbers = (record["rank"], record["common"]["step"], record["common"]["world_size"])
-        if record["incarnation"] != incarnation or not all(map(is_size, numbers)):
+        if record["incarnation"] != incarnation or not all(map(is_count, numbers)):
             raise DamagedCheckpointError(f"{RECORD}: it is that of another copy")
         for name, file in record["files"].items():
             if (
                 os.path.basename(name) != name
-                or not is_size(file["bytes"])
+                or not is_count(file["bytes"])
                 or not isinstance(file["digest"], str)
             ):
                 raise DamagedCheckpointError(f"{RECORD}: its files are not described")

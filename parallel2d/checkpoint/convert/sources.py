@@ -22,6 +22,7 @@ from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import check_depth
 from parallel2d.checkpoint.storage import find_checkpoint
 from parallel2d.errors import ConfigError
+from parallel2d.files import is_count
 from parallel2d.files.folder import LocalFolder, is_remote
 from parallel2d.files.tensor_file import (
     DTYPE_NAMES,
@@ -29,7 +30,6 @@ from parallel2d.files.tensor_file import (
     DamagedCheckpointError,
     Entry,
     check_description,
-    is_size,
     parse_json,
     printable,
     read_header,
@@ -143,7 +143,7 @@ def checked_facts(content: dict[str, Any], what: str) -> dict[str, Any]:
     }
     facts: dict[str, Any] = {key: content[key] for key in kinds if key in content}
     for key, value in facts.items():
-        if type(value) is not kinds[key] or (key == "step" and not is_size(value)):
+        if type(value) is not kinds[key] or (key == "step" and not is_count(value)):
             raise DamagedCheckpointError(f"{what}: {key} is no {kinds[key].__name__}")
     check_depth(facts, what)
     if not all(isinstance(a, str) and isinstance(b, str) for a, b in facts.get("tied", {}).items()):
@@ -245,7 +245,7 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
         )
     found = {}
     for number, entries in state.items():
-        known = type(number) is int and 0 <= number < len(names)
+        known = is_count(number, len(names) - 1)
         if not known or not isinstance(entries, dict):
             raise ConfigError(f"the optimizer's state has no parameter {printable(number)}")
         for key, value in entries.items():
