@@ -54,9 +54,8 @@ class Lineage:
         if not isinstance(starts, list):
             raise DamagedCheckpointError(f"{NAME}: starts is missing or not a list")
         for start in starts:
-            if not isinstance(start, list) or [type(each) for each in start] != [str, int]:
-                raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
-            if not is_count(start[1]):
+            is_pair = isinstance(start, list) and [type(each) for each in start] == [str, int]
+            if not is_pair or not is_count(start[1]):
                 raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
         return cls(tuple((name, base) for name, base in starts))
 

@@ -92,7 +92,8 @@ class Search:
             copies.update(held)
         own = {copy for copy in copies if self.lineage.holds(*copy)}
         self._writers = {step: name for name, step in sorted(own)}
-        if left := {step for _, step in copies - own}:
+        left = {step for _, step in copies - own}
+        if left:
             listed = ", ".join(map(str, sorted(left)))
             self._say(
                 f"copies in memory of step {listed} are not of this run as it stands, and are not "
@@ -122,7 +123,8 @@ class Search:
             f"{step_name(step)} is in memory: {len(manifest.files)} files, {sent / 2**20:.1f} MiB "
             "sent to nodes without them"
         )
-        if lost := _lost_generators(manifest):
+        lost = _lost_generators(manifest)
+        if lost:
             self._say(
                 f"random generators of ranks {lost} were lost with their nodes: they start afresh",
                 logging.WARNING,
@@ -151,8 +153,10 @@ class Search:
             return
         os.makedirs(view, mode=0o700)
         for name, nodes in chosen.holders.items():
-            if there := nodes.get(self.nodes.own):
+            there = nodes.get(self.nodes.own)
+            if there:
                 source = os.path.join(folders[there], there)
+                # A link takes no memory: there may be no room for the state once more.
                 os.link(source, os.path.join(view, name), follow_symlinks=False)
 
     def _choose(self, step: int, held: Sequence[Found]) -> AssembledCopy:
