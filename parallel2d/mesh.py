@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import AXES, MeshConfig, StrategyConfig, named_strategy
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, counted
+from parallel2d.files import is_count
 from parallel2d.runtime import release_groups
 from parallel2d.topology import Topology
 
@@ -108,9 +109,7 @@ class MeshSpec:
             size = getattr(self, axis)
             if size == "auto":
                 continue
-            # Python's True is an int too.
-            is_number = isinstance(size, int) and not isinstance(size, bool)
-            if not is_number or size < 1:
+            if not is_count(size) or size == 0:
                 raise ConfigError(
                     f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
                 )
@@ -179,8 +178,7 @@ def _sizes_on_one_host(rest: int) -> tuple[int, int, list[str]]:
     if replicate > 1:
         note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
         return replicate, shard, [note]
-    word = "ranks" if rest > 1 else "rank"
-    return replicate, shard, [f"one host with {rest} data {word}: a single replica"]
+    return replicate, shard, [f"one host with {counted(rest, 'data rank')}: a single replica"]
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _stored_name(name: str, checkpoint: Checkpoint) -> str | None:
     return f"model/{other}" if other is not None else None
 
 
-def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
+def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
     """`model_differences`; raises `ConfigError` with all of them when there are any and
     ``strict``."""
     differences = model_differences(model, checkpoint)
@@ -176,7 +176,7 @@ def check_optimizer(
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
+def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
     """Fills the parameters and persistent buffers of ``model`` in place, this rank's part of each;
     no communication.
 
@@ -197,7 +197,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) ->
 
 @torch.no_grad()
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool = True
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
     """Fills the state of ``optimizer`` in place, creating it where it does not exist yet; no
     communication.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from parallel2d import files
+from parallel2d.errors import counted
 from parallel2d.metrics import keys
 from parallel2d.report.curves import all_curves
 from parallel2d.report.drawing import Drawing, escaped, layout_of, run_colour, short_name
@@ -235,8 +236,7 @@ def _mesh_picture(part: Run, names: Sequence[str]) -> Drawing:
 
 def _title_of_mesh(part: Run, hosts: int, names: Sequence[str]) -> str:
     strategy = files.printable(part.layout.get("strategy", "-"), 40)
-    count = "1 host" if hosts == 1 else f"{hosts} hosts"
-    return f"{strategy} {mesh_text(part)}, {count}: {first_names(names)}"
+    return f"{strategy} {mesh_text(part)}, {counted(hosts, 'host')}: {first_names(names)}"
 
 
 def _places_of_ranks(

@@ -14,6 +14,7 @@ from typing import Any
 
 from parallel2d import files
 from parallel2d.cost.collectives import sent_bytes
+from parallel2d.errors import counted
 from parallel2d.metrics import keys
 from parallel2d.report.overview import measured_and_predicted, mesh_text, quantity_of
 from parallel2d.report.runs import (
@@ -246,7 +247,7 @@ def cost_of_restarts(run: Run) -> list[str]:
     wall = run.seconds(keys.WALL_S)
     if not all((restarts, paused, wall)):
         return []
-    times = "1 restart" if restarts == 1 else f"{restarts} restarts"
+    times = counted(restarts, "restart")
     again = ""
     if repeated:
         again = f", and steps that were done again {_seconds(repeated)}"

@@ -232,10 +232,10 @@ def _with_own_starts(part: Run, by_number: dict[int, Segment]) -> Run:
     return replace(part, segments=own)
 
 
-def first_names(names: Sequence[str], most: int = 4) -> str:
+def first_names(names: Sequence[str]) -> str:
     """``a, b, c, d and 3 more``."""
-    shown = ", ".join(names[:most])
-    left = len(names) - most
+    shown = ", ".join(names[:4])
+    left = len(names) - 4
     return f"{shown} and {left} more" if left > 0 else shown
 
 

@@ -284,15 +284,13 @@ class TorchReader:
         return values.neg() if tensor.is_neg() else values
 
 
-def tensors_of(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(dotted name, tensor) of a dict of tensors. Raises `ConfigError` for anything else in it."""
+def tensors_of(content: Any) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a dict of tensors. Raises `ConfigError` for anything else in it."""
     if not isinstance(content, dict):
         raise ConfigError(
             f"a file of weights holds a dict of tensors, this one a {type(content).__name__}"
         )
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ConfigError(
-                f"{prefix}{printable(name)} is a {type(value).__name__}, not a tensor"
-            )
-        yield prefix + name, value
+            raise ConfigError(f"{printable(name)} is a {type(value).__name__}, not a tensor")
+        yield name, value
