@@ -102,22 +102,15 @@ class StoreCheckpointer:
     def _check_folder(self) -> None:
         """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
         keep only its own part of a checkpoint."""
-        error = token = None
-        if self.group.rank == 0:
-            try:
-                token = self._leave_token()
-            except Exception as fault:
-                error = describe_error(fault)
-        error, token = self.group.broadcast((error, token))
-        if error is not None:
-            raise ConfigError(f"checkpoints cannot be written to {self.store.root}: {error}")
+        token = self.group.on_first(self._leave_token)
         if token is None:
             return
         seen = os.path.join(self.store.root, token)
         hosts = self.group.all_gather("" if os.path.exists(seen) else socket.gethostname())
         if self.group.rank == 0:
             os.unlink(seen)
-        if ranks := [rank for rank, host in enumerate(hosts) if host]:
+        ranks = [rank for rank, host in enumerate(hosts) if host]
+        if ranks:
             blind = sorted({hosts[rank] for rank in ranks})
             raise ConfigError(
                 f"{self.store.root} is not the same folder on every rank: {', '.join(blind)} "
@@ -127,13 +120,18 @@ class StoreCheckpointer:
 
     def _leave_token(self) -> str | None:
         """The name of a new file in the store, for the other ranks to see; None in one that all
-        reach by the same address."""
-        self.store.prepare()
-        if is_remote(self.store.root):
-            return None
-        token = f".shared-{os.urandom(8).hex()}"
-        with open(os.path.join(self.store.root, token), "x"):
-            return token
+        reach by the same address. Raises `ConfigError`."""
+        root = self.store.root
+        try:
+            self.store.prepare()
+            if is_remote(root):
+                return None
+            token = f".shared-{os.urandom(8).hex()}"
+            with open(os.path.join(root, token), "x"):
+                return token
+        except Exception as fault:
+            reason = describe_error(fault)
+            raise ConfigError(f"checkpoints cannot be written to {root}: {reason}") from None
 
     @property
     def age_steps(self) -> int:

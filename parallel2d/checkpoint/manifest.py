@@ -261,11 +261,10 @@ def _decode_tensor(
 def _decode_chunk(
     item: Any, shape: tuple[int, ...], files: Mapping[str, StoredFile], label: str
 ) -> Chunk:
-    if not isinstance(item, list) or len(item) != 3:
+    is_described = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
+    if not is_described or item[0] not in files:
         raise DamagedCheckpointError(f"{label} names no file of this checkpoint")
     file, offsets, lengths = item
-    if not isinstance(file, str) or file not in files:
-        raise DamagedCheckpointError(f"{label} names no file of this checkpoint")
     for numbers in (offsets, lengths):
         sizes = isinstance(numbers, list) and all(map(is_count, numbers))
         if not sizes or len(numbers) != len(shape):

@@ -45,6 +45,20 @@ class Group:
             return value
         return exchange.broadcast(value, 0, self.group)
 
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
+        raised on all. It must raise no other error: the other ranks would wait. Collective."""
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = work()
+            except ConfigError as fault:
+                answer = fault
+        answer = self.broadcast(answer)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
     def agree(self, work: Callable[[], object]) -> None:
         """Runs ``work`` on every rank; an error on any rank is raised on all, once each has
         answered. Collective."""

@@ -123,12 +123,16 @@ def _metadata(source: ByteSource, what: str) -> dict[str, Any]:
     """The facts that our own writer puts beside the tensors; none in another's file."""
     length = int.from_bytes(bytes(source.buffer(0, 8)), "little")
     metadata = parse_json(bytes(source.buffer(8, 8 + length)), what).get("__metadata__")
-    text = metadata.get("parallel2d") if isinstance(metadata, dict) else None
-    return (
-        checked_facts(parse_json(text.encode(), f"{what}: metadata"), what)
-        if isinstance(text, str)
-        else {}
-    )
+    if not isinstance(metadata, dict):
+        return {}
+    return _facts_in(metadata.get("parallel2d"), what)
+
+
+def _facts_in(text: Any, what: str) -> dict[str, Any]:
+    """What `facts_text` wrote; nothing where another program has written the file."""
+    if not isinstance(text, str):
+        return {}
+    return checked_facts(parse_json(text.encode(), f"{what}: metadata"), what)
 
 
 def checked_facts(content: dict[str, Any], what: str) -> dict[str, Any]:
@@ -198,8 +202,7 @@ def _torch(path: str) -> Source:
     model, moments = content, {}
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         model = content["model"]
-        if isinstance(text := content.get("parallel2d"), str):
-            facts = checked_facts(parse_json(text.encode(), reader.label), reader.label)
+        facts = _facts_in(content.get("parallel2d"), reader.label)
         moments = _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
     found = {f"model/{name}": tensor for name, tensor in tensors_of(model)} | moments
     reader.check_tensors(found)
@@ -220,13 +223,11 @@ def _shared(found: dict[str, Tensor]) -> dict[str, str]:
     for name, tensor in found.items():
         if not name.startswith("model/") or not tensor.numel():
             continue
+        # A tensor that was not read yet has no address; torch notes where its bytes are.
         place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        key = (
-            tensor.data_ptr() if place is None else place,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
+        if place is None:
+            place = tensor.data_ptr()
+        key = (place, tensor.storage_offset(), tensor.shape, tensor.stride())
         if key in first:
             result[name] = first[key]
         first.setdefault(key, name)
