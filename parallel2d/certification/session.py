@@ -43,6 +43,7 @@ from parallel2d.gradients import without_partial
 from parallel2d.mesh import data_coordinate, mesh_shape
 from parallel2d.model_structure import canonical_name
 from parallel2d.sync.comparison import hashes_of
+from parallel2d.sync.outer import OuterSync
 from parallel2d.sync.updates import outer_sync
 from parallel2d.weights.geometry import local_region
 from parallel2d.weights.named_tensors import parameters_by_name, reshard, updated_by_name
@@ -202,7 +203,7 @@ class Session:
         reshard(self._model)
         self._compare_copies("weights", self._parameters)
         if self._outer is not None:
-            self._outer_step()
+            self._outer_step(self._outer)
         for track, replica in enumerate(self._replicas):
             updated = self._gather_of_replica(self._updated, replica)
             weights = updated
@@ -228,18 +229,15 @@ class Session:
         on_all_ranks: Certificate = exchange.broadcast(found)
         return on_all_ranks
 
-    def _outer_step(self) -> None:
+    def _outer_step(self, sync: OuterSync) -> None:
         """Compares the parameters that replicas share."""
-        assert self._outer is not None
-        shared: dict[str, Tensor] = {
-            name: each.outer for name, each in self._outer.parameters.items()
-        }
+        shared: dict[str, Tensor] = {name: each.outer for name, each in sync.parameters.items()}
         self._compare_copies("shared weights", shared, over_replicas=True)
         found = gather_whole(shared, self._mesh)
         if self.examiner is not None:
             outer = self.examiner.run.outer
             if self._is_updated:
-                outer.after_update(self._outer.steps)
+                outer.after_update(sync.steps)
             self.examiner.weights("shared weight", found, outer.shared, outer.before)
             outer.take(found)
 

@@ -58,7 +58,9 @@ def model_differences(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
         source = _stored_name(name, checkpoint)
         if source is None:
             lines.append(f"{name}: {list(tensor.shape)} in the model, not in the checkpoint")
-        elif (shape := checkpoint.tensors[source].shape) != tuple(tensor.shape):
+            continue
+        shape = checkpoint.tensors[source].shape
+        if shape != tuple(tensor.shape):
             lines.append(
                 f"{name}: {list(tensor.shape)} in the model, {list(shape)} in the checkpoint"
             )
@@ -212,6 +214,7 @@ def load_optimizer(
     """
     differences = check_optimizer(model, optimizer, checkpoint, strict)
     stored = checkpoint.manifest.optimizer
+    # Without ``strict`` another optimizer starts anew: its state means something else.
     if stored.get("class") != type(optimizer).__name__:
         return differences
     prefix = optimizer_prefix(model, checkpoint.tensors)
@@ -229,6 +232,7 @@ def load_optimizer(
         state = optimizer.state[parameter]
         for key in keys.get(name, []):
             full = f"{prefix}/{key}/{name}"
+            # Before its first step an optimizer has no state.
             if not isinstance(state.get(key), Tensor):
                 state[key] = _new_state(full, key, parameter, group_of[id(parameter)], checkpoint)
             _fill_state(state[key], full, checkpoint)

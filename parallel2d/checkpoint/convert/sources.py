@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.convert import huggingface_format as huggingface
-from parallel2d.checkpoint.convert.torch_file import TorchReader, tensors_of
+from parallel2d.checkpoint.convert.torch_file import TorchReader, offset_in_file, tensors_of
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import check_depth
 from parallel2d.checkpoint.storage import find_checkpoint
@@ -223,8 +223,8 @@ def _shared(found: dict[str, Tensor]) -> dict[str, str]:
     for name, tensor in found.items():
         if not name.startswith("model/") or not tensor.numel():
             continue
-        # A tensor that was not read yet has no address; torch notes where its bytes are.
-        place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        # A tensor that was not read yet has a place in the file and no address.
+        place = offset_in_file(tensor)
         if place is None:
             place = tensor.data_ptr()
         key = (place, tensor.storage_offset(), tensor.shape, tensor.stride())
