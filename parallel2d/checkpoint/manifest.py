@@ -301,14 +301,19 @@ def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], wha
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims"
         )
+    if not _cover_each_once(regions, shape, cut):
+        raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")
+
+
+def _cover_each_once(regions: Sequence[Region], shape: Sequence[int], cut: Sequence[int]) -> bool:
+    """Whether every element is in one region; see `check_tiling`. ``cut``: dims that are cut."""
     corners: Counter[tuple[int, ...]] = Counter()
     for region in regions:
         _count_corners(corners, region, cut, 1)
     # A tensor without elements has no regions, so there is nothing to subtract.
     if regions:
         _count_corners(corners, Region.whole(shape), cut, -1)
-    if any(corners.values()):
-        raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")
+    return not any(corners.values())
 
 
 def _is_cut(dim: int, shape: Sequence[int], regions: Sequence[Region]) -> bool:
