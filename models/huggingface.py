@@ -151,7 +151,7 @@ def _check_layers(settings: Any) -> None:
             raise ValueError(f"{name}={value} is more than {_MOST_LAYERS:,} layers")
 
 
-def model_class(config: Any, head: str = "auto") -> type[nn.Module]:
+def model_class(config: Any, head: str) -> type[nn.Module]:
     """The class of the model. Raises ValueError when the library has none with that head for this
     architecture."""
     transformers = library()

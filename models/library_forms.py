@@ -59,20 +59,21 @@ def _refuse_settings(settings: Any) -> None:
     if not isinstance(settings, Mapping):
         return
     for name, value in settings.items():
-        key = str(name)
-        if key.endswith("_implementation") and "/" in str(value):
-            raise ValueError(f"{key}={value} names code that would be downloaded")
-        # Another library builds these, and may read files that the settings name.
-        of_timm = key == "model_type" and str(value).startswith("timm")
-        if of_timm or (key in _BACKBONES and value):
-            raise ValueError(
-                f"{key}={value}: a model with parts of other libraries is not converted"
-            )
-        if key == "quantization_config" and value is not None:
-            raise ValueError("quantization_config: quantized models are not converted")
-        if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
-            raise ValueError(f"num_labels={value} is more than {_MOST_LABELS:,}")
+        _refuse_setting(str(name), value)
         _refuse_settings(value)
+
+
+def _refuse_setting(key: str, value: Any) -> None:
+    if key.endswith("_implementation") and "/" in str(value):
+        raise ValueError(f"{key}={value} names code that would be downloaded")
+    # Another library builds these, and may read files that the settings name.
+    of_timm = key == "model_type" and str(value).startswith("timm")
+    if of_timm or (key in _BACKBONES and value):
+        raise ValueError(f"{key}={value}: a model with parts of other libraries is not converted")
+    if key == "quantization_config" and value is not None:
+        raise ValueError("quantization_config: quantized models are not converted")
+    if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
+        raise ValueError(f"num_labels={value} is more than {_MOST_LABELS:,}")
 
 
 def saved_names(model: Any) -> list[str]:

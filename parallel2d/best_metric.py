@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel2d.config import TrainConfig
 from parallel2d.errors import did_you_mean
+from parallel2d.files import is_count, is_number
 
 _LONGEST_NAME = 200
 
@@ -52,8 +53,7 @@ class BestMetric:
         nothing was measured yet."""
         if state is None:
             return
-        same = all(state[key] == getattr(self, key) for key in ("metric", "mode", "min_delta"))
-        if same:
+        if all(state[key] == getattr(self, key) for key in ("metric", "mode", "min_delta")):
             self.step = state["step"]
             self.value = float(state["value"])
             self.since = state["since"]
@@ -130,12 +130,9 @@ def problems_of_best(name: str, state: Any, step: int) -> list[str]:
     names = {item.name for item in fields(BestMetric)}
     if not isinstance(state, Mapping) or set(state) != names:
         return [f"{name} is not {', '.join(sorted(names))}"]
-    counts = (state["step"], state["since"])
-    # Not isinstance: True and False are ints too.
-    if any(type(count) is not int or not 0 <= count <= step for count in counts):
+    if not all(is_count(state[key], step) for key in ("step", "since")):
         return [f"{name} has a step or a count that is no whole number from 0 to {step}"]
-    values = (state["value"], state["min_delta"])
-    if any(type(value) not in (int, float) or not math.isfinite(value) for value in values):
+    if not all(is_number(state[key]) for key in ("value", "min_delta")):
         return [f"{name} has a value that is no finite number"]
     metric = state["metric"]
     if not isinstance(metric, str) or len(metric) > _LONGEST_NAME:

@@ -48,6 +48,11 @@ def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) ->
     return f"; did you mean {near}?" if near else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, or ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def first_five(problems: Sequence[str], separator: str = "; ") -> str:
     """The first five of ``problems`` in one line, with `` ...`` where there are more."""
     more = " ..." if len(problems) > 5 else ""

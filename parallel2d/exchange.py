@@ -47,12 +47,12 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return _unpadded(received, lengths)
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> list[Any] | None:
-    """As `all_gather`, on global rank ``to`` alone; None elsewhere."""
+def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> list[Any]:
+    """As `all_gather`, on global rank ``to`` alone; empty elsewhere."""
     own, lengths = _padded(value, group)
     if dist.get_rank() != to:
         c10d.gather(own, None, dst=to, group=group)
-        return None
+        return []
     received = [torch.empty_like(own) for _ in lengths]
     c10d.gather(own, received, dst=to, group=group)
     return _unpadded(received, lengths)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import AXES, MeshConfig, StrategyConfig, named_strategy
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, counted
+from parallel2d.files import is_count
 from parallel2d.runtime import release_groups
 from parallel2d.topology import Topology
 
@@ -108,9 +109,7 @@ class MeshSpec:
             size = getattr(self, axis)
             if size == "auto":
                 continue
-            # Python's True is an int too.
-            is_number = isinstance(size, int) and not isinstance(size, bool)
-            if not is_number or size < 1:
+            if not is_count(size) or size == 0:
                 raise ConfigError(
                     f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
                 )
@@ -179,8 +178,7 @@ def _sizes_on_one_host(rest: int) -> tuple[int, int, list[str]]:
     if replicate > 1:
         note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
         return replicate, shard, [note]
-    word = "ranks" if rest > 1 else "rank"
-    return replicate, shard, [f"one host with {rest} data {word}: a single replica"]
+    return replicate, shard, [f"one host with {counted(rest, 'data rank')}: a single replica"]
 
 
 @dataclass(frozen=True)
@@ -343,10 +341,21 @@ def has_cpu_backend() -> bool:
     return torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
 
 
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Names of the axes, outermost first; empty for a mesh that was made without names."""
+    return mesh.mesh_dim_names or ()
+
+
+def axis_positions(mesh: DeviceMesh) -> dict[str, int]:
+    """This rank's position along each named axis, outermost first."""
+    # torch gives None for a rank outside of the mesh.
+    return dict(zip(axis_names(mesh), mesh.get_coordinate() or (), strict=True))
+
+
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
     """The sizes of a mesh with our axis names; an absent axis has size 1. Raises `ConfigError` for
     other names."""
-    names = mesh.mesh_dim_names or ()
+    names = axis_names(mesh)
     in_order = sorted(set(AXES).intersection(names), key=AXES.index)
     if not names or list(names) != in_order:
         raise ConfigError(
@@ -376,7 +385,7 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
     """The axes of this rank's replica: ``shard``, and ``tensor`` where the mesh has it."""
-    names = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "replicate")
+    names = tuple(axis for axis in axis_names(mesh) if axis != "replicate")
     return mesh[names]
 
 
@@ -384,8 +393,8 @@ def data_coordinate(mesh: DeviceMesh) -> int:
     """This rank's number among the data ranks: its place over replicate x shard, equal for all its
     tensor ranks."""
     shape = mesh_shape(mesh)
-    coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
-    return coordinate.get("replicate", 0) * shape.shard + coordinate.get("shard", 0)
+    at = axis_positions(mesh)
+    return at.get("replicate", 0) * shape.shard + at.get("shard", 0)
 
 
 def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from parallel2d.best_metric import problems_of_best
-from parallel2d.files import printable
+from parallel2d.files import is_count, is_number, printable
 
 LARGEST_COUNT = 2**53  # whole numbers up to here are exact as floats too
 LARGEST_SCALE = 2.0**24  # of a loss
@@ -98,7 +97,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     problems = [f"{key} is missing" for key in ("scaler", "data_fingerprint") if key not in state]
     for item in fields(Progress):
         value = state.get(item.name)
-        if not _is_count(value, LARGEST_COUNT):
+        if not is_count(value, LARGEST_COUNT):
             problems.append(
                 f"{item.name} is {printable(repr(value), 40)}, no whole number from 0 to 2**53"
             )
@@ -125,21 +124,11 @@ def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
         return ["scaler is not scale and good_steps"]
     problems = []
     scale = scaler["scale"]
-    if not _is_scale(scale):
+    if not is_number(scale) or not 1 <= scale <= LARGEST_SCALE:
         problems.append(f"scale is {printable(repr(scale), 40)}, no number from 1 to 2**24")
     good = scaler["good_steps"]
-    if not _is_count(good, step):
+    if not is_count(good, step):
         problems.append(
             f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}"
         )
     return problems
-
-
-def _is_count(value: Any, largest: int) -> bool:
-    # Not isinstance: True and False are ints too.
-    return type(value) is int and 0 <= value <= largest
-
-
-def _is_scale(value: Any) -> bool:
-    is_number = type(value) in (int, float)
-    return is_number and 1 <= value <= LARGEST_SCALE and math.isfinite(value)

@@ -258,7 +258,7 @@ def _predict_time(
 
 
 def build_recorder(
-    config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool, label: str = ""
+    config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool, label: str
 ) -> Recorder:
     """Every rank records; only the first writes files and the console. Shows the header."""
     display = writer = None

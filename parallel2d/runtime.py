@@ -207,7 +207,7 @@ def process_group(
     *,
     timeout_s: float,
     host_id: str | None,
-    first_timeout_s: float | None = None,
+    first_timeout_s: float | None,
 ) -> Iterator[Runtime]:
     """As `setup`, on a store that exists; at the end all ranks wait for each other and leave. After
     an exception nobody waits."""

@@ -8,6 +8,7 @@ import os
 import socket
 from dataclasses import dataclass
 
+from parallel2d.errors import counted
 from parallel2d.exchange import all_gather
 
 
@@ -70,7 +71,5 @@ class Topology:
         if len(set(sizes)) != 1:
             return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"
         # From here on every host has as many ranks as the first.
-        word = "ranks" if sizes[0] > 1 else "rank"
-        if len(sizes) == 1:
-            return f"1 host with {sizes[0]} {word}"
-        return f"{len(sizes)} hosts with {sizes[0]} {word} each"
+        each = " each" if len(sizes) > 1 else ""
+        return f"{counted(len(sizes), 'host')} with {counted(sizes[0], 'rank')}{each}"

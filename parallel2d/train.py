@@ -54,23 +54,7 @@ def main(
     that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        identity = launch.find_rank()
-        answer = information(words, program, purpose)
-        if answer is not None:
-            if identity is None or identity.rank == 0:
-                show(answer)
-            return 0
-        if identity is not None:
-            return _run_rank(identity, words)
-        composition = compose(words)
-        if composition is None:
-            run_sweep(words, _launch)
-        elif composition.config.plan.dry_run:
-            return _plan(composition)
-        elif composition.config.launch.node_range != (1, 1):
-            _launch_node(composition.config, words)
-        else:
-            composition.start(_launch)
+        return _run(words, program, purpose)
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
         return 2
@@ -83,6 +67,27 @@ def main(
     except KeyboardInterrupt:
         print("parallel2d: interrupted; all workers have ended", file=sys.stderr)
         return 130
+
+
+def _run(words: list[str], program: str, purpose: str) -> int:
+    """Does what the words ask for: answers, runs this rank, or starts ranks."""
+    identity = launch.find_rank()
+    answer = information(words, program, purpose)
+    if answer is not None:
+        if identity is None or identity.rank == 0:
+            show(answer)
+        return 0
+    if identity is not None:
+        return _run_rank(identity, words)
+    composition = compose(words)
+    if composition is None:
+        run_sweep(words, _launch)
+    elif composition.config.plan.dry_run:
+        return _plan(composition)
+    elif composition.config.launch.node_range != (1, 1):
+        _launch_node(composition.config, words)
+    else:
+        composition.start(_launch)
     return 0
 
 

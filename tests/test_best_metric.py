@@ -204,6 +204,7 @@ def test_a_state_of_other_settings_begins_anew():
         ({"step": True}, "no whole number"),
         ({"value": math.nan}, "no finite number"),
         ({"value": "5"}, "no finite number"),
+        ({"value": 10**400}, "no finite number"),
         ({"metric": "x" * 999}, "has no metric"),
         ({"mode": "best"}, "neither min nor max"),
         ({"more": 1}, "best is not"),

@@ -90,5 +90,5 @@ def test_ranks_exchange_values(ranks):
             pair,
             own[2],
             pair[1],
-            [(other,) for other in pair] if rank == pair[1] else None,
+            [(other,) for other in pair] if rank == pair[1] else [],
         )

@@ -89,16 +89,19 @@ class Bounds:
             outer=update + wire,
             same_kernels=same_kernels,
             least_share=1e-4 if same_kernels else 1e-2,
-            narrow=tuple(
-                {torch.bfloat16} | ({torch.float16} if torch.float16 in (param, reduce) else set())
-            ),
-            rounds_gradients=reduce.itemsize < 4
-            or config.sync.wire not in ("auto", "fp32")
-            or precision.keep_low_precision_gradients
-            or storage.itemsize < 4,
+            # Only where something is in float16 could a sum have been rounded to it.
+            narrow=tuple({torch.bfloat16, *{torch.float16}.intersection((param, reduce))}),
+            rounds_gradients=_rounds_gradients(config),
             gathers_bf16=config.sync.wire == "bf16",
             words=words,
         )
+
+
+def _rounds_gradients(config: ParallelConfig) -> bool:
+    precision = config.precision
+    if config.sync.wire not in ("auto", "fp32") or precision.keep_low_precision_gradients:
+        return True
+    return min(DTYPES[precision.reduce].itemsize, DTYPES[precision.storage].itemsize) < 4
 
 
 def _compute_bound(param: torch.dtype, same_kernels: bool, device_type: str) -> float:

@@ -183,6 +183,11 @@ def _share(row: ParameterRow) -> float:
     return max(each if math.isfinite(each) else math.inf for each in shares)
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks [2, 3]``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
 def versions() -> dict[str, str]:
     """Of what took part."""
     found = {"parallel2d": metadata.version("parallel2d"), "torch": str(torch.__version__)}

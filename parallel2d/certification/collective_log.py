@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d import exchange
 from parallel2d.certification.certificate import Discrepancy
 from parallel2d.config import AXES, ParallelConfig
+from parallel2d.mesh import axis_positions
 from parallel2d.metrics.communication import CommunicationMeter, LoggedCollective
 from parallel2d.optimizer import Muon
 from parallel2d.parallelize.precision import DTYPES
@@ -58,13 +59,13 @@ class CollectiveLog:
         self._meter.log = None
         found = self._against_policy(logged, step)
         everywhere = exchange.gather(found)
-        if everywhere is not None:
-            merged = _merged(everywhere)
         order = self._order(logged, step)
         sent = exchange.gather(_sent(logged))
-        if everywhere is None or sent is None:
+        # Rank 0 alone has gathered something.
+        if not everywhere:
             return []
         self._describe(logged)
+        merged = _merged(everywhere)
         if predictable and self._config.sync.name == "every_step":
             merged += self._bytes(sent, step)
         return merged + order
@@ -108,19 +109,19 @@ class CollectiveLog:
         sequences: dict[str, list[str]] = defaultdict(list)
         for each in logged:
             sequences[each.axis].append(f"{each.collective} in {each.dtype}")
-        coordinate = list(self._mesh.get_coordinate() or ())
+        positions = axis_positions(self._mesh)
         own: dict[str, tuple[list[int], str, list[str]]] = {}
         # A rank that began nothing has its group too.
-        for index, axis in enumerate(self._mesh.mesh_dim_names or ()):
+        for axis in positions:
             sequence = sequences[axis]
-            group = [place for number, place in enumerate(coordinate) if number != index]
+            group = [place for other, place in positions.items() if other != axis]
             digest = hashlib.sha256(json.dumps(sequence).encode()).hexdigest()
             own[axis] = (group, digest, sequence[:2000])
         ranks = exchange.gather(own)
         found: list[Discrepancy] = []
         for axis in own:
             seen: dict[tuple[int, ...], tuple[int, str, list[str]]] = {}
-            for rank, each_rank in enumerate(ranks or []):
+            for rank, each_rank in enumerate(ranks):
                 group, digest, sequence = each_rank[axis]
                 first = seen.setdefault(tuple(group), (rank, digest, sequence))
                 if first[1] != digest:

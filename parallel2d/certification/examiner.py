@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.certification.bounds import Bounds
-from parallel2d.certification.certificate import Certificate, Discrepancy, ParameterRow
+from parallel2d.certification.certificate import (
+    Certificate,
+    Discrepancy,
+    ParameterRow,
+    ranks_text,
+)
 from parallel2d.certification.expected_run import (
     ExpectedForward,
     ExpectedGradient,
@@ -23,7 +28,7 @@ from parallel2d.certification.expected_run import (
 from parallel2d.certification.likely_cause import Causes, cause_of_norm, is_rounded_to
 from parallel2d.certification.output_norms import Norms, first_difference
 from parallel2d.certification.plain_model import Contribution
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import axis_names, mesh_shape
 
 
 class Examiner:
@@ -43,7 +48,7 @@ class Examiner:
         self._bounds = bounds
         self._shape = mesh_shape(mesh)
         self._ranks = mesh.mesh
-        self._axes = mesh.mesh_dim_names or ()
+        self._axes = axis_names(mesh)
         self._clip = clip
         # By track, of the step before
         self._gradients_before: list[dict[str, Tensor]] = [{} for _ in run.tracks]
@@ -109,8 +114,8 @@ class Examiner:
             if finite and wrong:
                 self.differs(
                     "loss",
-                    f"{found[wrong[0]]:.8g} on {_listed(wrong)}, {expected:.8g} in one process for "
-                    "the same batch",
+                    f"{found[wrong[0]]:.8g} on {ranks_text(wrong)}, {expected:.8g} in one process "
+                    "for the same batch",
                     cause="the model, its weights or the batch are others there",
                     ranks=tuple(wrong),
                 )
@@ -162,7 +167,7 @@ class Examiner:
             )
             self.differs(
                 "optimizer",
-                f"{_listed(wrong)} has other settings than rank 0: {shown}",
+                f"{ranks_text(wrong)} has other settings than rank 0: {shown}",
                 cause="learning rate, weight decay or another setting was changed there",
                 ranks=tuple(wrong),
             )
@@ -189,15 +194,17 @@ class Examiner:
             error = _size(found[name].to(each.value.dtype) - each.value)
             least = self._bounds.least_share * typical * math.sqrt(each.value.numel())
             error /= max(each.size, least, 1e-30)
-            row.gradient = max(row.gradient, error if math.isfinite(error) else math.inf)
+            row.gradient = _larger(row.gradient, error)
             row.gradient_bound = self._bounds.gradient
             is_off = not error <= self._bounds.gradient
             if is_off or (error > _ROUNDED and self._is_narrower(found[name], each.value)):
                 wrong[name] = error
             self._note_use(row, each.used_by)
-        causes = self._causes(track, expected, inputs) if wrong else None
+        if not wrong:
+            return
+        # Computing these costs a step in one process.
+        causes = self._causes(track, expected, inputs)
         for name, error in wrong.items():
-            assert causes is not None
             cause = causes.of_gradient(name, found[name])
             where = f" in replica {replica}" if replica else ""
             self.differs(
@@ -315,7 +322,7 @@ class Examiner:
             last_place = 4 * torch.finfo(wanted.dtype).eps * _size(wanted)
             error = max(_size(value - wanted) - last_place, 0.0)
             error /= max(_size(wanted - before[name]), 1e-30)
-            row.update = max(row.update, error if math.isfinite(error) else math.inf)
+            row.update = _larger(row.update, error)
             row.update_bound = bound
             if not error <= bound:
                 cause = ""
@@ -352,7 +359,7 @@ class Examiner:
             error = _relative(value, wanted[name])
             if not error <= self._bounds.loss + 1e-5:
                 ranks = tuple(self.data_ranks[data_rank])
-                what = f"relative error {error:.1e} on {_listed(ranks)}"
+                what = f"relative error {error:.1e} on {ranks_text(ranks)}"
                 self.differs("buffer", what, name, ranks=ranks)
 
     def copies(self, what: str, held: Sequence[Mapping[str, tuple[str, int]]]) -> list[str]:
@@ -377,16 +384,16 @@ class Examiner:
         groups = sorted(parts[0].values(), key=len, reverse=True)
         axis = self._axis_between(groups[0][0], groups[1][0])
         ranks = {rank for hashes in parts for group in hashes.values() for rank in group}
+        pair = f"{ranks_text(groups[0])} and {ranks_text(groups[1])}"
+        shared = "the same part"
+        if len(parts) > 1:
+            shared = f"the same of {len(parts)} parts that differ"
         cause = f"a contribution over the {axis} axis did not reach all, or memory was changed"
         if what != "gradients":
             cause = "memory was changed, or something other than the optimizer changed it"
         self.differs(
             "copies",
-            f"the {what} of {_listed(groups[0])} and {_listed(groups[1])} differ, which hold the "
-            f"same of {len(parts)} parts that differ"
-            if len(parts) > 1
-            else f"the {what} of {_listed(groups[0])} and {_listed(groups[1])} differ, which hold "
-            "the same part",
+            f"the {what} of {pair} differ, which hold {shared}",
             name,
             cause,
             axis,
@@ -460,5 +467,6 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return _size(found - expected) / max(_size(expected), 1e-30)
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+def _larger(one: float, other: float) -> float:
+    """The larger of two errors. NaN, an error that is not a number, counts as infinite."""
+    return max(one, other) if math.isfinite(other) else math.inf

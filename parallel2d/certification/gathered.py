@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +34,7 @@ def gather_whole(
     """
     pieces = _own_pieces(tensors, mesh, replica)
     heads = exchange.gather([(name, region) for name, region, _ in pieces])
-    if heads is None:
+    if dist.get_rank() != 0:
         if pieces:
             c10d.send(_as_bytes([values for _, _, values in pieces]), dst=0)
         return {}

@@ -14,7 +14,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from parallel2d.certification.certificate import UNEXPLAINED
+from parallel2d.certification.certificate import UNEXPLAINED, ranks_text
 from parallel2d.certification.exchanged import exchanged_names, exchanged_pairs
 from parallel2d.certification.expected_run import ExpectedGradient
 from parallel2d.certification.plain_model import Contribution
@@ -188,8 +188,12 @@ class Causes:
         missing = [part for part, weight in counted if weight < _MISSING]
         if not missing:
             return self._counted_otherwise(counted)
+        return self._not_counted(missing, [weight for weight in weights if weight >= _MISSING])
+
+    def _not_counted(self, missing: Sequence[Contribution], others: Sequence[float]) -> Cause:
+        """``others``: how often each of the other contributions is in the gradient."""
         words = "missing: " + ", ".join(self._called(part) for part in missing)
-        words += _how_others_count([weight for weight in weights if weight >= _MISSING])
+        words += _how_others_count(others)
         axis = self._axis_of({part.data_rank for part in missing})
         return Cause(words, axis, self._ranks_of(missing))
 
@@ -209,7 +213,7 @@ class Causes:
                 moved = self._sum_of(self._contributions_to(other), other, [own])
                 if self._explains(expected - kept + moved, found, expected):
                     ranks = tuple(self.ranks_of[own])
-                    what = f"on {_ranks(ranks)} it holds what belongs to {other}"
+                    what = f"on {ranks_text(ranks)} it holds what belongs to {other}"
                     return Cause(f"{what}: the two were exchanged", None, ranks)
         return None
 
@@ -223,17 +227,18 @@ class Causes:
         return None
 
     def _used_exchanged_modules(self, name: str, found: Tensor, expected: Tensor) -> Cause | None:
+        # One data rank alone has exchanged them, or all have.
+        suspects = [*([each] for each in self.data_ranks), list(self.data_ranks)]
         for pair, names, parts in self._tried_exchanges():
-            for ranks in ([each] for each in self.data_ranks), [list(self.data_ranks)]:
-                for among in ranks:
-                    kept = self._sum_of(self._contributions_to(name), name, among)
-                    # The gradient goes to the module that was used, or stays in its place.
-                    for place in (names[name], name):
-                        moved = self._sum_of(parts, place, among)
-                        if self._explains(expected - kept + moved, found, expected):
-                            numbers = self._ranks_of_data(among)
-                            what = f"{pair[0]} and {pair[1]} are exchanged"
-                            return Cause(f"{what} on {_ranks(numbers)}", None, numbers)
+            for among in suspects:
+                kept = self._sum_of(self._contributions_to(name), name, among)
+                # The gradient goes to the module that was used, or stays in its place.
+                for place in (names[name], name):
+                    moved = self._sum_of(parts, place, among)
+                    if self._explains(expected - kept + moved, found, expected):
+                        numbers = self._ranks_of_data(among)
+                        what = f"{pair[0]} and {pair[1]} are exchanged"
+                        return Cause(f"{what} on {ranks_text(numbers)}", None, numbers)
         return None
 
     def _tried_exchanges(
@@ -265,12 +270,10 @@ class Causes:
         return float(left) < _EXPLAINED * float(off)
 
     def _partners(self, name: str) -> list[str]:
+        """Other parameters of the same shape."""
         shape = self.expected[name].value.shape
-        found = [
-            other
-            for other, each in self.expected.items()
-            if other != name and each.value.shape == shape
-        ]
+        found = [other for other, each in self.expected.items() if each.value.shape == shape]
+        found.remove(name)
         return found[:_MOST_PARTNERS]
 
     def _contributions_to(self, name: str) -> list[Contribution]:
@@ -291,7 +294,7 @@ class Causes:
         return gradient.to(value.dtype) / len(self.data_ranks)
 
     def _called(self, part: Contribution) -> str:
-        return f"micro-batch {part.number + 1} of {_ranks(self.ranks_of[part.data_rank])}"
+        return f"micro-batch {part.number + 1} of {ranks_text(self.ranks_of[part.data_rank])}"
 
     def _ranks_of(self, parts: Iterable[Contribution]) -> tuple[int, ...]:
         return self._ranks_of_data(sorted({part.data_rank for part in parts}))
@@ -376,14 +379,6 @@ def _where(found: Tensor, expected: Tensor) -> str:
         f"{found.flatten()[place].item():.6g} instead of {expected.flatten()[place].item():.6g}"
     )
     return f"{UNEXPLAINED}; largest at {index}: {values}; {share:.1%} of it is as far off"
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def _how_others_count(weights: Sequence[float]) -> str:

@@ -43,6 +43,7 @@ from parallel2d.gradients import without_partial
 from parallel2d.mesh import data_coordinate, mesh_shape
 from parallel2d.model_structure import canonical_name
 from parallel2d.sync.comparison import hashes_of
+from parallel2d.sync.outer import OuterSync
 from parallel2d.sync.updates import outer_sync
 from parallel2d.weights.geometry import local_region
 from parallel2d.weights.named_tensors import parameters_by_name, reshard, updated_by_name
@@ -105,7 +106,7 @@ class Session:
         of_torch, _, _, *of_device = random_state()
         own = _as_data([of_torch, *of_device])
         drawn = exchange.gather((data_coordinate(self._mesh), own))
-        if self.examiner is not None and drawn is not None:
+        if self.examiner is not None:
             self.examiner.random_numbers(drawn)
 
     def start_step(self, number: int) -> None:
@@ -131,21 +132,31 @@ class Session:
         unequal: list[str] = []
         if finite:
             unequal = self._compare_copies("gradients", gradients)
-        used = exchange.gather([n for n, value in self._updated.items() if value.grad is not None])
+        used = exchange.gather(self._used_names())
         norms: list[float] = []
         for track, replica in enumerate(self._replicas):
-            found = gather_whole(gradients, self._mesh, None if self._splits else replica)
+            found = self._gather_of_replica(gradients, replica)
             if self.examiner is not None and inputs is not None and finite:
                 self.examiner.gradients(track, found, expected[track], inputs, replica)
                 first = int(self._mesh.mesh.view(self._shape.replicate, -1)[replica, 0])
-                names = set((used or [])[first])
-                norms.append(self.examiner.update(track, found, names, inputs.loss_scale))
+                scale = inputs.loss_scale
+                norms.append(self.examiner.update(track, found, set(used[first]), scale))
+        # Where copies differ, those of the other replicas are examined too.
         if unequal and not self._splits and not self._outer:
             differing = {name: gradients[name] for name in unequal}
             self._examine_other_replicas(differing, expected, inputs)
         if self.examiner is not None and norms:
             self.examiner.remember(expected)
             self.examiner.norm(norm, norms)
+
+    def _used_names(self) -> list[str]:
+        """Parameters that have a gradient on this rank."""
+        return [name for name, value in self._updated.items() if value.grad is not None]
+
+    def _gather_of_replica(self, tensors: Mapping[str, Tensor], replica: int) -> dict[str, Tensor]:
+        """Updated parameters or their gradients, whole on rank 0. With split updates they are parts
+        of all replicas."""
+        return gather_whole(tensors, self._mesh, None if self._splits else replica)
 
     def _examine_other_replicas(
         self,
@@ -177,8 +188,8 @@ class Session:
             for each in forward.outputs
         )
         if finite and self._outputs is not None:
-            self.examiner.outputs(outputs or [], forwards)
-        self.examiner.losses(losses or [], forwards, inputs.divisor, finite)
+            self.examiner.outputs(outputs, forwards)
+        self.examiner.losses(losses, forwards, inputs.divisor, finite)
         return expected
 
     def end_step(self) -> None:
@@ -188,12 +199,13 @@ class Session:
         if self.examiner is not None:
             for each in found:
                 self.examiner.certificate.add(each)
+        # Parameters that a forward has gathered would hide the updated ones.
         reshard(self._model)
         self._compare_copies("weights", self._parameters)
         if self._outer is not None:
-            self._outer_step()
+            self._outer_step(self._outer)
         for track, replica in enumerate(self._replicas):
-            updated = gather_whole(self._updated, self._mesh, None if self._splits else replica)
+            updated = self._gather_of_replica(self._updated, replica)
             weights = updated
             if self._splits:
                 weights = gather_whole(self._parameters, self._mesh)
@@ -217,18 +229,15 @@ class Session:
         on_all_ranks: Certificate = exchange.broadcast(found)
         return on_all_ranks
 
-    def _outer_step(self) -> None:
+    def _outer_step(self, sync: OuterSync) -> None:
         """Compares the parameters that replicas share."""
-        assert self._outer is not None
-        shared: dict[str, Tensor] = {
-            name: each.outer for name, each in self._outer.parameters.items()
-        }
+        shared: dict[str, Tensor] = {name: each.outer for name, each in sync.parameters.items()}
         self._compare_copies("shared weights", shared, over_replicas=True)
         found = gather_whole(shared, self._mesh)
         if self.examiner is not None:
             outer = self.examiner.run.outer
             if self._is_updated:
-                outer.after_update(self._outer.steps)
+                outer.after_update(sync.steps)
             self.examiner.weights("shared weight", found, outer.shared, outer.before)
             outer.take(found)
 
@@ -256,6 +265,7 @@ class Session:
     def _drawn_with(self) -> list[list[RandomState]]:
         """By data rank and micro-batch the states in which forwards began, on rank 0; empty where
         no random numbers were drawn."""
+        # Most models draw nothing, and then nothing need be sent.
         now = random_state()
         begin = self._random[0] if self._random else now
         drew = any(not torch.equal(a, b) for a, b in zip(begin, now, strict=True))
@@ -263,7 +273,7 @@ class Session:
             return []
         own = [_as_data(states) for states in self._random]
         drawn = exchange.gather((data_coordinate(self._mesh), own))
-        if drawn is None or self.examiner is None:
+        if self.examiner is None:
             return []
         self.examiner.random_numbers(drawn)
         by_data_rank = dict(reversed(drawn))
@@ -294,7 +304,7 @@ class Session:
             for name in sorted(group)
         ]
         found = exchange.gather(settings)
-        if self.examiner is not None and found is not None:
+        if self.examiner is not None:
             self.examiner.settings(found)
 
     def _compare_copies(
@@ -311,7 +321,7 @@ class Session:
             own[name] = (f"{place} {local_region(tensor)}", value)
         held = exchange.gather(own)
         unequal: list[str] = []
-        if self.examiner is not None and held is not None:
+        if self.examiner is not None:
             unequal = self.examiner.copies(what, held)
         found: list[str] = exchange.broadcast(unequal)
         return found

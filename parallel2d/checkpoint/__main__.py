@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.convert import FORMATS, convert, guess_format, open_source
@@ -92,10 +92,8 @@ def inspect(options: argparse.Namespace) -> None:
     except ConfigError:
         source = open_source(path)  # another format, or the more precise error
         print(f"{path}: {source.kind}")
-        _print_table(
-            [(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()],
-            options.all,
-        )
+        rows = [_Row(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()]
+        _print_table(rows, options.all)
         return
     manifest = checkpoint.manifest
     mesh = " x ".join(f"{printable(axis)} {size}" for axis, size in manifest.mesh.items())
@@ -106,34 +104,51 @@ def inspect(options: argparse.Namespace) -> None:
         f"written by {manifest.world_size} ranks, {len(manifest.files)} files, "
         f"{_size(manifest.state_bytes)}"
     )
-    for key, value in {
-        **manifest.layout,
-        "state": manifest.state,
-        **_optimizer_line(manifest.optimizer),
-    }.items():
+    facts = {**manifest.layout, "state": manifest.state}
+    if manifest.optimizer:
+        facts["optimizer"] = manifest.optimizer.get("class")
+    for key, value in facts.items():
         print(f"{printable(key)}: {printable(value, 400)}")
-    _print_table(
-        [(n, t.dtype, t.shape, len(t.chunks)) for n, t in manifest.tensors.items()], options.all
-    )
+    rows = [_Row(name, t.dtype, t.shape, len(t.chunks)) for name, t in manifest.tensors.items()]
+    _print_table(rows, options.all)
 
 
-def _optimizer_line(optimizer: dict[str, Any]) -> dict[str, Any]:
-    return {"optimizer": optimizer.get("class")} if optimizer else {}
+class _Row(NamedTuple):
+    """A tensor in the table of `inspect`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * DTYPES[self.dtype].itemsize
 
 
-def _print_table(rows: list[tuple[str, str, tuple[int, ...], int]], everything: bool) -> None:
-    shown = [row for row in rows if everything or row[0].startswith("model/")]
-    width = min(max((len(row[0]) for row in shown), default=4), 70)
+def _print_table(rows: list[_Row], everything: bool) -> None:
+    shown = rows if everything else _of_kind(rows, "model")
+    width = min(max((len(row.name) for row in shown), default=4), 70)
     print(f"\n{'name':<{width}}  {'dtype':<8} {'size':>10}  {'chunks':>6}  shape")
-    for name, dtype, shape, chunks in shown:
-        size = _size(math.prod(shape) * DTYPES[dtype].itemsize)
-        print(f"{printable(name):<{width}}  {dtype:<8} {size:>10}  {chunks:>6}  {list(shape)}")
+    for row in shown:
+        print(
+            f"{printable(row.name):<{width}}  {row.dtype:<8} {_size(row.bytes):>10}  "
+            f"{row.chunks:>6}  {list(row.shape)}"
+        )
     for kind in ("model", "optimizer", "sync", "replica", "rng"):
-        chosen = [row for row in rows if row[0].startswith(kind + "/")]
+        chosen = _of_kind(rows, kind)
         if chosen:
-            total = sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape, _ in chosen)
-            elements = sum(math.prod(shape) for _, _, shape, _ in chosen)
-            print(f"{kind}: {len(chosen)} tensors, {elements:,} elements, {_size(total)}")
+            elements = sum(row.elements for row in chosen)
+            total = _size(sum(row.bytes for row in chosen))
+            print(f"{kind}: {len(chosen)} tensors, {elements:,} elements, {total}")
+
+
+def _of_kind(rows: list[_Row], kind: str) -> list[_Row]:
+    return [row for row in rows if row.name.startswith(f"{kind}/")]
 
 
 def _size(count: float) -> str:
@@ -150,8 +165,9 @@ def verify(options: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(path, mapped=False)
     with _progress("verifying", checkpoint.manifest.state_bytes) as progress:
         checkpoint.verify(progress=progress)
-    print(f"{path}: step {checkpoint.manifest.step}, {len(checkpoint.manifest.files)} files, "
-          f"{_size(checkpoint.manifest.state_bytes)}: sound")  # fmt: skip
+    manifest = checkpoint.manifest
+    size = _size(manifest.state_bytes)
+    print(f"{path}: step {manifest.step}, {len(manifest.files)} files, {size}: sound")
 
 
 def run_convert(options: argparse.Namespace) -> None:

@@ -61,6 +61,7 @@ class Checkpoint:
                     f"{self.manifest.files[name].bytes}"
                 )
             header = read_header(source, what)
+            # Of the right size, the file may still be that of another checkpoint.
             found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
             expected = self._expected.get(name, {})
             if not self._exact:
@@ -97,11 +98,13 @@ class Checkpoint:
             source, header = self._file(chunk.file)
             entry = header[chunk_key(name, tensor.shape, chunk.region)]
             wanted = common.slices_in(chunk.region)
-            begin, end = (wanted[0].start, wanted[0].stop) if wanted else (0, 1)
-            rows = read_rows(source, entry, begin, end)
-            destination[common.slices_in(region)].copy_(
-                rows[(slice(None), *wanted[1:])] if wanted else rows
-            )
+            if wanted:
+                # Whole rows are read: those are consecutive in the file.
+                rows = read_rows(source, entry, wanted[0].start, wanted[0].stop)
+                values = rows[(slice(None), *wanted[1:])]
+            else:
+                values = read_rows(source, entry, 0, 1)  # a tensor without dims is one row
+            destination[common.slices_in(region)].copy_(values)
 
     def fill(self, tensor: Tensor, name: str) -> None:
         """Copies this rank's part of the stored tensor ``name``, of the same shape, into

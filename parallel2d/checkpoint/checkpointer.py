@@ -34,6 +34,7 @@ from parallel2d.config import CheckpointConfig
 from parallel2d.errors import ConfigError
 from parallel2d.files.folder import is_remote
 from parallel2d.files.tensor_file import DamagedCheckpointError
+from parallel2d.mesh import AXES, axis_names
 from parallel2d.weights.named_tensors import describe_optimizer, reshard, tied_names
 
 log = logging.getLogger(__name__)
@@ -101,22 +102,15 @@ class StoreCheckpointer:
     def _check_folder(self) -> None:
         """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
         keep only its own part of a checkpoint."""
-        error = token = None
-        if self.group.rank == 0:
-            try:
-                token = self._leave_token()
-            except Exception as fault:
-                error = describe_error(fault)
-        error, token = self.group.broadcast((error, token))
-        if error is not None:
-            raise ConfigError(f"checkpoints cannot be written to {self.store.root}: {error}")
+        token = self.group.on_first(self._leave_token)
         if token is None:
             return
         seen = os.path.join(self.store.root, token)
         hosts = self.group.all_gather("" if os.path.exists(seen) else socket.gethostname())
         if self.group.rank == 0:
             os.unlink(seen)
-        if ranks := [rank for rank, host in enumerate(hosts) if host]:
+        ranks = [rank for rank, host in enumerate(hosts) if host]
+        if ranks:
             blind = sorted({hosts[rank] for rank in ranks})
             raise ConfigError(
                 f"{self.store.root} is not the same folder on every rank: {', '.join(blind)} "
@@ -126,13 +120,18 @@ class StoreCheckpointer:
 
     def _leave_token(self) -> str | None:
         """The name of a new file in the store, for the other ranks to see; None in one that all
-        reach by the same address."""
-        self.store.prepare()
-        if is_remote(self.store.root):
-            return None
-        token = f".shared-{os.urandom(8).hex()}"
-        with open(os.path.join(self.store.root, token), "x"):
-            return token
+        reach by the same address. Raises `ConfigError`."""
+        root = self.store.root
+        try:
+            self.store.prepare()
+            if is_remote(root):
+                return None
+            token = f".shared-{os.urandom(8).hex()}"
+            with open(os.path.join(root, token), "x"):
+                return token
+        except Exception as fault:
+            reason = describe_error(fault)
+            raise ConfigError(f"checkpoints cannot be written to {root}: {reason}") from None
 
     @property
     def age_steps(self) -> int:
@@ -261,7 +260,9 @@ class StoreCheckpointer:
         begin = time.perf_counter()
         self._last_step = step
         self.blocked_s = 0.0
+        # The last state and that of a pre-emption are needed on disk, whatever is in memory.
         if self.memory is not None and self.memory.is_due(step) and not (last or preempted):
+            # Parameters that a forward has gathered would hide the sharded ones.
             reshard(self.model)
             tensors = saved_tensors(self.model, self.optimizer)
             of_replica = replica_tensors(self.model, self.optimizer)
@@ -272,6 +273,7 @@ class StoreCheckpointer:
             self.blocked_total_s += self.blocked_s
         if self.config.enabled and self._is_due(step, last or preempted or wanted, due):
             before = time.perf_counter()
+            # One save at a time: all use the same staging buffers.
             self._join()
             if step not in self._known_good:
                 self._start(step, state, wait=preempted or not self.config.asynchronous)
@@ -367,9 +369,9 @@ class StoreCheckpointer:
         )
 
     def _mesh_sizes(self) -> dict[str, int]:
-        sizes = {"replicate": 1, "shard": 1, "tensor": 1}
+        sizes = dict.fromkeys(AXES, 1)
         if self.mesh is not None:
-            sizes |= dict(zip(self.mesh.mesh_dim_names or (), self.mesh.mesh.shape, strict=True))
+            sizes |= dict(zip(axis_names(self.mesh), self.mesh.shape, strict=True))
         return sizes
 
     def _join(self) -> None:

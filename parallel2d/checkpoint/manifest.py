@@ -21,10 +21,10 @@ from typing import Any
 
 from parallel2d import files
 from parallel2d.exchange import sendable
+from parallel2d.files import is_count
 from parallel2d.files.tensor_file import (
     DamagedCheckpointError,
     check_description,
-    is_size,
     parse_json,
     printable,
 )
@@ -103,6 +103,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The JSON text. Numbers that JSON has not (infinity, NaN) become their names."""
+        # The position is for people and other programs: `decode` takes it from the state.
         content = {"format": FORMAT, "position": self.state.get("samples")}
         content |= {key: getattr(self, key) for key in PLAIN}
         content["files"] = {name: vars(file) for name, file in self.files.items()}
@@ -154,7 +155,7 @@ def _check_own_digest(content: dict[str, Any], what: str) -> None:
 
 def _check_counts(content: dict[str, Any], what: str) -> None:
     counts: list[Any] = [content.get("step"), content.get("world_size")]
-    if not all(map(is_size, counts)):
+    if not all(map(is_count, counts)):
         raise DamagedCheckpointError(f"{what}: step and world_size must be whole numbers")
     if max(counts) > LARGEST_COUNT:
         raise DamagedCheckpointError(f"{what}: step or world_size is larger than any")
@@ -163,7 +164,7 @@ def _check_counts(content: dict[str, Any], what: str) -> None:
 def _check_mesh(mesh: dict[str, Any], world_size: int, what: str) -> None:
     if len(mesh) > _MOST_AXES or any(len(axis) > 100 for axis in mesh):
         raise DamagedCheckpointError(f"{what}: mesh has more axes than any")
-    if not all(map(is_size, mesh.values())):
+    if not all(map(is_count, mesh.values())):
         raise DamagedCheckpointError(f"{what}: mesh must give whole numbers")
     if mesh and math.prod(mesh.values()) != world_size:
         raise DamagedCheckpointError(
@@ -234,7 +235,7 @@ def _decode_file(name: str, item: Any, what: str) -> StoredFile:
         raise DamagedCheckpointError(
             f"{what}: {printable(name)!r} cannot be the name of a file of a checkpoint"
         )
-    if not isinstance(item, dict) or not is_size(item.get("bytes")):
+    if not isinstance(item, dict) or not is_count(item.get("bytes")):
         raise DamagedCheckpointError(f"{what}: the size of {name} is missing or impossible")
     if not isinstance(item.get("sha256"), str) or not _SHA256.fullmatch(item["sha256"]):
         raise DamagedCheckpointError(f"{what}: the checksum of {name} is missing or impossible")
@@ -260,13 +261,12 @@ def _decode_tensor(
 def _decode_chunk(
     item: Any, shape: tuple[int, ...], files: Mapping[str, StoredFile], label: str
 ) -> Chunk:
-    if not isinstance(item, list) or len(item) != 3:
+    is_described = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
+    if not is_described or item[0] not in files:
         raise DamagedCheckpointError(f"{label} names no file of this checkpoint")
     file, offsets, lengths = item
-    if not isinstance(file, str) or file not in files:
-        raise DamagedCheckpointError(f"{label} names no file of this checkpoint")
     for numbers in (offsets, lengths):
-        sizes = isinstance(numbers, list) and all(map(is_size, numbers))
+        sizes = isinstance(numbers, list) and all(map(is_count, numbers))
         if not sizes or len(numbers) != len(shape):
             raise DamagedCheckpointError(f"{label} has impossible offsets or lengths")
     for begin, length, size in zip(offsets, lengths, shape, strict=True):
@@ -301,12 +301,19 @@ def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], wha
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims"
         )
+    if not _cover_each_once(regions, shape, cut):
+        raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")
+
+
+def _cover_each_once(regions: Sequence[Region], shape: Sequence[int], cut: Sequence[int]) -> bool:
+    """Whether every element is in one region; see `check_tiling`. ``cut``: dims that are cut."""
     corners: Counter[tuple[int, ...]] = Counter()
     for region in regions:
         _count_corners(corners, region, cut, 1)
-    _count_corners(corners, Region.whole(shape), cut, -len(regions[:1]))
-    if any(corners.values()):
-        raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")
+    # A tensor without elements has no regions, so there is nothing to subtract.
+    if regions:
+        _count_corners(corners, Region.whole(shape), cut, -1)
+    return not any(corners.values())
 
 
 def _is_cut(dim: int, shape: Sequence[int], regions: Sequence[Region]) -> bool:

@@ -121,15 +121,14 @@ class Resume:
         return self.memory.steps()
 
     def _own_steps(self) -> list[int]:
-        own: list[int] | ConfigError = []
-        if self.group.rank == 0:
+        def read() -> list[int]:
             try:
-                own = self.store.steps()
+                return self.store.steps()
             except Exception as fault:
-                own = ConfigError(f"{self.store.root} cannot be read: {describe_error(fault)}")
-        own = self.group.broadcast(own)
-        if isinstance(own, ConfigError):
-            raise own
+                reason = describe_error(fault)
+                raise ConfigError(f"{self.store.root} cannot be read: {reason}") from None
+
+        own: list[int] = self.group.on_first(read)
         return own
 
     def _newest(self, own: list[int], copies: list[int], load: str) -> Restored | None:
@@ -195,10 +194,7 @@ class Resume:
     def _from_elsewhere(self, path: str) -> Restored | None:
         """A path given by hand: a checkpoint, or a run directory or its ``checkpoints`` folder,
         whose newest is meant."""
-        chosen = self.group.broadcast(_find(path) if self.group.rank == 0 else None)
-        if isinstance(chosen, ConfigError):
-            raise chosen
-        return self._load_path(chosen, None)
+        return self._load_path(self.group.on_first(lambda: _find(path)), None)
 
     def _load_path(self, path: str, own_step: int | None) -> Restored | None:
         checkpoint = self._verified(path)
@@ -212,11 +208,9 @@ class Resume:
         if is_remote(path) != is_remote(self.store.root):
             return None
         parent, name = os.path.split(path.rstrip("/"))
-        same = (
-            parent == self.store.root
-            if is_remote(path)
-            else os.path.realpath(parent) == os.path.realpath(self.store.root)
-        )
+        same = parent == self.store.root
+        if not is_remote(path):
+            same = os.path.realpath(parent) == os.path.realpath(self.store.root)
         if not same or not name.removeprefix("step-").isdecimal():
             return None
         return int(name.removeprefix("step-"))
@@ -238,42 +232,27 @@ class Resume:
                     )
 
     def _set_aside(self, steps: list[int], why: str) -> None:
-        error = None
-        if self.group.rank == 0:
+        def move() -> None:
             try:
                 for step in steps:
-                    log.warning(
-                        "%s: %s is now %s", why, step_name(step), self.store.move_aside(step)
-                    )
+                    name = self.store.move_aside(step)
+                    log.warning("%s: %s is now %s", why, step_name(step), name)
             except Exception as fault:
-                error = describe_error(fault)
-        if error := self.group.broadcast(error):
-            raise ConfigError(f"{why}: a checkpoint could not be moved aside: {error}")
+                raise ConfigError(
+                    f"{why}: a checkpoint could not be moved aside: {describe_error(fault)}"
+                ) from None
+
+        self.group.on_first(move)
 
     def _verified(self, path: str, follow: bool = True) -> Checkpoint:
         """Opens a checkpoint on all ranks and reads it through once. Raises
         `DamagedCheckpointError` on all of them alike."""
-        data: bytes | DamagedCheckpointError | None = None
-        if self.group.rank == 0:
-            try:
-                if not follow and not is_remote(path) and os.path.islink(path):
-                    raise DamagedCheckpointError(
-                        f"{os.path.basename(path)} is a symbolic link, which is not followed"
-                    )
-                data = open_folder(path).read(NAME, MAX_BYTES)
-            except DamagedCheckpointError as fault:
-                data = DamagedCheckpointError(f"{fault}{_hint(path)}")
-            except Exception as fault:
-                data = DamagedCheckpointError(f"{path}: {describe_error(fault)}")
-        data = self.group.broadcast(data)
-        if isinstance(data, DamagedCheckpointError):
-            raise data
-        assert data is not None
+        data = self.group.on_first(lambda: _read_manifest(path, follow))
         folder = open_folder(path)
         checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{NAME}"))
-        files = sorted(
-            checkpoint.manifest.files, key=lambda name: -checkpoint.manifest.files[name].bytes
-        )
+        # The largest first, and each rank reads every so many of them: about the same bytes.
+        sizes = {name: file.bytes for name, file in checkpoint.manifest.files.items()}
+        files = sorted(sizes, key=lambda name: -sizes[name])
         self.group.agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
         return checkpoint
 
@@ -327,18 +306,33 @@ class Resume:
             log.log(level, "%s", text)
 
 
-def _find(path: str) -> str | ConfigError:
-    """The checkpoint that ``path`` means, or the error to raise."""
+def _find(path: str) -> str:
+    """The checkpoint that ``path`` means. Raises `ConfigError`."""
     try:
         found = find_checkpoint(path)
-        if not is_remote(path) and not os.path.isdir(found):
-            return ConfigError(
-                f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a "
-                "path"
-            )
     except Exception as fault:
-        return ConfigError(f"checkpoint.resume={path}: {describe_error(fault)}")
+        raise ConfigError(f"checkpoint.resume={path}: {describe_error(fault)}") from None
+    if not is_remote(path) and not os.path.isdir(found):
+        raise ConfigError(
+            f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"
+        )
     return found
+
+
+def _read_manifest(path: str, follow: bool) -> bytes:
+    """The manifest of the checkpoint at ``path``. Raises `DamagedCheckpointError`."""
+    # A checkpoint of the run's own is never a link: somebody has put it there.
+    if not follow and not is_remote(path) and os.path.islink(path):
+        name = os.path.basename(path)
+        raise DamagedCheckpointError(
+            f"{name} is a symbolic link, which is not followed{_hint(path)}"
+        )
+    try:
+        return open_folder(path).read(NAME, MAX_BYTES)
+    except DamagedCheckpointError as fault:
+        raise DamagedCheckpointError(f"{fault}{_hint(path)}") from None
+    except Exception as fault:
+        raise DamagedCheckpointError(f"{path}: {describe_error(fault)}") from None
 
 
 def _hint(path: str) -> str:

@@ -45,6 +45,20 @@ class Group:
             return value
         return exchange.broadcast(value, 0, self.group)
 
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
+        raised on all. It must raise no other error: the other ranks would wait. Collective."""
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = work()
+            except ConfigError as fault:
+                answer = fault
+        answer = self.broadcast(answer)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
     def agree(self, work: Callable[[], object]) -> None:
         """Runs ``work`` on every rank; an error on any rank is raised on all, once each has
         answered. Collective."""
@@ -65,7 +79,7 @@ class Group:
         """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
         if self.group is None:
             return [value]
-        return exchange.gather(value, self.group) or []
+        return exchange.gather(value, self.group)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
@@ -110,6 +124,8 @@ class Staging:
             buffer = self._buffer(name, values)
             buffer.copy_(values, non_blocking=values.is_cuda)
             snapshot.parts.append((name, tuple(whole[name].shape), region, buffer))
+        # Copies into page-locked memory run beside this thread, and training would change what is
+        # being copied.
         if any(values.is_cuda for _, _, values in planned):
             torch.cuda.synchronize()
         return snapshot
@@ -141,7 +157,7 @@ def write_checkpoint(
                 place = store.begin(step, os.urandom(4).hex())
             else:
                 log.info("%s", reason)
-                error = ""
+                error = ""  # nothing is written, and nothing went wrong
         except Exception as fault:  # whatever the storage raises: training goes on
             error = describe_error(fault)
     place, error = group.broadcast((place, error))
@@ -169,18 +185,17 @@ class _Answer:
 
 def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
     name = f"rank-{rank:05d}.safetensors"
-    parts = [
-        (tensor, DTYPE_NAMES[v.dtype], shape, region) for tensor, shape, region, v in snapshot.parts
-    ]
-    stored = [
-        (chunk_key(t, shape, region), v) for t, shape, region, v in snapshot.parts if v.numel()
-    ]
+    parts: list[_Part] = []
+    stored: list[tuple[str, Tensor]] = []
+    for tensor, shape, region, values in snapshot.parts:
+        parts.append((tensor, DTYPE_NAMES[values.dtype], shape, region))
+        if values.numel():
+            stored.append((chunk_key(tensor, shape, region), values))
     if not stored:
         return _Answer(None, parts, None)
     try:
-        return _Answer(
-            (name, store.write(place, name, encode(stored, {"format": "pt"}))), parts, None
-        )
+        file = store.write(place, name, encode(stored, {"format": "pt"}))
+        return _Answer((name, file), parts, None)
     except Exception as fault:  # whatever the storage raises: training goes on
         return _Answer(None, (), f"rank {rank}: {describe_error(fault)}")
 
@@ -190,9 +205,8 @@ def _publish(
 ) -> tuple[str | None, int]:
     try:
         if errors := [answer.error for answer in answers if answer.error]:
-            raise CheckpointError(
-                "; ".join(errors[:4]) + (f" and {len(errors) - 4} more ranks" if errors[4:] else "")
-            )
+            more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
+            raise CheckpointError("; ".join(errors[:4]) + more)
         manifest.files = dict(answer.file for answer in answers if answer.file)
         manifest.tensors = _stored_tensors(answers)
         content = manifest.encode()

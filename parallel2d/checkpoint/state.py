@@ -58,7 +58,9 @@ def model_differences(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
         source = _stored_name(name, checkpoint)
         if source is None:
             lines.append(f"{name}: {list(tensor.shape)} in the model, not in the checkpoint")
-        elif (shape := checkpoint.tensors[source].shape) != tuple(tensor.shape):
+            continue
+        shape = checkpoint.tensors[source].shape
+        if shape != tuple(tensor.shape):
             lines.append(
                 f"{name}: {list(tensor.shape)} in the model, {list(shape)} in the checkpoint"
             )
@@ -146,7 +148,7 @@ def _stored_name(name: str, checkpoint: Checkpoint) -> str | None:
     return f"model/{other}" if other is not None else None
 
 
-def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
+def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
     """`model_differences`; raises `ConfigError` with all of them when there are any and
     ``strict``."""
     differences = model_differences(model, checkpoint)
@@ -176,7 +178,7 @@ def check_optimizer(
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
+def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
     """Fills the parameters and persistent buffers of ``model`` in place, this rank's part of each;
     no communication.
 
@@ -197,7 +199,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool = True) ->
 
 @torch.no_grad()
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool = True
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
     """Fills the state of ``optimizer`` in place, creating it where it does not exist yet; no
     communication.
@@ -212,6 +214,7 @@ def load_optimizer(
     """
     differences = check_optimizer(model, optimizer, checkpoint, strict)
     stored = checkpoint.manifest.optimizer
+    # Without ``strict`` another optimizer starts anew: its state means something else.
     if stored.get("class") != type(optimizer).__name__:
         return differences
     prefix = optimizer_prefix(model, checkpoint.tensors)
@@ -229,6 +232,7 @@ def load_optimizer(
         state = optimizer.state[parameter]
         for key in keys.get(name, []):
             full = f"{prefix}/{key}/{name}"
+            # Before its first step an optimizer has no state.
             if not isinstance(state.get(key), Tensor):
                 state[key] = _new_state(full, key, parameter, group_of[id(parameter)], checkpoint)
             _fill_state(state[key], full, checkpoint)

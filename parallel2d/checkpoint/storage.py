@@ -105,6 +105,7 @@ class LocalStore:
 
     def begin(self, step: int, token: str) -> str:
         self.prepare()
+        # What killed saves left takes room that this one needs.
         self.sweep()
         place = os.path.join(self.root, f".saving-{step_name(step)}-{token}")
         os.mkdir(place)
@@ -124,10 +125,13 @@ class LocalStore:
                 for begin in range(0, len(view), 2**24):
                     piece = view[begin : begin + 2**24]
                     digest.update(piece)
+                    # Without a buffer, write may take a part of the data alone.
                     while len(piece):
                         piece = piece[file.write(piece) :]
                 size += len(view)
             os.fsync(file.fileno())
+            # Read from the page cache, the data would be right whatever the disk holds. Only pages
+            # that are on disk can be dropped, so after fsync.
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -140,6 +144,7 @@ class LocalStore:
 
     def publish(self, place: str, step: int, manifest: bytes) -> None:
         self.write(place, MANIFEST, [manifest])
+        # The names of the files must be on disk before the one that publishes them.
         flush_folder(place)
         # Renaming onto an existing folder would succeed silently only when that is empty; any other
         # is an error here.
@@ -160,6 +165,7 @@ class LocalStore:
         return name
 
     def delete(self, step: int) -> None:
+        # Under its own name, half of it would look like a damaged checkpoint.
         doomed = os.path.join(self.root, f".deleting-{step_name(step)}-{os.urandom(4).hex()}")
         os.rename(self.path_of(step), doomed)
         flush_folder(self.root)
@@ -184,6 +190,7 @@ class LocalStore:
             return []
         for name in names:
             path = os.path.join(self.root, name)
+            # rmtree refuses links and files.
             if os.path.islink(path) or not os.path.isdir(path):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -207,6 +214,7 @@ class RemoteStore:
         self.filesystem.makedirs(self._path, exist_ok=True)
 
     def _folders(self) -> list[str]:
+        # fsspec remembers listings, and other processes write here too.
         self.filesystem.invalidate_cache()
         try:
             listed = self.filesystem.ls(self._path, detail=False)
@@ -254,6 +262,7 @@ class RemoteStore:
     def _remove(self, path: str) -> None:
         if not self.filesystem.exists(path):
             return
+        # Without its manifest a folder is no checkpoint, whatever is left of it.
         if self.filesystem.exists(f"{path}/{MANIFEST}"):
             self.filesystem.rm_file(f"{path}/{MANIFEST}")
         with contextlib.suppress(FileNotFoundError):

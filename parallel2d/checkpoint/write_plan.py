@@ -11,8 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel2d.mesh import without_replicas
-from parallel2d.weights.geometry import Region, local_part, local_region, region_of_replica
+from parallel2d.mesh import axis_positions, without_replicas
+from parallel2d.weights.geometry import (
+    Region,
+    local_part,
+    local_region,
+    region_of_replica,
+    split_dims,
+)
 
 # A rectangle of at least this size is written in equal parts by all of its holders.
 SPLIT_BYTES = 16 * 2**20
@@ -58,7 +64,7 @@ def plan_of_replica(
     """Yields (name, rectangle held, part of it written, tensor) for what the rank in this rank's
     place of ``replica`` writes of tensors that are split over the replicas. As `plan_writes`, where
     nodes are alike."""
-    split = [(name, tensor) for name, tensor in tensors if "replicate" in _split_axes(tensor)]
+    split = [(name, tensor) for name, tensor in tensors if "replicate" in split_dims(tensor)]
 
     def region_of(tensor: Tensor) -> Region:
         assert isinstance(tensor, DTensor)
@@ -115,29 +121,12 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
     """
     if mesh is None:
         return (), [0]
-    names = mesh.mesh_dim_names
-    coordinate = mesh.get_coordinate()
-    assert names is not None
-    assert coordinate is not None
-    split = _split_axes(tensor)
-    axes = tuple(name for name in names if name not in split)
+    positions = axis_positions(mesh)
+    split = split_dims(tensor)
+    axes = tuple(name for name in positions if name not in split)
     # Along a split axis the position of this rank, along the others all positions.
-    index: list[int | slice] = list(coordinate)
-    for axis in axes:
-        index[names.index(axis)] = slice(None)
-    return axes, mesh.mesh[tuple(index)].flatten().tolist()
-
-
-def _split_axes(tensor: Tensor) -> set[str]:
-    """The mesh axes along which ranks hold different parts of ``tensor``."""
-    if not isinstance(tensor, DTensor):
-        return set()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    split = set()
-    for name, placement in zip(names, tensor.placements, strict=True):
-        if not placement.is_replicate():
-            split.add(name)
-    return split
+    index: dict[str, int | slice] = {**positions, **dict.fromkeys(axes, slice(None))}
+    return axes, mesh.mesh[tuple(index.values())].flatten().tolist()
 
 
 def _least_loaded(load: list[int], size: int) -> int:

@@ -39,7 +39,7 @@ _AFTER_OPTION: dict[str, tuple[str, ...]] = {
 }
 _SHORT = {"-c": "--cfg", "-cd": "--config-dir", "-cn": "--config-name", "-p": "--package"}
 _SHORT["-sc"] = "--shell-completion"
-_PLUS = re.compile(r"\+{0,2}")
+_PLUS = re.compile(r"^(\+{0,2})")
 # Words that choose from a group: they decide which keys there are.
 _CHOICE = re.compile(r"\+{0,2}\w+=[\w./-]+")
 
@@ -71,7 +71,7 @@ def reply(shell: str, matches: Sequence[str], word: str, environment: Mapping[st
 def candidates(words: Sequence[str]) -> list[str]:
     """Every word that may stand in the place of the last of ``words``, which begins it."""
     *before, word = words
-    option = before[-1] if before else ""
+    option = ["", *before][-1]
     option = _SHORT.get(option, option)
     if option in _AFTER_OPTION:
         found = list(_AFTER_OPTION[option])
@@ -97,9 +97,8 @@ def _surveyed(before: Sequence[str]) -> Survey:
 
 
 def _overrides(found: Survey, word: str) -> list[str]:
-    match = _PLUS.match(word)
-    plus = match[0] if match else ""
-    name, equals, value = word.removeprefix(plus).partition("=")
+    _, plus, rest = _PLUS.split(word, maxsplit=1)
+    name, equals, value = rest.partition("=")
     if not equals:
         return [plus + each for each in _names(found, name)]
     # Of the values of a sweep, the last one is completed.

@@ -94,18 +94,20 @@ def table(jobs: Sequence[Outcome], objective: str, *, descending: bool = False) 
     sign = -1.0 if descending else 1.0
 
     def place(job: Outcome) -> tuple[bool, float]:
-        missing = job.value is None or math.isnan(job.value)
-        return missing, 0.0 if missing else sign * float(job.value or 0.0)
+        if job.value is None or math.isnan(job.value):
+            return True, 0.0
+        return False, sign * job.value
 
     rows = [("job", objective, "settings", "run directory")]
-    for job in sorted(jobs, key=place):
-        value = "failed" if job.error is not None else "-"
-        if job.value is not None:
-            value = f"{job.value:.6g}"
-        own = " ".join(word for word in job.words if word not in shared) or "-"
-        rows.append((f"#{job.number}", value, own, os.path.relpath(job.run_dir)))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    ]
+    rows += [_row(job, shared) for job in sorted(jobs, key=place)]
+    number, value, settings, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    # The last column is not filled up: lines have no spaces at their end.
+    return [f"{row[0]:{number}}  {row[1]:{value}}  {row[2]:{settings}}  {row[3]}" for row in rows]
+
+
+def _row(job: Outcome, shared: set[str]) -> tuple[str, str, str, str]:
+    value = "failed" if job.error is not None else "-"
+    if job.value is not None:
+        value = f"{job.value:.6g}"
+    own = " ".join(word for word in job.words if word not in shared) or "-"
+    return f"#{job.number}", value, own, os.path.relpath(job.run_dir)

@@ -73,12 +73,16 @@ def open_cached(
     Raises `ConfigError` if the cache cannot be written.
     """
     folder = root / f"{name}-{key}"
-    if (found := _published(folder)) is not None:
+    found = _published(folder)
+    if found is not None:
         return found
     try:
         with folder_lock(folder) as lock:
-            if (found := _published(folder)) is not None:
+            # Another process may have prepared it while this one waited for the lock.
+            found = _published(folder)
+            if found is not None:
                 return found
+            # A damaged folder must not look finished while it is prepared again.
             (folder / store.MANIFEST).unlink(missing_ok=True)
             return make(folder, lock)
     except OSError as error:

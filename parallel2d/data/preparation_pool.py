@@ -33,10 +33,12 @@ def run_in_workers(
     path = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "parallel2d.data.worker"]
-    queue = list(reversed(jobs))
+    queue = list(reversed(jobs))  # the first job is taken first, from the end
     busy: dict[int, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for _ in range(min(count, len(jobs))):
+            # A worker that outlives this process keeps the lock, so that nobody else writes to the
+            # folder until it has ended.
             worker = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

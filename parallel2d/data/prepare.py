@@ -141,6 +141,7 @@ class Preparation:
     def signature(self) -> str:
         """Equal exactly if a finished record of an earlier run can be kept."""
         stats = [os.stat(file.path) for file in self.unit.files if os.path.exists(file.path)]
+        # How many bad rows are allowed changes no record.
         content = replace(self, options=replace(self.options, max_bad_rows=0))
         state = [
             asdict(content),
@@ -162,7 +163,8 @@ def _run(
     """The records of all jobs, in order; those that an earlier run finished are kept."""
     records: dict[int, Record] = {}
     for job in jobs:
-        if (record := _finished(job, folder)) is not None:
+        record = _finished(job, folder)
+        if record is not None:
             records[job.number] = record
     left = [job for job in jobs if job.number not in records]
     bad = BadRows(source, jobs[0].options.max_bad_rows if jobs else 0)
@@ -225,6 +227,7 @@ def run_unit(job: Preparation, folder: Path, tokenizer: Tokenizer) -> Record:
             record["lowest_hash"] = min(record["lowest_hash"], item.hash)
             batch.append(item)
             characters += len(item.text)
+            # The tokenizer works on a batch in parallel; all of a unit would take much memory.
             if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
                 record["bytes"] += _write(batch, writers, tokenizer, job.threshold)
                 batch, characters = [], 0

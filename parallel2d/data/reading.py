@@ -103,6 +103,7 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
         kind, compressed = _kind(file.path)
         size = os.path.getsize(file.path)
         alone = compressed or kind == "parquet" or size > UNIT_BYTES
+        # A file with units of its own ends the group before it: units keep the order of files.
         if group and (alone or kind != group_kind or group_bytes + size > UNIT_BYTES):
             units.append(Unit(group_kind, group))
             group, group_bytes = [], 0
@@ -181,6 +182,7 @@ def _enter(file: IO[bytes], start: int) -> int:
     """
     if start == 0:
         return 0
+    # One byte before: what ends there tells whether a line starts exactly at ``start``.
     file.seek(start - 1)
     while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
         pass
@@ -206,22 +208,23 @@ def _read_text(
         if inside_line:
             whole = _whole_characters(piece)
             piece, carried = piece[:whole], piece[whole:]
-        item: Document | BadRow
-        try:
-            text = piece.decode("utf-8")
-            if "\0" in text:
-                item = BadRow(
-                    "",
-                    line + 1 + piece[: piece.index(b"\0")].count(b"\n"),
-                    "binary: it has zero bytes",
-                )
-            else:
-                item = Document(text, content_hash(piece))
-        except UnicodeDecodeError as error:
-            reason = f"not UTF-8: byte 0x{piece[error.start]:02x}, {error.reason}"
-            item = BadRow("", line + 1 + piece[: error.start].count(b"\n"), reason)
+        item = _document(piece, line + 1)
         line += piece.count(b"\n")
         yield item, line
+
+
+def _document(piece: bytes, first: int) -> Document | BadRow:
+    """``first``: the number of the line that ``piece`` begins in."""
+    try:
+        text = piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8: byte 0x{piece[error.start]:02x}, {error.reason}"
+        return BadRow("", first + piece[: error.start].count(b"\n"), reason)
+    # Zero bytes are valid UTF-8, and no text has them.
+    if "\0" in text:
+        before = piece[: piece.index(b"\0")]
+        return BadRow("", first + before.count(b"\n"), "binary: it has zero bytes")
+    return Document(text, content_hash(piece))
 
 
 def _read_up_to(file: IO[bytes], count: int) -> bytes:
@@ -238,9 +241,9 @@ def _whole_characters(piece: bytes) -> int:
     for back in range(1, min(4, len(piece)) + 1):
         byte = piece[-back]
         if byte >= 0xC0:  # the leading byte of a character of several bytes
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            needed = 2 + (byte >= 0xE0) + (byte >= 0xF0)
             return len(piece) - back if needed > back else len(piece)
-        if byte < 0x80:
+        if byte < 0x80:  # a character of one byte, so nothing is incomplete
             break
     return len(piece)
 
@@ -253,6 +256,7 @@ def _read_rows(
     while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
         position, line = position + len(row), line + 1
         if len(row) > ROW_BYTES:
+            # Its rest is passed over in pieces, so that it takes no memory.
             while not row.endswith(b"\n") and (row := file.readline(1 << 20)):
                 position += len(row)
             yield BadRow("", line, f"the line is longer than {ROW_BYTES} bytes"), line

@@ -99,6 +99,7 @@ class SampleStream:
         self._length = schedule.positions_before_repeat(
             [len(component) for component in components]
         )
+        # Positions that are read together are in few blocks of the order.
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
         # There are no samples at positions from here on
@@ -147,6 +148,7 @@ class SampleStream:
             if ids is not None:
                 ids[missing] = 0
         if self._context:
+            # These positions see less than ``context`` tokens before them.
             targets[:, : self._context] = IGNORED
         # The others have no position; all of them are hashed without a copy.
         hashed = slice(None) if len(rows) == count else rows

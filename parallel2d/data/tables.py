@@ -34,6 +34,7 @@ def data_set_units(path: str, subset: str | None, split: str) -> tuple[list[Unit
     """Units of rows of a Hugging Face data set, and the library's fingerprint of its content."""
     data_set = _load_data_set(path, subset, split)
     fingerprint = str(data_set._fingerprint)  # instead of a path: identifies the content
+    # No path has a line break, so a worker can take the three apart again.
     source = SourceFile("\n".join([path, subset or "", split]), fingerprint)
     rows = len(data_set)
     units = [
@@ -82,6 +83,7 @@ def _parquet_rows(unit: Unit, options: ReadOptions) -> Iterator[tuple[int, Any]]
     file = unit.files[0]
     table = _open_parquet(file)
     columns = _columns(table.schema_arrow.names, options, file.path)
+    # Rows are counted from the start of the file, as people find them.
     number = sum(table.metadata.row_group(group).num_rows for group in range(unit.start))
     groups = list(range(unit.start, min(unit.stop, table.num_row_groups)))
     try:

@@ -85,6 +85,7 @@ class ShardWriter:
         self._append("tokens", np.concatenate(documents).astype(self._dtype, copy=False))
         self._append("ends", ends.astype("<u8"))
         if any(mask is not None for mask in masks):
+            # Most corpora have no masks. At the first one, all tokens before it get theirs.
             if not self._masked:
                 self._append("mask", np.ones(self.tokens, dtype=np.uint8))
             self._masked = True
@@ -159,6 +160,7 @@ class TokenSplit:
 
     def _check_ends(self, shard: int, ends: NDArray[Any]) -> None:
         ascending = bool(np.all(ends[1:] > ends[:-1]))
+        # Once for each shard: positions that are looked up in it are wrong otherwise.
         if ends[0] == 0 or ends[-1] != self._shards[shard].tokens or not ascending:
             path = self._folder / f"{self._shards[shard].name}.ends"
             raise ConfigError(
@@ -233,6 +235,7 @@ class TokenSplit:
                 if kind == "ends" and shard not in self._sound:
                     self._check_ends(shard, array)
                 self._maps[key] = array
+                # The file of an array that leaves stays mapped while anyone reads a view of it.
                 while len(self._maps) > _OPEN_FILES:
                     self._maps.popitem(last=False)
         return array
@@ -334,7 +337,7 @@ def _check_shard(shard: dict[str, Any], item: int) -> None:
 
 
 def _count(value: Any, largest: int = 2**53) -> int:
-    if type(value) is not int or not 0 <= value <= largest:
+    if not files.is_count(value, largest):
         raise ValueError(f"{value!r:.40} is no number from 0 to {largest}")
     return value
 

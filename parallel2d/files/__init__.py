@@ -8,9 +8,11 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
+MAX_COUNT = 2**63 - 1  # of a size or an offset
 MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
 
 
@@ -79,6 +81,18 @@ def check_depth(value: Any) -> None:
 
 def _containers(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, dict | list)]
+
+
+def is_count(value: Any, largest: int = MAX_COUNT) -> bool:
+    """Whether a value of JSON is a whole number from 0 to ``largest``."""
+    # Not isinstance: True and False are ints too.
+    return type(value) is int and 0 <= value <= largest
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a finite number that a float can hold."""
+    # An int may be larger than any float, and math.isfinite raises OverflowError then.
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def replace(path: str, text: str, *, durable: bool = False) -> None:

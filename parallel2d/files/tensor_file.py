@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import sendable
-from parallel2d.files import check_density, printable
+from parallel2d.files import check_density, is_count, printable
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -114,12 +114,6 @@ def encode(
         yield tensor_bytes(tensor)
 
 
-def is_size(value: Any) -> bool:
-    """A whole number that can be a size or an offset: not negative, below 2**63; ``true`` is
-    none."""
-    return type(value) is int and 0 <= value < 2**63
-
-
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object. Raises `DamagedCheckpointError` for all else, repeated keys included."""
     try:
@@ -165,7 +159,7 @@ def _are_sizes(value: Any, at_most: int) -> bool:
     """Whether it is a list of ``at_most`` numbers, all of which can be sizes or offsets."""
     if not isinstance(value, list) or len(value) > at_most:
         return False  # a hostile list may be long: it is not looked through
-    return all(map(is_size, value))
+    return all(map(is_count, value))
 
 
 def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:

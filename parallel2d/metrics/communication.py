@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from parallel2d.config import AXES
 from parallel2d.cost.collectives import sent_bytes
+from parallel2d.mesh import axis_names
 from parallel2d.metrics.keys import QUANTITIES
 from parallel2d.metrics.profile import named
 from parallel2d.metrics.streams import StreamWaits, cuda_stream_waits, seconds_between
@@ -97,7 +98,7 @@ class CommunicationMeter:
         self._axes: dict[str, _Tally] = {}
         self._by_group: dict[str, _Tally | None] = {}
         self._by_ranks: dict[tuple[int, ...], _Tally] = {}
-        for index, axis in enumerate(mesh.mesh_dim_names or ()):
+        for index, axis in enumerate(axis_names(mesh)):
             tally = _Tally(axis, mesh.size(index))
             self._axes[axis] = tally
             # Over an axis of one rank nothing is sent.

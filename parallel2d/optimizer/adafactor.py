@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel2d.optimizer.sums import AxisSums, split_axes
+from parallel2d.weights.geometry import local_part
 
 
 @dataclass
@@ -99,10 +100,8 @@ class Adafactor(torch.optim.Adafactor):
         scalar = torch.empty((), dtype=torch.float64, device="meta")
         sums.add(parameter, scalar, range(dims))
         if dims > 1:
-            row, column = (
-                torch.empty(_local(self.state[parameter][key]).shape, dtype=dtype, device="meta")
-                for key in _FACTORS
-            )
+            factors = [local_part(self.state[parameter][key]) for key in _FACTORS]
+            row, column = (torch.empty(f.shape, dtype=dtype, device="meta") for f in factors)
             sums.add(parameter, row, [dims - 1])
             sums.add(parameter, column, [dims - 2])
             row_mean = torch.empty((*row.shape[:-2], 1, 1), dtype=dtype, device="meta")
@@ -115,8 +114,8 @@ class Adafactor(torch.optim.Adafactor):
                 if parameter.grad is None:
                     continue
                 yield _Update(
-                    parameter=_local(parameter),
-                    gradient=_local(parameter.grad),
+                    parameter=local_part(parameter),
+                    gradient=local_part(parameter.grad),
                     whole=parameter,
                     state=self.state[parameter],
                     group=group,
@@ -150,7 +149,7 @@ class Adafactor(torch.optim.Adafactor):
             # The weight of the new squares; 1 in the first step, which replaces the initial zeros.
             new = step ** group["beta2_decay"]
             if row is None or column is None:
-                variance = _local(state["variance"])
+                variance = local_part(state["variance"])
                 variance.lerp_(update.gradient * update.gradient, new)
                 continue
             _move_towards(state["row_var"], sums.value(row) / shape[-1], new)
@@ -163,7 +162,7 @@ class Adafactor(torch.optim.Adafactor):
         for update in updates:
             dims = update.whole.ndim
             if dims > 1:
-                row = _local(update.state["row_var"])
+                row = local_part(update.state["row_var"])
                 handle = sums.add(update.whole, row.sum(-2, keepdim=True), [dims - 2])
                 handles.append((update, handle))
         sums.reduce()
@@ -193,16 +192,16 @@ def _scaled_gradient(update: _Update) -> Tensor:
     """The gradient over the root of its estimated variance: this rank's part."""
     eps = update.eps1
     if update.row_means is not None:
-        row, column = (_local(update.state[key]) for key in _FACTORS)
+        row, column = (local_part(update.state[key]) for key in _FACTORS)
         variance = (row @ column).div_(update.row_means.clamp(min=eps).to(row.dtype))
     else:
-        variance = _local(update.state["variance"]).clone()
+        variance = local_part(update.state["variance"]).clone()
     return variance.clamp_(min=eps * eps).rsqrt_().mul_(update.gradient)
 
 
 def _move_towards(variance: Tensor, mean: Tensor, weight: float) -> None:
     """Moves ``variance`` towards the whole ``mean`` by ``weight``."""
-    local = _local(variance)
+    local = local_part(variance)
     local.lerp_(mean.to(local.dtype), weight)
 
 
@@ -213,10 +212,6 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 def _reduced_dtype(tensor: Tensor) -> torch.dtype:
     """Sums are kept in fp32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _initial_state(parameter: Tensor) -> dict[str, Any]:
@@ -232,7 +227,7 @@ def _initial_state(parameter: Tensor) -> dict[str, Any]:
 def _factor(parameter: Tensor, summed: int) -> Tensor:
     """Zeros of the parameter's shape with dim ``summed`` reduced to 1, split by the axes that split
     another dim."""
-    local = _local(parameter)
+    local = local_part(parameter)
     local_shape = list(local.shape)
     local_shape[summed] = 1
     zeros = local.new_zeros(local_shape)

@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from parallel2d.weights.geometry import Region, local_region, pieces_of
+from parallel2d.mesh import axis_positions
+from parallel2d.weights.geometry import Region, local_region, pieces_of, split_dims
 
 DTYPE = torch.bfloat16  # of matrices and results that are sent
 ROUND_BYTES = 64 * 2**20
@@ -275,24 +275,16 @@ class MatrixOwners:
         self._axes: list[MatrixAxis] = []
         if mesh is None:
             return
-        names = mesh.mesh_dim_names or ()
-        coordinate = mesh.get_coordinate() or ()
+        positions = axis_positions(mesh)
+        sizes = dict(zip(positions, mesh.shape, strict=True))
         for name in _FROM_INSIDE_OUT:
-            if name in names:
-                index = names.index(name)
-                self._axes.append(MatrixAxis(name, mesh.size(index), coordinate[index]))
-        self._axes = [axis for axis in self._axes if axis.ranks > 1]
+            if sizes.get(name, 1) > 1:
+                self._axes.append(MatrixAxis(name, sizes[name], positions[name]))
 
     def splits(self, matrix: Tensor) -> list[tuple[str, int, int | None]]:
         """(name, ranks, the dim of ``matrix`` that it splits or None) of each axis of more than one
         rank, from the inside out."""
-        dims: dict[str, int] = {}
-        if isinstance(matrix, DTensor):
-            names = matrix.device_mesh.mesh_dim_names or ()
-            for name, placement in zip(names, matrix.placements, strict=True):
-                if not placement.is_replicate():
-                    # Parameters are never partial, so this is a Shard, which has a dim.
-                    dims[name] = placement.dim  # type: ignore[attr-defined]
+        dims = split_dims(matrix)
         return [(axis.name, axis.ranks, dims.get(axis.name)) for axis in self._axes]
 
     def plan(self, matrices: Sequence[Tensor], costs: Sequence[float]) -> list[MatrixRound]:

@@ -27,6 +27,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from parallel2d.cost.update_traffic import owner_bytes
 from parallel2d.optimizer.groups import ADAMW, MUON
 from parallel2d.optimizer.matrix_owners import DTYPE, MatrixOwners, MatrixRound
+from parallel2d.weights.geometry import local_part
 
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
@@ -163,14 +164,14 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(
                 gradient, memory_format=torch.preserve_format
             )
-        _local(state["momentum_buffer"]).lerp_(_local(gradient), 1 - group["momentum"])
+        local_part(state["momentum_buffer"]).lerp_(local_part(gradient), 1 - group["momentum"])
 
     def _before_iteration(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's part of what is made orthogonal, in bf16."""
-        update = _local(self.state[parameter]["momentum_buffer"])
+        update = local_part(self.state[parameter]["momentum_buffer"])
         if group["nesterov"]:
             assert parameter.grad is not None
-            update = _local(parameter.grad).lerp(update, group["momentum"])
+            update = local_part(parameter.grad).lerp(update, group["momentum"])
         # A copy, because the iteration divides its input in place where that is bf16 already.
         return update.to(DTYPE, copy=True)
 
@@ -194,13 +195,8 @@ def iteration_flops(shape: torch.Size, steps: int) -> float:
 
 def _apply(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
     """Decays this rank's part of ``parameter`` and subtracts ``part`` of the update."""
-    local = _local(parameter)
+    local = local_part(parameter)
     local.mul_(1 - group["lr"] * group["weight_decay"])
     # By the shape of the whole matrix, as `torch.optim.Muon` does.
     lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
     local.add_(part.reshape(local.shape), alpha=-lr)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

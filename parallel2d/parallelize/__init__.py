@@ -122,8 +122,8 @@ def parallelize_on_fake_tensors(
     fake: FakeTensorMode,
     *,
     topology: Topology,
-    init: Initializer | None = None,
-    tensor_plan: Mapping[str, object] | None = None,
+    init: Initializer | None,
+    tensor_plan: Mapping[str, object] | None,
 ) -> nn.Module:
     """As `parallelize`, for a ``model`` on meta whose parameters become tensors of ``fake``,
     without storage: to ask what a layout allocates. Calls that would go wrong are not refused.

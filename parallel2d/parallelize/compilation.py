@@ -22,7 +22,7 @@ def compile_blocks(
     blocks: Sequence[tuple[str, nn.Module]],
     config: CompileConfig,
     tensor: int,
-    memory_budget: float | None = None,
+    memory_budget: float | None,
 ) -> nn.Module:
     """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside.
 

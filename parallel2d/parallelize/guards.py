@@ -24,6 +24,7 @@ from parallel2d import fsdp_internals
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather
 from parallel2d.fsdp_internals import RunningForward
+from parallel2d.mesh import axis_names
 from parallel2d.model_structure import canonical_name
 
 
@@ -196,7 +197,7 @@ def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
     A sampler keyed on the global rank feeds each tensor rank other data, which their matrices,
     parts of one, silently mix.
     """
-    if "tensor" not in (mesh.mesh_dim_names or ()):
+    if "tensor" not in axis_names(mesh):
         return
     group = mesh.get_group("tensor")
 

@@ -51,6 +51,7 @@ from torch.distributed.tensor.parallel import (
 
 from parallel2d.config import TENSOR_WORDS
 from parallel2d.errors import ConfigError
+from parallel2d.mesh import axis_names
 from parallel2d.model_structure import ATOMIC, tied_parameters
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def apply_tensor_parallel(
     a pattern that matches no module, a word that does not fit the module, and sizes or heads that
     the axis does not divide.
     """
-    if "tensor" not in (mesh.mesh_dim_names or ()):
+    if "tensor" not in axis_names(mesh):
         return model
     if not plan:
         raise ConfigError(

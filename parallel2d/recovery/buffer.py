@@ -30,13 +30,13 @@ from parallel2d.checkpoint.manifest import (
     chunk_key,
     content_digest,
 )
+from parallel2d.files import is_count
 from parallel2d.files.folder import LocalFolder
 from parallel2d.files.tensor_file import (
     DTYPE_NAMES,
     DamagedCheckpointError,
     encode,
     encode_header,
-    is_size,
     parse_json,
     read_header,
     read_rows,
@@ -94,10 +94,9 @@ class Buffer:
         OSError when shared memory is full."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, RECORD))
-        ordered = sorted(
-            (part for part in parts if part.values.numel()),
-            key=lambda part: -part.values.element_size(),
-        )
+        # The widest first, so that each part begins at a multiple of its own width.
+        ordered = [part for part in parts if part.values.numel()]
+        ordered.sort(key=lambda part: -part.values.element_size())
         self._prepare(ordered)
         on_device = False
         self._view_of = {}
@@ -108,6 +107,7 @@ class Buffer:
                 continue
             view.copy_(part.values, non_blocking=self._pinned)
             on_device = on_device or part.values.is_cuda
+        # Training goes on after this, and changes what is being copied.
         if on_device:
             torch.cuda.synchronize()
         self._parts = [_describe(part, self.name) for part in ordered]
@@ -122,6 +122,7 @@ class Buffer:
             for p in parts
         ]
         head = encode_header(entries, {"format": "pt"})
+        # The same parts as last time, which is nearly always: the mapping can stay.
         if head == self._head and self._bytes is not None:
             return
         self.release()
@@ -136,9 +137,10 @@ class Buffer:
             self._views.append(view.view(part.values.shape))
             position += count
         if any(part.values.is_cuda for part in parts):
-            self._pinned = (
-                int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0)) == 0
-            )
+            # Copies from a GPU are asynchronous only into page-locked memory. Where it cannot be
+            # locked, they are slower and nothing else.
+            status = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0)
+            self._pinned = int(status) == 0
         self._head = head
 
     def seal(
@@ -173,6 +175,7 @@ class Buffer:
             "files": files,
             "parts": parts,
         }
+        # With lists for tuples, as it will be read: the checksum is one of that.
         record = json.loads(json.dumps(record))
         record["sha256"] = content_digest(record)
         draft = os.path.join(self.folder, f".{RECORD}")
@@ -301,14 +304,12 @@ def _read_record(slot: str, incarnation: str) -> dict[str, Any]:
         if record.pop("sha256") != content_digest(record):
             raise DamagedCheckpointError(f"{RECORD}: its own checksum does not match")
         numbers = (record["rank"], record["common"]["step"], record["common"]["world_size"])
-        if record["incarnation"] != incarnation or not all(map(is_size, numbers)):
+        if record["incarnation"] != incarnation or not all(map(is_count, numbers)):
             raise DamagedCheckpointError(f"{RECORD}: it is that of another copy")
         for name, file in record["files"].items():
-            if (
-                os.path.basename(name) != name
-                or not is_size(file["bytes"])
-                or not isinstance(file["digest"], str)
-            ):
+            # A name with a slash could lead out of the folder.
+            is_described = is_count(file["bytes"]) and isinstance(file["digest"], str)
+            if os.path.basename(name) != name or not is_described:
                 raise DamagedCheckpointError(f"{RECORD}: its files are not described")
         if not isinstance(record["parts"], list) or not isinstance(record["tensors"], list):
             raise DamagedCheckpointError(f"{RECORD}: its parts are not listed")

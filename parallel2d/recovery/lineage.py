@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from parallel2d import files
 from parallel2d.checkpoint.manifest import MAX_BYTES
 from parallel2d.exchange import sendable
-from parallel2d.files.tensor_file import DamagedCheckpointError, is_size, parse_json
+from parallel2d.files import is_count
+from parallel2d.files.tensor_file import DamagedCheckpointError, parse_json
 
 NAME = "memory.json"
 _KEPT = 64  # starts that are remembered; copies of earlier ones were overwritten long ago
@@ -53,9 +54,8 @@ class Lineage:
         if not isinstance(starts, list):
             raise DamagedCheckpointError(f"{NAME}: starts is missing or not a list")
         for start in starts:
-            if not isinstance(start, list) or [type(each) for each in start] != [str, int]:
-                raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
-            if not is_size(start[1]):
+            is_pair = isinstance(start, list) and [type(each) for each in start] == [str, int]
+            if not is_pair or not is_count(start[1]):
                 raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
         return cls(tuple((name, base) for name, base in starts))
 

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from parallel2d.checkpoint.storage import describe_error
 from parallel2d.checkpoint.write_plan import plan_all, plan_of_replica
 from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import axis_positions, mesh_shape
 from parallel2d.recovery.buffer import Buffer, Part, folders_in, pack, slots, unpack
 from parallel2d.recovery.lineage import Lineage
 from parallel2d.recovery.place import Place, open_place, remove, remove_place, room, used
@@ -108,8 +108,8 @@ class MemoryNet:
         self._search: Search | None = None
         self._loaded: int | None = None
         self._old: list[str] = []
-        self._incarnation: str | None = None
-        self._buffers: tuple[Buffer, Buffer] | None = None
+        self._incarnation = ""  # of this start, once it has begun
+        self._buffers: Sequence[Buffer] = ()  # two, used in turn
         self._next = 0
         self._due_now = False
         self._thread: threading.Thread | None = None
@@ -119,7 +119,7 @@ class MemoryNet:
         try:
             self.place = open_place()
         except OSError as fault:
-            error = f"{socket.gethostname()}: {describe_error(fault)}"
+            error = _on_this_host(fault)
         found = answers.all_gather((self.place.token if self.place else "", error))
         tokens = list(dict.fromkeys(token for token, _ in found))
         self.nodes = Nodes(tuple(tokens.index(token) for token, _ in found), answers.rank)
@@ -127,7 +127,8 @@ class MemoryNet:
         self.folder = os.path.join(
             self.place.root if self.place else "", f"run-{answers.broadcast(name)}"
         )
-        if errors := [error for _, error in found if error]:
+        errors = [error for _, error in found if error]
+        if errors:
             self._turn_off(errors[0])
 
     # At the start of the run
@@ -212,7 +213,7 @@ class MemoryNet:
                 self._drop_all_but(self._old)
                 os.makedirs(own, mode=0o700)
         except OSError as fault:
-            return f"{socket.gethostname()}: {describe_error(fault)}"
+            return _on_this_host(fault)
         return None
 
     def _drop_all_but(self, kept: list[str]) -> None:
@@ -249,17 +250,20 @@ class MemoryNet:
         """
         begin = time.perf_counter()
         self.blocked_s = 0.0
-        if self._incarnation is None:
+        if not self._incarnation:
             self.begin(manifest.step - 1)
         # Rank 0's copy is finished only when all ranks are about to be.
         if self.answers.broadcast(self._thread is not None and self._thread.is_alive()):
             self.skipped += 1
             if self.answers.rank == 0:
                 level = logging.WARNING if self.skipped == 1 else logging.DEBUG
-                log.log(level, "no copy of step %d in memory: the one before is not finished yet. "
-                               "A higher "
-                        "checkpoint.memory_every than %d would "
-                        "fit", manifest.step, self.every)  # fmt: skip
+                log.log(
+                    level,
+                    "no copy of step %d in memory: the one before is not finished yet. A higher "
+                    "checkpoint.memory_every than %d would fit",
+                    manifest.step,
+                    self.every,
+                )
             return
         self.wait()
         if self.on and self._start(manifest, tensors, of_replica, rng):
@@ -273,7 +277,6 @@ class MemoryNet:
         of_replica: Mapping[str, Tensor],
         rng: Mapping[str, Tensor],
     ) -> bool:
-        assert self._buffers is not None
         nodes = self.nodes.of if self.mesh is not None else None
         whole = {**tensors, **of_replica}
         parts = [
@@ -288,52 +291,58 @@ class MemoryNet:
         try:
             buffer.fill(parts)
         except Exception as fault:  # the others get the error, whatever it is, and training goes on
-            error = f"{socket.gethostname()}: {describe_error(fault)}"
+            error = _on_this_host(fault)
         described = [
             [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
             for name, tensor in tensors.items()
         ]
         incarnation = self._incarnation
-        assert incarnation is not None
 
-        def finish() -> None:
-            outcome = _Outcome(manifest.step)
+        def finish_own() -> str | None:
+            others = self._rng_of_another(rng)
+            if sent or received:
+                self._exchange_partitions(buffer, sent, received, error)
+            if error is not None:
+                return error
             try:
-                failed = error
-                others = self._rng_of_another(rng)
-                if sent or received:
-                    self._exchange_partitions(buffer, sent, received, failed)
-                if failed is None:
-                    try:
-                        buffer.seal(incarnation, manifest, described, {**rng, **others})
-                    except Exception as fault:  # the others wait for an answer, whatever happened
-                        failed = f"{socket.gethostname()}: {describe_error(fault)}"
-                outcome.error = next(
-                    (answer for answer in self._group.all_gather(failed) if answer), None
-                )
-                if outcome.error is None and self.nodes.is_first:
-                    while self._old:
-                        remove(self._old.pop())
-            except Exception:  # a rank has ended: the loop will get an error, the copies must stay
-                outcome.heard = False
-            self._outcome = outcome
+                buffer.seal(incarnation, manifest, described, {**rng, **others})
+            except Exception as fault:  # the others wait for an answer, whatever happened
+                return _on_this_host(fault)
+            return None
 
         self._thread = threading.Thread(
-            target=finish, name=f"memory copy {manifest.step}", daemon=True
+            target=self._complete,
+            args=(manifest.step, finish_own),
+            name=f"memory copy {manifest.step}",
+            daemon=True,
         )
         self._thread.start()
         return True
+
+    def _complete(self, step: int, finish_own: Callable[[], str | None]) -> None:
+        """Beside the loop: finishes this rank's part of a copy, and notes what came of it on all
+        ranks. ``finish_own`` returns an error."""
+        outcome = _Outcome(step)
+        try:
+            answers = self._group.all_gather(finish_own())
+            # A copy is of use only where every rank has its part of it.
+            outcome.error = next(filter(None, answers), None)
+            if outcome.error is None and self.nodes.is_first:
+                while self._old:
+                    remove(self._old.pop())
+        except Exception:  # a rank has ended: the loop will get an error, the copies must stay
+            outcome.heard = False
+        self._outcome = outcome
 
     def _partitions(
         self, tensors: Mapping[str, Tensor], own: Sequence[Part], nodes: Sequence[int] | None
     ) -> tuple[list[Part], list[Part]]:
         """What this rank gives to the next replica and what it keeps for the one before, of tensors
         that are split over the replicas: a node that is lost takes its part of them with it."""
-        shape = mesh_shape(self.mesh) if self.mesh is not None else None
-        if self.mesh is None or shape is None or shape.replicate == 1:
+        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
             return [], []
         replica = self.mesh.get_local_rank("replicate")
-        before = (replica - 1) % shape.replicate
+        before = (replica - 1) % mesh_shape(self.mesh).replicate
         received: list[Part] = []
         for name, held, region, tensor in plan_of_replica(
             tensors.items(), self.mesh, nodes, before
@@ -355,6 +364,7 @@ class MemoryNet:
         outgoing = [part.values if failed else buffer.view(part) for part in sent]
         incoming = [part.values if failed else buffer.view(part) for part in received]
         group = self._group.group
+        # Nobody waits for its send before it receives: in a ring of ranks all would wait.
         works = [dist.isend(tensor.contiguous(), following, group=group) for tensor in outgoing]
         for tensor in incoming:
             dist.recv(tensor, before, group=group)
@@ -365,13 +375,11 @@ class MemoryNet:
     def _neighbours(self) -> tuple[int, int]:
         """The ranks in this rank's place of the next replica and of the one before."""
         assert self.mesh is not None
-        axis = (self.mesh.mesh_dim_names or ()).index("replicate")
-        place = self.mesh.get_coordinate()
-        assert place is not None
-        index: list[int | slice] = list(place)
-        index[axis] = slice(None)
-        line = self.mesh.mesh[tuple(index)].tolist()
-        return line[(place[axis] + 1) % len(line)], line[place[axis] - 1]
+        positions = axis_positions(self.mesh)
+        index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
+        line = self.mesh.mesh[tuple(index.values())].tolist()
+        own = positions["replicate"]
+        return line[(own + 1) % len(line)], line[own - 1]
 
     def _has_room(self, parts: list[Part]) -> bool:
         """Whether two buffers fit on every node, before the first one is taken. Collective."""
@@ -420,6 +428,7 @@ class MemoryNet:
             self._turn_off(outcome.error)
         else:
             self.newest = outcome.step
+            # This copy stays until the one in the other buffer is complete.
             self._next = 1 - self._next
 
     def finish(self) -> None:
@@ -441,12 +450,16 @@ class MemoryNet:
         self._remove()
 
     def _remove(self) -> None:
-        for buffer in self._buffers or ():
+        for buffer in self._buffers:
             buffer.release()
         self.answers.all_gather(None)  # nobody is still writing
         if self.place is not None and self.nodes.is_first:
             remove(self.folder)
             remove_place(self.place)
+
+
+def _on_this_host(fault: BaseException) -> str:
+    return f"{socket.gethostname()}: {describe_error(fault)}"
 
 
 def exchange_tensors(

@@ -93,6 +93,7 @@ def _free_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # no limit reads "max", which is no number
         with open("/proc/self/cgroup") as file:
             group = next(line.strip().split("::", 1)[1] for line in file if line.startswith("0::"))
+        # The limit may be that of this group or of any around it.
         while True:
             with contextlib.suppress(OSError, ValueError):
                 available = min(available, _left_in(os.path.join(_CGROUPS, group.lstrip("/"))))
@@ -109,6 +110,7 @@ def _left_in(group: str) -> int:
         current = int(file.read())
     with open(os.path.join(group, "memory.stat")) as file:
         facts = dict(line.split() for line in file)
+    # Cached file contents that nobody used lately count as used, and are given back when needed.
     return limit - current + int(facts["inactive_file"])
 
 

@@ -9,6 +9,7 @@ need and it lacks, in pieces, from rank to rank.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,7 +93,8 @@ class Search:
             copies.update(held)
         own = {copy for copy in copies if self.lineage.holds(*copy)}
         self._writers = {step: name for name, step in sorted(own)}
-        if left := {step for _, step in copies - own}:
+        left = {step for _, step in copies - own}
+        if left:
             listed = ", ".join(map(str, sorted(left)))
             self._say(
                 f"copies in memory of step {listed} are not of this run as it stands, and are not "
@@ -122,7 +124,8 @@ class Search:
             f"{step_name(step)} is in memory: {len(manifest.files)} files, {sent / 2**20:.1f} MiB "
             "sent to nodes without them"
         )
-        if lost := _lost_generators(manifest):
+        lost = _lost_generators(manifest)
+        if lost:
             self._say(
                 f"random generators of ranks {lost} were lost with their nodes: they start afresh",
                 logging.WARNING,
@@ -151,8 +154,10 @@ class Search:
             return
         os.makedirs(view, mode=0o700)
         for name, nodes in chosen.holders.items():
-            if there := nodes.get(self.nodes.own):
+            there = nodes.get(self.nodes.own)
+            if there:
                 source = os.path.join(folders[there], there)
+                # A link takes no memory: there may be no room for the state once more.
                 os.link(source, os.path.join(view, name), follow_symlinks=False)
 
     def _choose(self, step: int, held: Sequence[Found]) -> AssembledCopy:
@@ -168,13 +173,8 @@ class Search:
         answers = self.group.gather((self.nodes.own, messages, parts) if held else None)
         refused: set[str] = set()
         while True:
-            chosen: AssembledCopy | DamagedCheckpointError | None = None
-            if self.group.rank == 0:
-                chosen = _try_to_assemble(answers, refused, what)
-            chosen = self.group.broadcast(chosen)
-            if isinstance(chosen, DamagedCheckpointError):
-                raise chosen
-            assert chosen is not None
+            assembled = functools.partial(_assemble, answers, refused, what)
+            chosen: AssembledCopy = self.group.on_first(assembled)
             damaged = self._check(chosen, held, what)
             if not damaged:
                 return chosen
@@ -272,17 +272,17 @@ def _folders_of_files(held: Sequence[Found]) -> dict[str, str]:
     return folders
 
 
-def _try_to_assemble(
-    answers: Sequence[Any], refused: set[str], what: str
-) -> AssembledCopy | DamagedCheckpointError:
-    """What `assemble` returns, or the error to raise on all ranks."""
+def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> AssembledCopy:
+    """As `assemble`, with a `DamagedCheckpointError` for all that may be wrong with ``answers``."""
     try:
         return assemble([answer for answer in answers if answer is not None], refused, what)
-    except DamagedCheckpointError as fault:
-        return DamagedCheckpointError(str(fault))
+    except DamagedCheckpointError:
+        raise
     # The content of a record may be anything.
     except (TypeError, ValueError, KeyError, IndexError) as fault:
-        return DamagedCheckpointError(f"{what}: its records are damaged ({describe_error(fault)})")
+        raise DamagedCheckpointError(
+            f"{what}: its records are damaged ({describe_error(fault)})"
+        ) from None
 
 
 def _lost_generators(manifest: Manifest) -> list[int]:

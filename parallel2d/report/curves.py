@@ -57,7 +57,7 @@ def curves(
     events: list[tuple[Run, Event, dict[str, float]]] = []
     for number, run in enumerate(runs):
         key = key_of(run)
-        rows = _thin([row for row in run.rows if key in row])
+        rows = _rows_with(run, key)
         if not rows:
             continue
         traces += _lines_of(run, rows, key, number, _width(number, len(runs)))
@@ -65,18 +65,19 @@ def curves(
     if not traces:
         return None
     colours = {run.path: run_colour(number) for number, run in enumerate(runs)}
-    for kind in _SYMBOLS:
-        of_kind = [each for each in events if each[1].kind == kind]
-        if of_kind:
-            marks = _marks(of_kind, kind, key_of, colours)
-            # There may be many, and one drawing that shows them is enough.
-            if kind == "save" and title != _CURVES[0][0]:
-                marks["visible"] = "legendonly"
-            traces.append(marks)
+    for marks in _marks_by_kind(events, key_of, colours):
+        # There may be many saves, and one drawing that shows them is enough.
+        if marks["name"] == "save" and title != _CURVES[0][0]:
+            marks["visible"] = "legendonly"
+        traces.append(marks)
     layout = layout_of(x="steps", y=unit)
     if unit or title == "Learning rate":
         layout["yaxis"]["rangemode"] = "tozero"
     return Drawing(title, "Curves", traces, layout, over=True)
+
+
+def _rows_with(run: Run, key: str) -> list[dict[str, float]]:
+    return _thin([row for row in run.rows if key in row])
 
 
 def _lines_of(
@@ -110,11 +111,11 @@ def _line_of(
     xs = _Positions()
     ys: list[float | None] = []
     texts: list[str] = []
-    before: int | None = None
+    was_own = False
     for row in rows:
         place = numbers.get(int(row.get(keys.SEGMENT, 0)), 0)
         is_own = bool(place % 2) == is_dashed
-        if is_own or (before is not None and before % 2 == is_dashed and place != before):
+        if is_own or was_own:
             xs.add(row)
             ys.append(row[key])
             texts.append(f"start {int(row.get(keys.SEGMENT, 1))}")
@@ -122,10 +123,11 @@ def _line_of(
             xs.add(None)
             ys.append(None)
             texts.append("")
-        before = place
-    if not any(y is not None for y in ys):
+        was_own = is_own
+    # A gap follows a point, so a line without points has no gaps either.
+    if not ys:
         return None
-    single = sum(y is not None for y in ys) == 1
+    single = len(ys) - ys.count(None) == 1
     name = short_name(run.name)
     return {
         "type": "scatter",
@@ -158,6 +160,20 @@ class _Positions:
 
     def all(self) -> dict[str, list[float | None]]:
         return {"steps": self.steps, "tokens": self._tokens, "hours": self._hours}
+
+
+def _marks_by_kind(
+    events: Sequence[tuple[Run, Event, dict[str, float]]],
+    key_of: Callable[[Run], str],
+    colours: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    """The marks of each kind of event that there is."""
+    found = []
+    for kind in _SYMBOLS:
+        of_kind = [each for each in events if each[1].kind == kind]
+        if of_kind:
+            found.append(_marks(of_kind, kind, key_of, colours))
+    return found
 
 
 def _marks(

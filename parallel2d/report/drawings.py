@@ -6,15 +6,19 @@ Every text that comes from a run is escaped: plotly.js reads a few HTML tags in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from parallel2d import files
+from parallel2d.errors import counted
 from parallel2d.metrics import keys
 from parallel2d.report.curves import all_curves
 from parallel2d.report.drawing import Drawing, escaped, layout_of, run_colour, short_name
 from parallel2d.report.overview import mesh_text
-from parallel2d.report.runs import Run, is_number, parts_of
+from parallel2d.report.runs import Run, all_parts, first_names, host_names
 
 AXIS_COLOURS = {"replicate": "#d62728", "shard": "#1f77b4", "tensor": "#2ca02c"}
 _COMPUTE, _DATA, _UNKNOWN = "#b8c4ce", "#ff7f0e", "#dddddd"
@@ -27,7 +31,7 @@ _MOST_LABELLED = 256  # ranks whose numbers are written into the cells
 
 def drawings(runs: Sequence[Run]) -> list[Drawing]:
     """All drawings that these runs have values for, in their order."""
-    parts = [part for run in runs for part in parts_of(run)]
+    parts = all_parts(runs)
     bars = [bars_of_steps(parts), bars_of_bytes(parts), waterfall(runs)]
     found = [each for each in bars if each is not None]
     return [*all_curves(runs), *found, *mesh_pictures(parts)]
@@ -75,7 +79,7 @@ def bars_of_bytes(parts: Sequence[Run]) -> Drawing | None:
     for axis in keys.AXES:
         key = keys.communication_key(axis, "bytes")
         measured = [part.mean(key) for part in parts]
-        predicted = [_predicted(part, key) for part in parts]
+        predicted = [part.predicted(key) for part in parts]
         if not any(measured) and not any(predicted):
             continue
         traces.append(_bars(parts, axis, _megabytes(measured), AXIS_COLOURS[axis], "MB"))
@@ -89,11 +93,6 @@ def bars_of_bytes(parts: Sequence[Run]) -> Drawing | None:
     layout = layout_of(x="", y="MB per step and rank") | {"barmode": "group"}
     layout["xaxis"] |= _places(parts)
     return Drawing("Bytes by axis", "A step", traces, layout)
-
-
-def _predicted(part: Run, key: str) -> float | None:
-    value = part.section("predicted").get(key)
-    return value if is_number(value) else None
 
 
 def _megabytes(values: Sequence[float | None]) -> list[float | None]:
@@ -137,7 +136,7 @@ def waterfall(runs: Sequence[Run]) -> Drawing | None:
     shown = [run for run in runs if run.last(keys.WALL_S) and run.last(keys.USEFUL_S) is not None]
     if not shown:
         return None
-    unit, seconds = _unit_of_time(max(run.last(keys.WALL_S) or 0.0 for run in shown))
+    unit, seconds = _unit_of_time(max(run.seconds(keys.WALL_S) for run in shown))
     labels = ["wall time", *(label for _, label in _WATERFALL), "other", "useful"]
     measures = ["absolute", *["relative"] * (len(labels) - 2), "total"]
     traces: list[dict[str, Any]] = []
@@ -165,8 +164,8 @@ def waterfall(runs: Sequence[Run]) -> Drawing | None:
 
 def _falls(run: Run) -> list[float]:
     """Seconds: the wall time, less each of the losses; 0 stands for the rest."""
-    wall, useful = run.last(keys.WALL_S) or 0.0, run.last(keys.USEFUL_S) or 0.0
-    lost = [run.last(keys.lost_key(cause)) or 0.0 for cause, _ in _WATERFALL]
+    wall, useful = run.seconds(keys.WALL_S), run.seconds(keys.USEFUL_S)
+    lost = [run.seconds(keys.lost_key(cause)) for cause, _ in _WATERFALL]
     # What no cause is known for: setting up, writing rows, the agreement of ranks to end.
     other = wall - useful - sum(lost)
     return [wall, *(-value for value in lost), -other, 0.0]
@@ -192,27 +191,23 @@ def mesh_pictures(parts: Sequence[Run]) -> list[Drawing]:
 
 def _ranks_of(part: Run) -> list[list[list[int]]]:
     """[replicate][shard][tensor]; empty where the layout does not hold that, or too many."""
-    ranks, hosts = part.layout.get("ranks"), part.layout.get("hosts")
-    if not isinstance(ranks, list) or not isinstance(hosts, list):
+    hosts = host_names(part.layout)
+    # Lists of unequal lengths give fewer dims.
+    ranks = np.asarray(part.layout.get("ranks"), dtype=object)
+    if ranks.ndim != 3 or not 0 < ranks.size <= _MOST_RANKS:
         return []
-    found: list[int] = []
-    sizes: set[tuple[int, ...]] = set()
-    for replica in ranks:
-        if not isinstance(replica, list) or not all(isinstance(each, list) for each in replica):
-            return []
-        sizes.add(tuple(len(each) for each in replica))
-        found += [rank for each in replica for rank in each]
-    is_whole = all(type(rank) is int and 0 <= rank < len(hosts) for rank in found)
-    if len(sizes) != 1 or not is_whole or not 0 < len(found) <= _MOST_RANKS:
+    # Not isinstance: True and False are ints too.
+    if not all(type(rank) is int and 0 <= rank < len(hosts) for rank in ranks.flat):
         return []
-    return ranks
+    found: list[list[list[int]]] = ranks.tolist()
+    return found
 
 
 def _mesh_picture(part: Run, names: Sequence[str]) -> Drawing:
     ranks = _ranks_of(part)
-    hosts = [str(host) for host in part.layout["hosts"]]
+    hosts = host_names(part.layout)
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-    cells = [[rank for group in replica for rank in group] for replica in ranks]
+    cells = [list(itertools.chain.from_iterable(replica)) for replica in ranks]
     colours = [_HOST_COLOURS[n % len(_HOST_COLOURS)] for n in range(len(numbers))]
     trace: dict[str, Any] = {
         "type": "heatmap",
@@ -235,12 +230,13 @@ def _mesh_picture(part: Run, names: Sequence[str]) -> Drawing:
     layout["yaxis"] |= {"showgrid": False, "dtick": max(1, len(cells) // 8), "zeroline": False}
     layout["yaxis"] |= {"autorange": "reversed"}
     layout["height"] = min(420, 150 + 30 * len(cells))
-    strategy = files.printable(part.layout.get("strategy", "-"), 40)
-    count = "1 host" if len(numbers) == 1 else f"{len(numbers)} hosts"
-    title = f"{strategy} {mesh_text(part)}, {count}: {', '.join(names[:4])}"
-    if len(names) > 4:
-        title += f" and {len(names) - 4} more"
+    title = _title_of_mesh(part, len(numbers), names)
     return Drawing(title, "Meshes: ranks, a colour for each host", [trace], layout)
+
+
+def _title_of_mesh(part: Run, hosts: int, names: Sequence[str]) -> str:
+    strategy = files.printable(part.layout.get("strategy", "-"), 40)
+    return f"{strategy} {mesh_text(part)}, {counted(hosts, 'host')}: {first_names(names)}"
 
 
 def _places_of_ranks(

@@ -14,9 +14,18 @@ from typing import Any
 
 from parallel2d import files
 from parallel2d.cost.collectives import sent_bytes
+from parallel2d.errors import counted
 from parallel2d.metrics import keys
 from parallel2d.report.overview import measured_and_predicted, mesh_text, quantity_of
-from parallel2d.report.runs import NOT_FINITE, Points, Run, is_number, parts_of
+from parallel2d.report.runs import (
+    NOT_FINITE,
+    Points,
+    Run,
+    all_parts,
+    first_names,
+    host_names,
+    is_number,
+)
 
 EQUAL = 1e-4  # of the loss; up to this, losses of two runs are called equal
 WAITS = 0.10  # of a step, from which a wait for an axis is named
@@ -31,7 +40,6 @@ WORSE = 1.01  # times the best validation loss
 _FEWEST_ROWS = 5  # of which a rank or a speed is judged
 _TENTHS = 10
 _WORTH_A_MOVE = 0.75  # of the bytes that leave a host, below which another layout is named
-_MOST_NAMES = 4
 
 _ITEM_BYTES = {"fp64": 8, "fp32": 4}
 _CAUSES = {
@@ -49,7 +57,7 @@ _DECIDE_LOSSES_OF_TRAIN = ("seed", "global_batch_size", "seq_len", "steps", "epo
 
 def describe_runs(runs: Sequence[Run]) -> list[str]:
     """Sentences on all runs, then on each run, then on each layout of a run."""
-    parts = [part for run in runs for part in parts_of(run)]
+    parts = all_parts(runs)
     found = [*equal_losses(runs), *different_losses(runs), *fastest(parts)]
     for run in runs:
         for of_run in _OF_A_RUN:
@@ -71,8 +79,9 @@ def equal_losses(runs: Sequence[Run]) -> list[str]:
         if not steps:
             continue
         within = f"within {_rounded_up(widest)}" if widest else "to the last digit"
+        names = first_names([run.name for run in group])
         found.append(
-            f"Losses of {len(group)} runs ({_names(group)}) are equal {within}, at all "
+            f"Losses of {len(group)} runs ({names}) are equal {within}, at all "
             f"{steps:,} steps that they share."
         )
     return found
@@ -99,8 +108,9 @@ def different_losses(runs: Sequence[Run]) -> list[str]:
 def _should_be_equal(one: Run, other: Run) -> bool:
     """Whether every start of both had the same settings, as far as these decide losses."""
     settings = [_deciding(segment.config) for run in (one, other) for segment in run.segments]
-    known = bool(one.segments) and bool(other.segments) and bool(settings[0])
-    return known and all(each == settings[0] for each in settings)
+    if not one.segments or not other.segments:
+        return False
+    return bool(settings[0]) and settings.count(settings[0]) == len(settings)
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,11 +178,7 @@ def fastest(parts: Sequence[Run]) -> list[str]:
 
 def _work(part: Run) -> tuple[object, ...]:
     names = ("parameters", "global_batch_size", "seq_len", "flops_per_sequence", "precision")
-    return (*(str(part.layout.get(name)) for name in names), _ranks(part))
-
-
-def _ranks(part: Run) -> int:
-    return len(_hosts(part))
+    return (*(str(part.layout.get(name)) for name in names), len(host_names(part.layout)))
 
 
 def divergence(run: Run) -> list[str]:
@@ -236,15 +242,16 @@ def skipped_steps(run: Run) -> list[str]:
 def cost_of_restarts(run: Run) -> list[str]:
     """Seconds between a failure and the next step, and of steps that were done again."""
     restarts = sum(segment.restarted for segment in run.segments)
-    paused, repeated = (run.last(keys.lost_key(cause)) for cause in ("restart", "repeated"))
-    wall = run.last(keys.WALL_S)
-    if not restarts or not paused or not wall:
+    paused = run.seconds(keys.lost_key("restart"))
+    repeated = run.seconds(keys.lost_key("repeated"))
+    wall = run.seconds(keys.WALL_S)
+    if not all((restarts, paused, wall)):
         return []
-    times = "1 restart" if restarts == 1 else f"{restarts} restarts"
+    times = counted(restarts, "restart")
     again = ""
     if repeated:
         again = f", and steps that were done again {_seconds(repeated)}"
-    share = (paused + (repeated or 0.0)) / wall
+    share = (paused + repeated) / wall
     return [f"{times} of {run.name} took {_seconds(paused)}{again}: {share:.1%} of its wall time."]
 
 
@@ -253,7 +260,7 @@ def low_goodput(run: Run) -> list[str]:
     goodput, wall = run.last(keys.GOODPUT), run.last(keys.WALL_S)
     if goodput is None or not wall or goodput >= LOW_GOODPUT:
         return []
-    lost = {cause: run.last(keys.lost_key(cause)) or 0.0 for cause in keys.LOSSES}
+    lost = {cause: run.seconds(keys.lost_key(cause)) for cause in keys.LOSSES}
     cause, seconds = max(lost.items(), key=lambda each: each[1])
     if not seconds:
         return []
@@ -284,17 +291,16 @@ def fewer_bytes_with_hybrid(part: Run) -> list[str]:
     per_host, hosts = _equal_hosts(part)
     item_bytes = _exact_item_bytes(part)
     parameters = part.layout.get("parameters")
-    if axis is None or hosts < 2 or per_host < 2 or not item_bytes or not is_number(parameters):
+    if axis is None or min(hosts, per_host) < 2 or not item_bytes or not is_number(parameters):
         return []
     key = keys.communication_key(axis, "bytes")
-    flat = part.section("predicted").get(key)
-    if not is_number(flat) or part.section("mesh").get(axis) != hosts * per_host:
+    flat = part.predicted(key)
+    if not flat or part.section("mesh").get(axis) != hosts * per_host:
         return []
     # Each of the groups of the replicate axis has one rank on a host, and a shard of its own.
-    assert isinstance(parameters, int | float)
     whole = parameters * item_bytes
     hybrid = per_host * sent_bytes("all_reduce", whole / per_host, hosts, "cuda")
-    if not flat or hybrid > _WORTH_A_MOVE * flat:
+    if hybrid > _WORTH_A_MOVE * flat:
         return []
     held = f"{hosts} times the parameters" if axis == "shard" else f"1/{per_host} of them"
     return [
@@ -307,7 +313,7 @@ def fewer_bytes_with_hybrid(part: Run) -> list[str]:
 def _equal_hosts(part: Run) -> tuple[int, int]:
     """(ranks of each host, hosts), of hosts with as many ranks each whose ranks follow one
     another; (0, 0) otherwise."""
-    hosts = _hosts(part)
+    hosts = host_names(part.layout)
     counts = Counter(hosts)
     changes = sum(one != other for one, other in pairwise(hosts))
     # A ring through ranks in another order would pass a host more than once.
@@ -346,7 +352,7 @@ def slow_rank(part: Run) -> list[str]:
     median = skews[len(skews) // 2]
     if times < 0.75 * len(rows) or median < SKEWED:
         return []
-    hosts = _hosts(part)
+    hosts = host_names(part.layout)
     where = ""
     if 0 <= rank < len(hosts):
         where = f" on {files.printable(hosts[rank].split('/')[0], 40)}"
@@ -359,15 +365,17 @@ def slow_rank(part: Run) -> list[str]:
 def deviations(part: Run) -> list[str]:
     """Quantities that are not what was predicted."""
     found: list[str] = []
+    of_replicas = keys.communication_key("replicate", "bytes")
     for key, measured, predicted in measured_and_predicted(part):
         if measured is None or predicted is None:
             continue
-        is_bytes = key.endswith("/bytes")
         # Of diloco most steps send nothing between replicas, so their mean tells little.
-        if is_bytes and key.startswith("comm/replicate") and _is_diloco(part):
+        if key == of_replicas and part.setting("sync", "name") == "diloco":
             continue
-        tolerance = DEVIATES if is_bytes else TIME_DEVIATES
-        if abs(measured - predicted) <= tolerance * max(abs(predicted), 1.0 if is_bytes else 0.0):
+        allowed = TIME_DEVIATES * abs(predicted)
+        if key.endswith("/bytes"):
+            allowed = DEVIATES * max(abs(predicted), 1.0)
+        if abs(measured - predicted) <= allowed:
             continue
         quantity, scale = quantity_of(key)
         times = f", {measured / predicted:.2f} times as much" if predicted else ""
@@ -378,28 +386,15 @@ def deviations(part: Run) -> list[str]:
     return found
 
 
-def _is_diloco(part: Run) -> bool:
-    return part.setting("sync", "name") == "diloco"
-
-
 def missing_certificates(parts: Sequence[Run]) -> list[str]:
     """Layouts that nothing compared with one process. Only of runs that record it."""
     without: list[str] = []
     for part in parts:
         if part.segments and not any(segment.certified for segment in part.segments):
-            sizes = mesh_text(part)
-            layout = f"{_strategy(part)} {sizes} ({_names([part])})"
-            without.append(layout)
+            without.append(f"{_strategy(part)} {mesh_text(part)} ({part.name})")
     if not without:
         return []
-    shown = ", ".join(without[:_MOST_NAMES])
-    more = f" and {len(without) - _MOST_NAMES} more" if len(without) > _MOST_NAMES else ""
-    return [f"No certificate compares these layouts with one process: {shown}{more}."]
-
-
-def _hosts(part: Run) -> list[str]:
-    hosts = part.layout.get("hosts")
-    return [str(host) for host in hosts] if isinstance(hosts, list) else []
+    return [f"No certificate compares these layouts with one process: {first_names(without)}."]
 
 
 def _strategy(part: Run) -> str:
@@ -411,12 +406,6 @@ def _who(part: Run) -> str:
     if strategy == "-" or strategy in part.name:
         return part.name
     return f"{part.name} ({strategy})"
-
-
-def _names(runs: Sequence[Run]) -> str:
-    shown = ", ".join(run.name for run in runs[:_MOST_NAMES])
-    more = len(runs) - _MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _seconds(value: float) -> str:

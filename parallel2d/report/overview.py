@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
 
 from parallel2d import files
 from parallel2d.metrics import keys
-from parallel2d.report.runs import Run, is_number, parts_of, phase_key, settings_of
+from parallel2d.report.runs import Run, all_parts, phase_key, settings_of
 from parallel2d.run_directory import Segment, changes_since
 
 Table = tuple[str, list[str], list[list[str]]]  # heading, column names, rows
@@ -45,6 +46,7 @@ _TIME_COLUMNS = [
     *(f"waits for {axis} (of a step)" for axis in keys.AXES),
     *(f"{_words(cause)} (s lost)" for cause in keys.LOSSES),
 ]
+_BESIDE_COLUMNS = ["run", "per step", "measured", "predicted", "difference"]
 _START_COLUMNS = ["run", "start", "begun", "first step", "why", "mesh", "changed"]
 _ORIGIN_COLUMNS = ["run", "begun", "parallel2d", "torch", "python", "certificate", "command"]
 _MOST_SETTINGS = 60
@@ -55,27 +57,26 @@ _PLACES = ("launch.host_id", "data.cache_dir")
 def tables(runs: Sequence[Run]) -> list[Table]:
     """Tables of a report: the comparison of the runs, the settings in which they differ, their
     starts, what was measured beside what was predicted, how the time was spent, and how each run
-    was made. A run that went on with another layout has a row for each of its layouts."""
-    parts = [part for run in runs for part in parts_of(run)]
+    was made. A run that went on with another layout has a row for each of its layouts. Tables
+    without rows are left out."""
+    parts = all_parts(runs)
     compared = [figures(part) for part in parts]
-    found: list[Table] = [("Runs", list(compared[0]), [list(row.values()) for row in compared])]
-    differing = _differing_settings(runs)
-    if differing:
-        found.append(("Settings that differ", ["key", *(run.name for run in runs)], differing))
-    begun = [row for run in runs if len(run.segments) > 1 for row in _starts(run)]
-    if begun:
-        found.append(("Starts", _START_COLUMNS, begun))
+    starts: list[list[str]] = []
+    for run in runs:
+        starts += _starts(run)
     beside: list[list[str]] = []
     for part in parts:
         beside += [_beside_row(part, each) for each in measured_and_predicted(part)]
-    if beside:
-        columns = ["run", "per step", "measured", "predicted", "difference"]
-        found.append(("Measured and predicted", columns, beside))
-    found.append(("Where time goes", _TIME_COLUMNS, [_time_row(part) for part in parts]))
-    origins = [_origin(run) for run in runs if run.segments]
-    if origins:
-        found.append(("How each run was made", _ORIGIN_COLUMNS, origins))
-    return found
+    names = [run.name for run in runs]
+    found: list[Table] = [
+        ("Runs", list(compared[0]), [list(row.values()) for row in compared]),
+        ("Settings that differ", ["key", *names], _differing_settings(runs)),
+        ("Starts", _START_COLUMNS, starts),
+        ("Measured and predicted", _BESIDE_COLUMNS, beside),
+        ("Where time goes", _TIME_COLUMNS, [_time_row(part) for part in parts]),
+        ("How each run was made", _ORIGIN_COLUMNS, [_origin(run) for run in runs if run.segments]),
+    ]
+    return [table for table in found if table[2]]
 
 
 def figures(run: Run) -> dict[str, str]:
@@ -117,23 +118,18 @@ def _best_text(run: Run) -> str:
 def measured_and_predicted(run: Run) -> list[Compared]:
     """Per step and rank: the mean of the bytes of each axis that was measured, and the median of
     any other quantity that the layout predicts, such as ``time/step_s``."""
-    predicted = run.section("predicted")
     found: list[Compared] = []
     for axis in keys.AXES:
         key = keys.communication_key(axis, "bytes")
         measured = run.mean(key)
         if measured is not None:
-            found.append((key, measured, _number(predicted.get(key))))
+            found.append((key, measured, run.predicted(key)))
     known = {key for key, _, _ in found}
-    for key, value in predicted.items():
-        expected = _number(value)
-        if key not in known and expected is not None:
-            found.append((key, run.median(key), expected))
+    for key in run.section("predicted"):
+        predicted = run.predicted(key)
+        if key not in known and predicted is not None:
+            found.append((key, run.median(key), predicted))
     return found
-
-
-def _number(value: object) -> float | None:
-    return float(value) if is_number(value) else None  # type: ignore[arg-type]
 
 
 def quantity_of(key: str) -> tuple[str, float]:
@@ -170,34 +166,31 @@ def _time_row(run: Run) -> list[str]:
 
 def _differing_settings(runs: Sequence[Run]) -> list[list[str]]:
     """A row for each key of the configuration that not all runs have the same value of."""
-    if len(runs) < 2 or not all(run.config for run in runs):
+    if not all(run.config for run in runs):
         return []
     settings = [settings_of(run.config) for run in runs]
-    names = dict.fromkeys(key for each in settings for key in each)
     rows: list[list[str]] = []
-    for name in names:
-        values = [_setting_text(each, name) for each in settings]
+    for name in dict.fromkeys(itertools.chain(*settings)):
+        values = [files.printable(each.get(name, "-"), 80) for each in settings]
         if name not in _PLACES and len(set(values)) > 1:
             rows.append([files.printable(name, 80), *values])
     if len(rows) > _MOST_SETTINGS:
         left = len(rows) - _MOST_SETTINGS
-        rows = [*rows[:_MOST_SETTINGS], [f"and {left} more", *("" for _ in runs)]]
+        rows = [*rows[:_MOST_SETTINGS], [f"and {left} more", *[""] * len(runs)]]
     return rows
-
-
-def _setting_text(settings: dict[str, object], name: str) -> str:
-    if name not in settings:
-        return "-"
-    return files.printable(settings[name], 80)
 
 
 def _starts(run: Run) -> list[list[str]]:
     """Of each start: its number, when it began, its first step, why, its mesh, and what it has
-    otherwise than the one before. All as text."""
+    otherwise than the one before. All as text; nothing of a run that was started once."""
     rows: list[list[str]] = []
+    if len(run.segments) == 1:
+        return rows
     before: Segment | None = None
     for segment in run.segments:
-        changes = changes_since(before, segment) if before is not None else []
+        changes: list[str] = []
+        if before is not None:
+            changes = changes_since(before, segment)
         rows.append(
             [
                 run.name,

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from parallel2d import files
 from parallel2d.errors import ConfigError
@@ -105,12 +106,15 @@ class Run:
         """(step, value) of the rows that have a finite ``key``."""
         return [(row[keys.STEP], row[key]) for row in self.rows if key in row]
 
+    def predicted(self, key: str) -> float | None:
+        """What the layout predicts for ``key``; None where that is no number."""
+        found = self.section("predicted").get(key)
+        return found if is_number(found) else None
+
     def median(self, key: str) -> float | None:
         """Median over the rows that have ``key``; None without any."""
         values = [value for _, value in self.series(key)]
-        if not values:
-            return None
-        return statistics.median(values)
+        return statistics.median(values) if values else None
 
     def mean(self, key: str) -> float | None:
         """Mean over the rows that have ``key``; None without any."""
@@ -120,10 +124,11 @@ class Run:
     def last(self, key: str) -> float | None:
         """The newest value of ``key``; None without any."""
         values = self.series(key)
-        if not values:
-            return None
-        _, newest = values[-1]
-        return newest
+        return values[-1][1] if values else None
+
+    def seconds(self, key: str) -> float:
+        """The newest value of ``key``; 0 without any."""
+        return self.last(key) or 0.0
 
     def total(self, key: str) -> float | None:
         """How much ``key``, a total since the run first began, has grown over the rows; None
@@ -195,6 +200,11 @@ _OF_A_PART = (
 )
 
 
+def all_parts(runs: Sequence[Run]) -> list[Run]:
+    """`parts_of` each run, in one list."""
+    return list(itertools.chain.from_iterable(map(parts_of, runs)))
+
+
 def parts_of(run: Run) -> list[Run]:
     """A run that went on with another layout as several, each with the layout that its rows were
     measured on; any other run as it is."""
@@ -222,6 +232,13 @@ def _with_own_starts(part: Run, by_number: dict[int, Segment]) -> Run:
     return replace(part, segments=own)
 
 
+def first_names(names: Sequence[str]) -> str:
+    """``a, b, c, d and 3 more``."""
+    shown = ", ".join(names[:4])
+    left = len(names) - 4
+    return f"{shown} and {left} more" if left > 0 else shown
+
+
 def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted key."""
     found: dict[str, Any] = {}
@@ -241,11 +258,14 @@ def _differs(layout: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _hosts(layout: dict[str, Any]) -> list[int]:
     """Which ranks share a host, whatever the hosts are called."""
-    hosts = layout.get("hosts")
-    if not isinstance(hosts, list):
-        return []
     numbers: dict[str, int] = {}
-    return [numbers.setdefault(str(host), len(numbers)) for host in hosts]
+    return [numbers.setdefault(host, len(numbers)) for host in host_names(layout)]
+
+
+def host_names(layout: Mapping[str, Any]) -> list[str]:
+    """The host of each rank; empty where a layout does not say."""
+    hosts = layout.get("hosts")
+    return [str(host) for host in hosts] if isinstance(hosts, list) else []
 
 
 def _steps(part: Run) -> str:
@@ -311,6 +331,6 @@ def _numbers(line: bytes) -> dict[str, float] | None:
     return numbers
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether ``value`` is a finite number of a size that a measurement can have."""
     return type(value) in (int, float) and abs(value) < _LARGEST_NUMBER

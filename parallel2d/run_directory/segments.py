@@ -74,12 +74,12 @@ def _segment(line: bytes) -> Segment | None:
         segment = Segment(**{name: value[name] for name in known & set(value)})
     except (ValueError, TypeError, KeyError):
         return None
-    whole = type(segment.number) is int and type(segment.first_step) is int
+    whole = files.is_count(segment.number) and files.is_count(segment.first_step)
     parts = (segment.config, segment.layout, segment.versions)
     if not whole or not all(isinstance(part, dict) for part in parts):
         return None
     words = segment.command if isinstance(segment.command, list) else ()
-    begun_s = segment.begun_s if type(segment.begun_s) in (int, float) else 0.0
+    begun_s = segment.begun_s if files.is_number(segment.begun_s) else 0.0
     return dataclasses.replace(
         segment,
         command=tuple(map(str, words)),

@@ -25,17 +25,15 @@ _Answer = TypeVar("_Answer")
 _BACKLOG = 4096
 
 
-def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str, int]:
+def split_endpoint(endpoint: str) -> tuple[str, int]:
     """``HOST:PORT`` in its parts: ``node0:29500``, ``10.0.0.1:29500``, ``[fe80::1%eth0]:29500``.
     Raises `ConfigError`."""
     host, colon, port = endpoint.rpartition(":")
     # a bare host, or a bare IPv6 address
     if not colon or (endpoint.count(":") > 1 and not host.startswith("[")):
-        if default_port is None:
-            raise ConfigError(
-                f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500"
-            )
-        return endpoint.strip("[]"), default_port
+        raise ConfigError(
+            f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500"
+        )
     if not host.strip("[]") or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "

@@ -132,35 +132,43 @@ class StoreClient(Store):
 
     def _ask(self, *fields: str | bytes, late_s: float = 0.0) -> list[bytes]:
         """The fields of the answer after ``ok``. None for ``late``."""
-        with self._lock:
-            if self._closed:
-                raise DistNetworkError(f"the store at {self.address}: this client was closed")
-            connection = self._idle.pop() if self._idle else None
+        request = [field if isinstance(field, bytes) else field.encode() for field in fields]
+        answer_s = late_s + _ANSWER_S
         try:
-            if connection is None:
-                connection = _Connection(self.address, self._secret, _ANSWER_S, _ANSWER_S)
-            request = [field if isinstance(field, bytes) else field.encode() for field in fields]
-            status, *answer = connection.ask(request, late_s + _ANSWER_S)
+            status, *answer = self._exchange(request, answer_s)
+        except TimeoutError:
+            raise DistNetworkError(
+                f"the store at {self.address}: no answer within {answer_s:g} s"
+            ) from None
+        except (OSError, ConfigError, Untrusted) as error:
+            raise DistNetworkError(f"the store at {self.address}: {error}") from None
+        if status == b"error":
+            raise ValueError(answer[0].decode())
+        return answer if status == b"ok" else None  # type: ignore[return-value]
+
+    def _exchange(self, request: Sequence[bytes], answer_s: float) -> list[bytes]:
+        connection = self._take_connection()
+        try:
+            answer = connection.ask(request, answer_s)
         # a signal's exception too: the answer would be the next one's
-        except BaseException as error:
-            if connection is not None:
-                connection.close()
-            if isinstance(error, (OSError, ConfigError, Untrusted)):
-                reason = (
-                    f"no answer within {late_s + _ANSWER_S:g} s"
-                    if isinstance(error, TimeoutError)
-                    else str(error)
-                )
-                raise DistNetworkError(f"the store at {self.address}: {reason}") from None
+        except BaseException:
+            connection.close()
             raise
         with self._lock:
             if self._closed:
                 connection.close()
             else:
                 self._idle.append(connection)
-        if status == b"error":
-            raise ValueError(answer[0].decode())
-        return answer if status == b"ok" else None  # type: ignore[return-value]
+        return answer
+
+    def _take_connection(self) -> _Connection:
+        """An idle connection, or a new one where other threads have all of them."""
+        with self._lock:
+            if self._closed:
+                raise DistNetworkError(f"the store at {self.address}: this client was closed")
+            if self._idle:
+                return self._idle.pop()
+        return _Connection(self.address, self._secret, _ANSWER_S, _ANSWER_S)
 
 
 class _Closed(ConfigError):  # noqa: N818 (named after what happened)

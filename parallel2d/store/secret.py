@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Mapping
 
 from parallel2d.errors import ConfigError
 
@@ -61,19 +60,17 @@ def read_secret(path: str) -> str:
         )
 
 
-def find_secret(
-    secret_file: str | None, insecure: bool = False, environment: Mapping[str, str] | None = None
-) -> str:
+def find_secret(secret_file: str | None, insecure: bool = False) -> str:
     """That of a job on several nodes: from ``secret_file``, otherwise from the environment,
     otherwise `NOBODYS` if ``insecure``.
 
     Raises `ConfigError` where there is none.
     """
-    env = os.environ if environment is None else environment
     if secret_file is not None:
         return read_secret(secret_file)
-    if env.get(VARIABLE):
-        return checked(env[VARIABLE], VARIABLE)
+    given = os.environ.get(VARIABLE)
+    if given:
+        return checked(given, VARIABLE)
     if insecure:
         return NOBODYS
     raise ConfigError(

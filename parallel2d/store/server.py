@@ -134,11 +134,14 @@ class StoreServer:
 
     def _next_due(self) -> float:
         """Seconds until something is."""
-        due = [self._deadlines[0][0]] if self._deadlines else []
-        due += [next(iter(self._unproven.values()))] if self._unproven else []
-        return (
-            max(0.0, min(min(due) - time.monotonic(), _LONGEST_WAIT_S)) if due else _LONGEST_WAIT_S
-        )
+        now = time.monotonic()
+        due = [now + _LONGEST_WAIT_S]
+        if self._deadlines:
+            due.append(self._deadlines[0][0])
+        if self._unproven:
+            # In the order in which they came, so the first one is due first.
+            due.append(next(iter(self._unproven.values())))
+        return max(0.0, min(due) - now)
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -159,6 +162,7 @@ class StoreServer:
         peer = _Peer(connection, str(address[0]) if address else "")
         self._unproven[peer] = time.monotonic() + _PROOF_S
         self._selector.register(connection, selectors.EVENT_READ, peer)
+        # Strangers must not take all descriptors: the one that has waited longest is dropped.
         if len(self._unproven) > self._most_unproven:
             self._drop(next(iter(self._unproven)))
         self._guarded(peer, lambda: self._greet(peer))
@@ -173,6 +177,7 @@ class StoreServer:
         if events & selectors.EVENT_WRITE:
             self._send(peer, b"")
         if events & selectors.EVENT_READ:
+            # Who has not proved itself may send its answer to the greeting, and no byte more.
             piece = peer.socket.recv(_PIECE if peer.channel else ANSWER - len(peer.inbox))
             if piece:
                 peer.inbox += piece
@@ -293,6 +298,7 @@ class StoreServer:
         wait = peer.wait = _Wait(peer, wanted, missing)
         for key in missing:
             self._waiting.setdefault(key, []).append(wait)
+        # The number decides between equal times: waits cannot be compared.
         heapq.heappush(self._deadlines, (due, next(self._numbers), wait))
         return None
 

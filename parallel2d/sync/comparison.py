@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.exchange import all_gather
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import axis_positions, mesh_shape
 from parallel2d.weights.geometry import local_part
 
 _HASH_BITS = 20  # so that fp64 adds the squares of up to 8,192 ranks exactly
@@ -32,7 +32,7 @@ class ReplicaComparison:
         shape = mesh_shape(mesh)
         self._replicas = shape.replicate
         self._places = shape.shard * shape.tensor
-        at = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+        at = axis_positions(mesh)
         # This rank's place in its replica: ranks of one place hold equal tensors.
         self._place = at.get("shard", 0) * shape.tensor + at.get("tensor", 0)
         self._replica = at.get("replicate", 0)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.errors import ConfigError
-from parallel2d.mesh import inherit_timeout, mesh_shape
+from parallel2d.mesh import axis_names, inherit_timeout, mesh_shape
 
 
 class Engine(Protocol):
@@ -92,8 +92,7 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """
     if mesh.size() != dist.get_world_size():
         return mesh.get_group("replicate")
-    names = mesh.mesh_dim_names or ()
-    axis = names.index("replicate")
+    axis = axis_names(mesh).index("replicate")
     # One row for each group: the ranks that differ in the replicate axis alone.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
     own = None

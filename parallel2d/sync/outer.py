@@ -62,7 +62,8 @@ class OuterSync:
         self._frozen: dict[str, nn.Parameter] = {}
         # How many `outer_parameters` are entered.
         self._shown = 0
-        self._outer: torch.optim.SGD | None = None
+        # Made by `make`, which comes before all else.
+        self._outer: torch.optim.SGD
 
     def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
@@ -160,7 +161,6 @@ class OuterSync:
         if fragment.pending is not None:
             fragment.pending.finish()
             fragment.pending = None
-        assert self._outer is not None
         changed: list[Tensor] = []
         for parameter in fragment.parameters:
             parameter.outer.grad = parameter.mean
@@ -221,7 +221,6 @@ class OuterSync:
     def _forget(self) -> None:
         """Drops what belongs to the values before."""
         self.receive()
-        assert self._outer is not None
         self._outer.state.clear()
         for parameter in self.parameters.values():
             parameter.mean = None
@@ -250,7 +249,6 @@ class OuterSync:
     @property
     def momenta(self) -> dict[str, Tensor]:
         """By name, the momentum of the outer optimizer; made where it does not exist yet."""
-        assert self._outer is not None
         found: dict[str, Tensor] = {}
         if self._outer.defaults["momentum"] == 0:
             return found

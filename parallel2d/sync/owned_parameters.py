@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel2d.errors import ConfigError, first_five
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import axis_names, mesh_shape
 from parallel2d.model_structure import update_as
 from parallel2d.sync.bucket import Bucket, keep_until_done
 from parallel2d.sync.group import GroupParameter, ParameterGroup
@@ -115,14 +115,11 @@ class OwnedParameters:
 
     def _as_dtensor(self, rows: Tensor, whole: DTensor) -> DTensor:
         """``rows`` of this replica as a part of ``whole``."""
-        names = whole.device_mesh.mesh_dim_names
-        assert names is not None
+        names = axis_names(whole.device_mesh)
         by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
         # Rows are split over the shard axis first, and this rank's part of them over the replicas.
         by_axis["shard"] = by_axis["replicate"] = Shard(0)
-        axes = self._mesh.mesh_dim_names
-        assert axes is not None
-        used = tuple(axis for axis in axes if axis in by_axis)
+        used = tuple(axis for axis in axis_names(self._mesh) if axis in by_axis)
         if used not in self._meshes:
             self._meshes[used] = self._mesh[used]
         return DTensor.from_local(

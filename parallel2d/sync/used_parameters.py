@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import axis_names, mesh_shape
 from parallel2d.sync.group import IssueOrder
 from parallel2d.sync.group_state import GroupState
 
@@ -97,7 +97,7 @@ class UsedParameterAgreement:
         """The error with the message of the first rank that has one. Collective over the data
         ranks."""
         for axis in ("shard", "replicate"):
-            if axis not in (self._mesh.mesh_dim_names or ()):
+            if axis not in axis_names(self._mesh):
                 continue
             messages = all_gather(message, self._mesh.get_group(axis))
             message = next((text for text in messages if text), "")

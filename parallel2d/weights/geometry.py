@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import (
 )
 
 from parallel2d.exchange import sendable
+from parallel2d.mesh import axis_names, axis_positions
 
 
 @sendable
@@ -86,15 +87,26 @@ def local_region(tensor: Tensor) -> Region:
     return Region(tuple(offsets), tuple(lengths))
 
 
+def split_dims(tensor: Tensor) -> dict[str, int]:
+    """By mesh axis the dim of ``tensor`` along which its ranks hold different parts. Axes of one
+    rank count too; empty for a tensor without a mesh."""
+    found: dict[str, int] = {}
+    if not isinstance(tensor, DTensor):
+        return found
+    for name, placement in zip(axis_names(tensor.device_mesh), tensor.placements, strict=True):
+        if not placement.is_replicate():
+            # Parameters are never partial, so this is a Shard, which has a dim.
+            found[name] = placement.dim  # type: ignore[attr-defined]
+    return found
+
+
 def region_of_replica(tensor: DTensor, replica: int) -> Region:
     """As `local_region`, for the rank in this rank's place of another ``replica``."""
     mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or ()
-    coordinate = list(mesh.get_coordinate() or ())
-    coordinate[names.index("replicate")] = replica
+    positions = axis_positions(mesh) | {"replicate": replica}
     # torch has no public name for this.
     lengths, offsets = _compute_local_shape_and_global_offset(
-        tensor.shape, mesh.shape, coordinate, tensor.placements
+        tensor.shape, mesh.shape, list(positions.values()), tensor.placements
     )
     return Region(tuple(offsets), tuple(lengths))
 

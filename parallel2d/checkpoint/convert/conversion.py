@@ -223,6 +223,7 @@ def _write_ours(plan: _Plan, folder: str, shard_bytes: int) -> None:
             chunks = (Chunk(file, region),) if region.numel else ()
             manifest.tensors[name] = StoredTensor(plan.dtypes[name], plan.shape(name), chunks)
     content = manifest.encode()
+    # What could not be read again must not be written.
     Manifest.decode(content)
     store.write(folder, MANIFEST, [content])
 
@@ -235,6 +236,7 @@ def _write_hugging_face(
     arguments = {**_sizes_from_shapes(plan), **plan.source.arguments, **arguments}
     arguments["tie_embeddings"] = "output.weight" in plan.source.tied
     config = huggingface.to_config(arguments, _widest_dtype(plan))
+    # Refuses what this format cannot say, before a byte of the weights is written.
     huggingface.from_config(config, "the new config.json")
     _write_shards(plan, folder, theirs, shard_bytes)
     LocalStore(folder).write(folder, "config.json", [json.dumps(config, indent=2).encode()])
@@ -298,15 +300,15 @@ def _sizes_from_shapes(plan: _Plan) -> dict[str, Any]:
     """The Llama's arguments that follow from the shapes of its weights."""
     shapes = {name.removeprefix("model/"): plan.shape(name) for name in plan.source.tensors}
     found: dict[str, Any] = {}
-    if len(embedding := shapes.get("embedding.weight", ())) == 2:
+    # Weights of another model may have these names and other shapes.
+    embedding = shapes.get("embedding.weight", ())
+    if len(embedding) == 2:
         found["vocab_size"], found["dim"] = embedding
-    if len(up := shapes.get("layers.0.feed_forward.w1.weight", ())) == 2:
+    up = shapes.get("layers.0.feed_forward.w1.weight", ())
+    if len(up) == 2:
         found["hidden_dim"] = up[0]
-    layers = set()
-    for name in shapes:
-        if match := re.match(r"layers\.(\d+)\.", name):
-            layers.add(match[1])
-    found["n_layers"] = len(layers)
+    matches = [re.match(r"layers\.(\d+)\.", name) for name in shapes]
+    found["n_layers"] = len({match[1] for match in matches if match})
     return found
 
 
@@ -333,7 +335,8 @@ def _write_torch(plan: _Plan, path: str) -> None:
     names_of = {id(hole): name for name, hole in holes.items()}
     for keys, hole in _leaves(content):
         # A tied parameter is in the file once.
-        if name := names_of.pop(id(hole), ""):
+        name = names_of.pop(id(hole), "")
+        if name:
             writer.fill(places[keys], plan.read(name))
     writer.finish()
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallel2d.errors import ConfigError
-from parallel2d.files.tensor_file import DamagedCheckpointError, is_size, printable
+from parallel2d.files import is_count
+from parallel2d.files.tensor_file import DamagedCheckpointError, printable
 
 _TOP = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -156,7 +157,7 @@ def _size(config: Mapping[str, Any], key: str, what: str) -> Any:
     # Without it every head has keys of its own.
     if key == "num_key_value_heads" and key not in config:
         value = config.get("num_attention_heads")
-    if not is_size(value) or value == 0:
+    if not is_count(value) or value == 0:
         raise DamagedCheckpointError(
             f"{what}: {key}={printable(value)} must be a whole number above 0"
         )

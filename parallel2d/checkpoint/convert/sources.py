@@ -17,11 +17,12 @@ from torch import Tensor
 
 from parallel2d.checkpoint.archive import Checkpoint
 from parallel2d.checkpoint.convert import huggingface_format as huggingface
-from parallel2d.checkpoint.convert.torch_file import TorchReader, tensors_of
+from parallel2d.checkpoint.convert.torch_file import TorchReader, offset_in_file, tensors_of
 from parallel2d.checkpoint.manifest import NAME as MANIFEST
 from parallel2d.checkpoint.manifest import check_depth
 from parallel2d.checkpoint.storage import find_checkpoint
 from parallel2d.errors import ConfigError
+from parallel2d.files import is_count
 from parallel2d.files.folder import LocalFolder, is_remote
 from parallel2d.files.tensor_file import (
     DTYPE_NAMES,
@@ -29,7 +30,6 @@ from parallel2d.files.tensor_file import (
     DamagedCheckpointError,
     Entry,
     check_description,
-    is_size,
     parse_json,
     printable,
     read_header,
@@ -123,12 +123,16 @@ def _metadata(source: ByteSource, what: str) -> dict[str, Any]:
     """The facts that our own writer puts beside the tensors; none in another's file."""
     length = int.from_bytes(bytes(source.buffer(0, 8)), "little")
     metadata = parse_json(bytes(source.buffer(8, 8 + length)), what).get("__metadata__")
-    text = metadata.get("parallel2d") if isinstance(metadata, dict) else None
-    return (
-        checked_facts(parse_json(text.encode(), f"{what}: metadata"), what)
-        if isinstance(text, str)
-        else {}
-    )
+    if not isinstance(metadata, dict):
+        return {}
+    return _facts_in(metadata.get("parallel2d"), what)
+
+
+def _facts_in(text: Any, what: str) -> dict[str, Any]:
+    """What `facts_text` wrote; nothing where another program has written the file."""
+    if not isinstance(text, str):
+        return {}
+    return checked_facts(parse_json(text.encode(), f"{what}: metadata"), what)
 
 
 def checked_facts(content: dict[str, Any], what: str) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def checked_facts(content: dict[str, Any], what: str) -> dict[str, Any]:
     }
     facts: dict[str, Any] = {key: content[key] for key in kinds if key in content}
     for key, value in facts.items():
-        if type(value) is not kinds[key] or (key == "step" and not is_size(value)):
+        if type(value) is not kinds[key] or (key == "step" and not is_count(value)):
             raise DamagedCheckpointError(f"{what}: {key} is no {kinds[key].__name__}")
     check_depth(facts, what)
     if not all(isinstance(a, str) and isinstance(b, str) for a, b in facts.get("tied", {}).items()):
@@ -198,8 +202,7 @@ def _torch(path: str) -> Source:
     model, moments = content, {}
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         model = content["model"]
-        if isinstance(text := content.get("parallel2d"), str):
-            facts = checked_facts(parse_json(text.encode(), reader.label), reader.label)
+        facts = _facts_in(content.get("parallel2d"), reader.label)
         moments = _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
     found = {f"model/{name}": tensor for name, tensor in tensors_of(model)} | moments
     reader.check_tensors(found)
@@ -220,13 +223,11 @@ def _shared(found: dict[str, Tensor]) -> dict[str, str]:
     for name, tensor in found.items():
         if not name.startswith("model/") or not tensor.numel():
             continue
-        place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        key = (
-            tensor.data_ptr() if place is None else place,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
+        # A tensor that was not read yet has a place in the file and no address.
+        place = offset_in_file(tensor)
+        if place is None:
+            place = tensor.data_ptr()
+        key = (place, tensor.storage_offset(), tensor.shape, tensor.stride())
         if key in first:
             result[name] = first[key]
         first.setdefault(key, name)
@@ -245,7 +246,7 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
         )
     found = {}
     for number, entries in state.items():
-        known = type(number) is int and 0 <= number < len(names)
+        known = is_count(number, len(names) - 1)
         if not known or not isinstance(entries, dict):
             raise ConfigError(f"the optimizer's state has no parameter {printable(number)}")
         for key, value in entries.items():

@@ -66,7 +66,7 @@ class TorchWriter:
     def fill(self, place: Tensor, values: Tensor) -> None:
         """Writes ``values`` (CPU) where ``place`` from `begin` lies in the file."""
         data = tensor_bytes(values.contiguous())
-        offset = _offset(place)
+        offset = offset_in_file(place)
         if not data or offset is None:
             return
         with open(self.path, "r+b") as file:
@@ -80,6 +80,9 @@ class TorchWriter:
         with zipfile.ZipFile(self.path) as archive:
             entries, directory = archive.infolist(), archive.start_dir
         with open(self.path, "r+b") as file:
+            # An entry of the directory at the end is 46 bytes, with its checksum at 16 and the
+            # lengths of what follows at 28: name, extra field, comment. The header before the data
+            # is 30 bytes, with its checksum at 14 and two such lengths at 26.
             position = directory
             for entry in entries:
                 file.seek(position)
@@ -102,7 +105,9 @@ class TorchWriter:
             os.fsync(file.fileno())
 
 
-def _offset(tensor: Tensor) -> int | None:
+def offset_in_file(tensor: Tensor) -> int | None:
+    """Where the storage of a tensor begins in its file; None for one that is in memory. torch notes
+    this when it loads under a `FakeTensorMode`."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
@@ -208,6 +213,7 @@ class TorchReader:
                 f"{self.label} is a compressed archive, which torch.save does not write, and is "
                 "not unpacked"
             )
+        # Readers differ in which of the two they take.
         if len({entry.filename.lower() for entry in entries}) < len(entries):
             raise ConfigError(f"{self.label} has two entries of one name")
         if sum(entry.file_size for entry in entries) > self._size:
@@ -248,7 +254,7 @@ class TorchReader:
                     f"{self.label}: {printable(name)} is no plain tensor but {tensor.layout} on "
                     f"{tensor.device}"
                 )
-            if self._streamed and tensor.numel() and _offset(tensor) is None:
+            if self._streamed and tensor.numel() and offset_in_file(tensor) is None:
                 raise ConfigError(f"{self.label}: {printable(name)} has no values in the file")
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if total > _REPEATED * self._size + _SMALL:
@@ -263,7 +269,7 @@ class TorchReader:
             return tensor.resolve_conj().resolve_neg()
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        begin = _offset(tensor)
+        begin = offset_in_file(tensor)
         assert begin is not None
         size, item = tensor.untyped_storage().nbytes(), tensor.element_size()
         strides, first = tensor.stride(), int(tensor.storage_offset())
@@ -284,15 +290,13 @@ class TorchReader:
         return values.neg() if tensor.is_neg() else values
 
 
-def tensors_of(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(dotted name, tensor) of a dict of tensors. Raises `ConfigError` for anything else in it."""
+def tensors_of(content: Any) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a dict of tensors. Raises `ConfigError` for anything else in it."""
     if not isinstance(content, dict):
         raise ConfigError(
             f"a file of weights holds a dict of tensors, this one a {type(content).__name__}"
         )
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ConfigError(
-                f"{prefix}{printable(name)} is a {type(value).__name__}, not a tensor"
-            )
-        yield prefix + name, value
+            raise ConfigError(f"{printable(name)} is a {type(value).__name__}, not a tensor")
+        yield name, value
