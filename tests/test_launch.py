@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -17,13 +18,16 @@ from types import SimpleNamespace
 import jobs
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from parallel2d.config import LaunchConfig
 from parallel2d.data import BatchPlan
 from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
-from parallel2d.launch import agreement
-from parallel2d.launch.agent import _Agent, launcher_environment
+from parallel2d.launch import agreement, elastic_internals
+from parallel2d.launch.agent import launcher_environment
+from parallel2d.launch.elastic_internals import ElasticAgent, goes_on_without_this_node
 from parallel2d.launch.rendezvous import meet, meet_alone
 from parallel2d.launch.restarts import LONGEST_PAUSE_S, Restarts
 from parallel2d.mesh import MeshSpec, Topology
@@ -241,6 +245,43 @@ def test_names_of_a_round_go_with_the_next(tmp_path):
     meeting.close()
 
 
+def test_private_names_of_torch_elastic_are_there(tmp_path):
+    meeting = meet_alone(str(tmp_path))
+    handler = meeting.handler(LaunchConfig())
+    spec = WorkerSpec("worker", 1, handler, entrypoint=sys.executable)
+    owners = [ElasticAgent(spec, DefaultLogsSpecs()), handler]
+    assert all(isinstance(*pair) for pair in zip(owners, elastic_internals.KEPT, strict=True))
+    missing = []
+    for owner, names in [
+        *elastic_internals.REACHED,
+        *zip(owners, elastic_internals.KEPT.values(), strict=True),
+    ]:
+        missing += [f"{owner}: {name}" for name in names if not hasattr(owner, name)]
+    assert not missing, "torch lacks them: see parallel2d/launch/elastic_internals.py"
+    meeting.close()
+
+
+def test_one_file_alone_reaches_private_names_of_torch_elastic():
+    tables = [*elastic_internals.REACHED, *elastic_internals.KEPT.items()]
+    listed = set().union(*(names for _, names in tables))
+    found = {}
+    for path in Path(elastic_internals.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = set()
+            if isinstance(node, ast.Attribute):
+                names = {node.attr}
+            elif isinstance(node, ast.FunctionDef):
+                names = {node.name}
+            elif isinstance(node, ast.ImportFrom) and "elastic" in (node.module or ""):
+                names = {name.name for name in node.names if name.name.startswith("_")}
+            found.setdefault(path, set()).update(names)
+    own = {name for name in found.pop(Path(elastic_internals.__file__)) if name.startswith("_")}
+    assert {name for name in own if not name.startswith("__")} == listed
+    # Names of single words are those of others too.
+    rare = listed - {"_start", "_shutdown"}
+    assert {path.name: names & rare for path, names in found.items() if names & rare} == {}
+
+
 def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
     """Two nodes have met; one beats no more and the other drops it, without a word to it."""
     meeting, settings = (
@@ -253,15 +294,14 @@ def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
         with ThreadPoolExecutor() as pool:
             for joined in [pool.submit(silent.next_rendezvous), pool.submit(awake.next_rendezvous)]:
                 assert joined.result(timeout=60).world_size == 2
-        group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=silent))
         silent._state_holder.sync()
-        assert not _Agent._is_evicted(group)
+        assert not goes_on_without_this_node(silent)
         silent._stop_heartbeats()
         wait_for(lambda: len(awake._state_holder.state.participants) == 1)
-        assert not _Agent._is_evicted(group), "it cannot know yet"
+        assert not goes_on_without_this_node(silent), "it cannot know yet"
         silent._state_holder.sync()
-        assert _Agent._is_evicted(group)
-        assert not _Agent._is_evicted(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=awake)))
+        assert goes_on_without_this_node(silent)
+        assert not goes_on_without_this_node(awake)
     finally:
         silent._stop_heartbeats()
         awake._stop_heartbeats()

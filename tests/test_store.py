@@ -543,7 +543,7 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
 
 
 def _told(**changed) -> bytes:
-    state = round._RendezvousState()
+    state = round.RendezvousState()
     return json.dumps({**json.loads(round.to_json(state)), **changed}).encode()
 
 

@@ -21,14 +21,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server import WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -37,8 +36,15 @@ from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
 from parallel2d.launch.agreement import folder_errors_explained, read_story
+from parallel2d.launch.elastic_internals import (
+    ElasticAgent,
+    StartedProcesses,
+    goes_on_without_this_node,
+    nodes_there,
+    stop_heartbeats,
+)
 from parallel2d.launch.endings import StoreLost, WorkersFailed
-from parallel2d.launch.nursery import ForkedContext, Nursery
+from parallel2d.launch.nursery import Nursery
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
 from parallel2d.rank_environment import AGENT, PREFIX
@@ -142,18 +148,18 @@ def run_team(team: Team, meeting: Meeting) -> None:
         raise
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
-        raise _explained(error, agent, meeting, team) from None
+        raise _explained(error, handler, meeting, team) from None
     finally:
         # Otherwise the heartbeats' thread may hold the last reference to the handler, and a thread
         # cannot wait for its own end.
-        handler._stop_heartbeats()
+        stop_heartbeats(handler)
         if over:
             with contextlib.suppress(Exception):  # the store may have ended with another node
                 meeting.end()
                 handler.shutdown()
 
 
-class _Agent(LocalElasticAgent):
+class _Agent(ElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
     def __init__(
@@ -164,19 +170,21 @@ class _Agent(LocalElasticAgent):
         )
         self._meeting, self._team, self._pause, self._evicted = meeting, team, 0.0, False
 
-    def _start_workers(self, group: Any) -> Any:
+    def start_workers(self, group: Any) -> Any:
         os.environ[PREFIX] = self._meeting.ranks_prefix(group)
         nursery = self._team.nursery
         if nursery is not None and nursery.alive:
-            context: Any = ForkedContext(
-                nursery, self._team.words, self._environments(group), self._logs_specs
+            context: Any = StartedProcesses(
+                functools.partial(_start_forked, nursery, self._team.words),
+                self._environments(group),
+                self.logs_specs,
             )
-            self._pcontext = context
+            self.process_context = context
             context.start()
             started = context.pids()
         else:
-            started = super()._start_workers(group)
-            context = self._pcontext
+            started = super().start_workers(group)
+            context = self.process_context
         # torch calls it without a timeout once a worker has failed. A worker that is stopped or
         # stuck then does not react to SIGTERM.
         context.close = functools.partial(_close_soon, context.close)
@@ -191,7 +199,7 @@ class _Agent(LocalElasticAgent):
             "LOCAL_WORLD_SIZE": spec.local_world_size,
             "MASTER_ADDR": group.master_addr,
             "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self.remaining_restarts,
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": False,
@@ -209,26 +217,21 @@ class _Agent(LocalElasticAgent):
             for worker in group.workers
         }
 
-    def _monitor_workers(self, group: Any) -> Any:
-        result = super()._monitor_workers(group)
+    def monitor_workers(self, group: Any) -> RunResult:
+        result = super().monitor_workers(group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._remaining_restarts = 1 if self._may_start_again(result.failures) else 0
-        elif result.state == WorkerState.HEALTHY and self._is_evicted(group):
+            self.remaining_restarts = 1 if self._may_start_again(result.failures) else 0
+        # torch's agent does not check this; see also [Note: two halves of a job].
+        elif result.state == WorkerState.HEALTHY and goes_on_without_this_node(
+            group.spec.rdzv_handler
+        ):
             self._team.say(
                 "the other nodes took this one for lost and went on; ending its ranks and joining "
                 "again"
             )
-            self._remaining_restarts, self._pause, self._evicted = 1, 0.0, True
+            self.remaining_restarts, self._pause, self._evicted = 1, 0.0, True
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
-
-    @staticmethod
-    def _is_evicted(group: Any) -> bool:
-        """Whether the rendezvous goes on without this node. torch's agent does not check that; see
-        also [Note: two halves of a job]."""
-        handler = group.spec.rdzv_handler
-        state = handler._state_holder.state
-        return bool(state.complete and handler._this_node not in state.participants)
 
     def _may_start_again(self, failures: dict[int, Any]) -> bool:
         team = self._team
@@ -253,7 +256,7 @@ class _Agent(LocalElasticAgent):
         team.say(f"rank {rank}: {what}; starting again{wait} ({left} more without progress)")
         return True
 
-    def _stop_workers(self, group: Any) -> None:
+    def stop_workers(self, group: Any) -> None:
         asked_to_save = group.state == WorkerState.HEALTHY
         if asked_to_save:
             self._team.say(
@@ -263,24 +266,29 @@ class _Agent(LocalElasticAgent):
         # what its ranks have done since is done again elsewhere: they must not save it
         if self._evicted:
             self._evicted = False
-            self._shutdown(signal.SIGKILL, _SECONDS_FOR_LAST_WORDS)
+            self.shut_down(signal.SIGKILL, _SECONDS_FOR_LAST_WORDS)
             return
-        self._shutdown(
+        self.shut_down(
             timeout=self._team.settings.grace_s if asked_to_save else _SECONDS_FOR_LAST_WORDS
         )
 
-    def _restart_workers(self, group: Any) -> None:
+    def restart_workers(self, group: Any) -> None:
         failed = group.state != WorkerState.HEALTHY
-        self._stop_workers(group)
+        self.stop_workers(group)
         if failed and self._pause:
             time.sleep(self._pause)
         group.state = WorkerState.STOPPED
-        self._initialize_workers(group)
+        self.initialize_workers(group)
 
-    def joined(self) -> list[str]:
-        """Addresses of the nodes that are in the rendezvous, as this node last read its state."""
-        holder: Any = getattr(self._worker_group.spec.rdzv_handler, "_state_holder")  # noqa: B009 (not part of the interface)
-        return sorted({node.addr for node in (*holder.state.participants, *holder.state.wait_list)})
+
+def _start_forked(
+    nursery: Nursery,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: str | None,
+    stderr: str | None,
+) -> Any:
+    return nursery.start(words, {**os.environ, **environment}, stdout, stderr)
 
 
 def _close_soon(
@@ -366,12 +374,12 @@ def _is_first_to_tell(meeting: Meeting, bystander: bool) -> bool:
         return True
 
 
-def _explained(error: Exception, agent: _Agent, meeting: Meeting, team: Team) -> Exception:
+def _explained(error: Exception, handler: Any, meeting: Meeting, team: Team) -> Exception:
     kind = type(error).__name__
     if kind == "RendezvousClosedError":
         return WorkersFailed("the job was ended by another node, which tells why")
     if kind == "RendezvousTimeoutError":
-        there = agent.joined()
+        there = nodes_there(handler)
         return WorkersFailed(
             f"after {team.settings.rendezvous_timeout:.0f} s {len(there)} of "
             f"launch.nnodes={team.settings.nnodes} nodes were at {meeting.endpoint} "

@@ -2,7 +2,7 @@
 is loaded: `Nursery`.
 
 A launcher that has checked its job makes a `Nursery` and gets, for each rank, a `Rank` to wait for.
-torch's agent holds them through a `ForkedContext`.
+torch's agent holds them through `StartedProcesses`.
 
 [Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
 which is most of what a restart costs after a failure. The launcher has imported all of it to check
@@ -34,9 +34,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from parallel2d.launch.endings import WorkersFailed
 from parallel2d.launch.processes import end_with_parent, set_process_name
@@ -164,27 +161,6 @@ class Nursery:
         """It was killed, and so the kernel has killed its ranks."""
         self.alive = False
         self._codes = dict.fromkeys(self._started, _LOST) | self._codes
-
-
-class ForkedContext(SubprocessContext):
-    """torch's set of worker processes, on ranks from a nursery."""
-
-    def __init__(
-        self, nursery: Nursery, words: Sequence[str], envs: dict[int, dict[str, str]], logs: Any
-    ) -> None:
-        super().__init__("worker", "parallel2d", dict.fromkeys(envs, ()), envs, logs)
-        self._nursery, self._words = nursery, words
-
-    def _start(self) -> None:
-        self.subprocess_handlers: dict[int, Any] = {
-            local_rank: self._nursery.start(
-                self._words,
-                {**os.environ, **self.envs[local_rank]},
-                self.stdouts[local_rank],
-                self.stderrs[local_rank],
-            )
-            for local_rank in range(self.nprocs)
-        }
 
 
 def _serve(own: multiprocessing.connection.Connection, main: Main) -> int:

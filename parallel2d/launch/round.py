@@ -14,11 +14,9 @@ from typing import Any
 
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousBackend,
-    _NodeDesc,
-    _RendezvousState,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from parallel2d.launch.elastic_internals import NodeDescription, RendezvousState
 
 
 class JsonBackend(RendezvousBackend):
@@ -51,7 +49,7 @@ class JsonBackend(RendezvousBackend):
             raise RendezvousConnectionError(str(error)) from error
 
 
-def to_json(state: _RendezvousState) -> str:
+def to_json(state: RendezvousState) -> str:
     """The state as text."""
     return json.dumps(
         {
@@ -69,12 +67,12 @@ def to_json(state: _RendezvousState) -> str:
     )
 
 
-def from_json(text: bytes) -> _RendezvousState:
+def from_json(text: bytes) -> RendezvousState:
     """The state from text. Raises RendezvousStateError for anything that `to_json` does not
     make."""
     try:
         told = json.loads(text)
-        state = _RendezvousState()
+        state = RendezvousState()
         state.round, state.complete, state.closed = (
             _of(int, told["round"]),
             _of(bool, told["complete"]),
@@ -100,13 +98,13 @@ def _pickled(text: bytes) -> bytes:
     return pickle.dumps(from_json(text))
 
 
-def _node(node: _NodeDesc) -> list[str | int]:
+def _node(node: NodeDescription) -> list[str | int]:
     return [node.addr, node.pid, node.local_id]
 
 
-def _to_node(values: list[Any]) -> _NodeDesc:
+def _to_node(values: list[Any]) -> NodeDescription:
     address, process, number = values
-    return _NodeDesc(_of(str, address), _of(int, process), _of(int, number))
+    return NodeDescription(_of(str, address), _of(int, process), _of(int, number))
 
 
 def _of(kind: type, value: Any) -> Any:

@@ -1,0 +1,152 @@
+"""All that this package reaches of torch elastic and is not public there, tested with torch 2.13.
+
+torch's agent may be extended by methods with an underscore alone, its rendezvous does not show who
+takes part, and its state travels as a pickle of private classes. `REACHED` lists every such name; a
+test compares it with this file, with torch, and with the rest of the package.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+# The agent, its processes and the rendezvous as torch has them, and what is reached on each.
+REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (
+        LocalElasticAgent,
+        (
+            # torch's loop calls the first four.
+            "_start_workers",
+            "_monitor_workers",
+            "_stop_workers",
+            "_restart_workers",
+            "_initialize_workers",
+            "_shutdown",
+        ),
+    ),
+    (SubprocessContext, ("_start",)),
+    (DynamicRendezvousHandler, ("_stop_heartbeats",)),
+    (dynamic_rendezvous, ("_NodeDesc", "_RendezvousState")),
+)
+# What is reached on objects, once they have been made.
+KEPT: dict[type, tuple[str, ...]] = {
+    LocalElasticAgent: ("_pcontext", "_logs_specs", "_remaining_restarts"),
+    DynamicRendezvousHandler: ("_state_holder", "_this_node"),
+}
+
+NodeDescription = _NodeDesc
+RendezvousState = _RendezvousState
+
+
+class ElasticAgent(LocalElasticAgent):
+    """torch's agent, with public names for what it calls from its loop and for what it keeps."""
+
+    def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
+        """Starts the ranks of this node. Returns what torch takes for their ids, by local rank."""
+        started: dict[int, Any] = super()._start_workers(group)
+        return started
+
+    def monitor_workers(self, group: WorkerGroup) -> RunResult:
+        """How the ranks of this node are now."""
+        return super()._monitor_workers(group)
+
+    def stop_workers(self, group: WorkerGroup) -> None:
+        """Ends the ranks of this node."""
+        super()._stop_workers(group)
+
+    def restart_workers(self, group: WorkerGroup) -> None:
+        """Ends the ranks of this node and starts them again."""
+        super()._restart_workers(group)
+
+    def initialize_workers(self, group: WorkerGroup) -> None:
+        """Meets the other nodes and starts the ranks."""
+        self._initialize_workers(group)
+
+    def shut_down(self, death_signal: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Signals all ranks, and kills those that are there after ``timeout`` seconds."""
+        self._shutdown(death_signal, timeout)
+
+    @property
+    def process_context(self) -> Any:
+        """The processes that run."""
+        return self._pcontext
+
+    @process_context.setter
+    def process_context(self, context: Any) -> None:
+        self._pcontext = context
+
+    @property
+    def logs_specs(self) -> Any:
+        return self._logs_specs
+
+    @property
+    def remaining_restarts(self) -> int:
+        """torch's loop starts workers that failed again while it is above 0."""
+        return self._remaining_restarts
+
+    @remaining_restarts.setter
+    def remaining_restarts(self, number: int) -> None:
+        self._remaining_restarts = number
+
+    def _start_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+        return self.start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return self.monitor_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self.stop_workers(worker_group)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self.restart_workers(worker_group)
+
+
+class StartedProcesses(SubprocessContext):
+    """torch's set of worker processes, each started by ``start(environment, stdout, stderr)``.
+    ``environments``: variables of each local rank; what ``start`` returns has a ``pid``, ``proc``,
+    ``poll``, ``wait`` and ``close`` as torch's handlers do."""
+
+    def __init__(
+        self,
+        start: Callable[[Mapping[str, str], str | None, str | None], Any],
+        environments: dict[int, dict[str, str]],
+        logs: Any,
+    ) -> None:
+        nothing: dict[int, tuple[Any, ...]] = dict.fromkeys(environments, ())
+        super().__init__("worker", "parallel2d", nothing, environments, logs)
+        self.start_one = start
+
+    def _start(self) -> None:
+        self.subprocess_handlers: dict[int, Any] = {}
+        for rank in range(self.nprocs):
+            self.subprocess_handlers[rank] = self.start_one(
+                self.envs[rank], self.stdouts[rank], self.stderrs[rank]
+            )
+
+
+def stop_heartbeats(handler: DynamicRendezvousHandler) -> None:
+    """Ends the thread that tells the rendezvous that this node is alive."""
+    handler._stop_heartbeats()
+
+
+def goes_on_without_this_node(handler: DynamicRendezvousHandler) -> bool:
+    """Whether the other nodes have closed a round in which this one does not take part."""
+    state = handler._state_holder.state
+    return bool(state.complete and handler._this_node not in state.participants)
+
+
+def nodes_there(handler: DynamicRendezvousHandler) -> list[str]:
+    """Addresses of the nodes in the rendezvous, as this one last read its state."""
+    state = handler._state_holder.state
+    return sorted({node.addr for node in (*state.participants, *state.wait_list)})
