@@ -8,13 +8,12 @@ so that one is chosen; what the user set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IF
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import socket
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import psutil
 
 from parallel2d.errors import ConfigError
 from parallel2d.store.address import resolve
@@ -126,11 +125,15 @@ def matches_nccl(pattern: str, name: str) -> bool:
 
 
 def list_interfaces() -> list[Interface]:
-    """Every address of every interface that is up, IPv4 and IPv6, as the system lists them;
+    """Every address of every interface that is up, IPv4 before IPv6, as the system lists them;
     loopback last."""
-    # A dictionary, to drop what is listed twice and keep the order.
-    found = dict.fromkeys(_getifaddrs())
-    return sorted(found, key=lambda each: is_loopback(each.address))
+    is_up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if name in is_up and each.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(Interface(name, each.address))
+    return sorted(found, key=lambda each: (is_loopback(each.address), ":" in each.address))
 
 
 def is_loopback(address: str) -> bool:
@@ -183,77 +186,3 @@ def _listing(present: list[Interface]) -> str:
 
 def _family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-class _SocketAddress(ctypes.Structure):
-    """The beginning of C's ``struct sockaddr``."""
-
-    if sys.platform == "linux":
-        _fields_ = [("family", ctypes.c_uint16), ("data", ctypes.c_ubyte * 26)]
-    else:  # the BSDs put a length first
-        _fields_ = [
-            ("length", ctypes.c_uint8),
-            ("family", ctypes.c_uint8),
-            ("data", ctypes.c_ubyte * 26),
-        ]
-
-
-class _InterfaceAddress(ctypes.Structure):
-    """The beginning of C's ``struct ifaddrs``, getifaddrs(3): one address, and the next entry."""
-
-
-# Its fields follow the class, because the first is a pointer to the class itself.
-_InterfaceAddress._fields_ = [
-    ("next", ctypes.POINTER(_InterfaceAddress)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(_SocketAddress)),
-]
-
-_IFF_UP = 1
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _getifaddrs() -> list[Interface]:
-    """The addresses of all interfaces that are up, in the order of the C library's list."""
-    head = ctypes.POINTER(_InterfaceAddress)()
-    if _libc().getifaddrs(ctypes.byref(head)):
-        raise OSError(ctypes.get_errno(), "getifaddrs")
-    # The list is the C library's memory: it is read whole before it is freed.
-    try:
-        return list(_entries(head))
-    finally:
-        _libc().freeifaddrs(head)
-
-
-def _entries(entry: Any) -> Iterator[Interface]:
-    """The interfaces that are up and have an IP address, from a pointer to the first entry on."""
-    while entry:
-        item = entry.contents
-        entry = item.next
-        is_up = item.flags & _IFF_UP
-        if not is_up or not item.address:
-            continue
-        name = item.name.decode()
-        address = _numeric_address(item.address.contents, name)
-        if address is not None:
-            yield Interface(name, address)
-
-
-def _numeric_address(found: _SocketAddress, name: str) -> str | None:
-    """``10.0.0.1`` or ``fd00::1``; None for other families than IP, such as the hardware address.
-
-    ``name``: the interface, which an IPv6 address of the local link needs (``fe80::1%eth0``).
-    """
-    data = bytes(found.data)
-    # Before the address come its port, 2 bytes, and in IPv6 the flow, 4 bytes.
-    if found.family == socket.AF_INET:
-        return socket.inet_ntop(socket.AF_INET, data[2:6])
-    if found.family == socket.AF_INET6:
-        address = socket.inet_ntop(socket.AF_INET6, data[6:22])
-        return f"{address}%{name}" if address.startswith("fe80:") else address
-    return None

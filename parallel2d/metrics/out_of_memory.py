@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 
 from parallel2d.metrics.watch import Position
@@ -100,22 +101,9 @@ class OutOfMemoryNote:
             total = torch.cuda.get_device_properties(self._device).total_memory / _GIB
             return f"it held {allocated:.2f} GiB in {reserved:.2f} GiB reserved, of {total:.2f} GiB"
         held = f"it held {resident_gib():.2f} GiB"
-        try:
-            free_gib, total_gib = _host_memory_gib()
-        except (OSError, ValueError, LookupError):
-            return held
+        host = psutil.virtual_memory()
+        free_gib, total_gib = host.available / _GIB, host.total / _GIB
         return f"{held}; {free_gib:.1f} of the host's {total_gib:.1f} GiB were free"
-
-
-def _host_memory_gib() -> tuple[float, float]:
-    """Available and total, as the kernel reports them; see proc_meminfo(5)."""
-    kib = {}
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("Mem"):
-                name, amount, *_ = line.split()
-                kib[name.rstrip(":")] = int(amount)
-    return kib["MemAvailable"] / 2**20, kib["MemTotal"] / 2**20
 
 
 def _readable(amount: str) -> str:
@@ -127,12 +115,8 @@ def _readable(amount: str) -> str:
 
 
 def resident_gib() -> float:
-    """GiB of this process's resident memory now; 0 where the kernel does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
-    except OSError:
-        return 0.0
+    """GiB of this process's resident memory now."""
+    return float(psutil.Process().memory_info().rss / _GIB)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from parallel2d.launch.network_interface import GLOO, NCCL, Interface, is_loopback
 from parallel2d.store.address import resolve
 
@@ -53,6 +55,7 @@ class Facts:
     def collect(cls, interface: Interface, reason: str) -> Facts:
         memory = _memory()
         host = socket.gethostname()
+        link = psutil.net_if_stats().get(interface.name)
         return cls(
             host=host,
             interface=interface.name,
@@ -61,8 +64,9 @@ class Facts:
             interface_variables={
                 name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)
             },
-            mtu=_number(f"/sys/class/net/{interface.name}/mtu"),
-            link_speed_bits_per_s=_link_speed(interface.name),
+            mtu=link.mtu if link else None,
+            # 0 where the driver does not say
+            link_speed_bits_per_s=link.speed * 10**6 if link and link.speed else None,
             own_name_addresses=_addresses_of(host),
             versions=versions(),
             cpus=len(os.sched_getaffinity(0))
@@ -178,11 +182,6 @@ def _number(path: str) -> int | None:
         return None
 
 
-def _link_speed(interface: str) -> int | None:
-    megabits = _number(f"/sys/class/net/{interface}/speed")
-    return megabits * 10**6 if megabits and megabits > 0 else None
-
-
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -193,17 +192,12 @@ def _cpu_name() -> str:
 
 def _memory() -> dict[str, int]:
     """Bytes; a container's limit counts where it is below what the machine has."""
-    lines: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            lines[name] = int(value.split()[0]) * 1024
-    total = lines.get("MemTotal", 0)
-    limit = _number("/sys/fs/cgroup/memory.max") or total
+    memory = psutil.virtual_memory()
+    limit = _number("/sys/fs/cgroup/memory.max") or memory.total
     return {
-        "total": min(total, limit),
-        "available": min(lines.get("MemAvailable", 0), limit),
-        "swap_used": lines.get("SwapTotal", 0) - lines.get("SwapFree", 0),
+        "total": min(memory.total, limit),
+        "available": min(memory.available, limit),
+        "swap_used": psutil.swap_memory().used,
     }
 
 

@@ -10,6 +10,8 @@ import shutil
 import stat
 from dataclasses import dataclass
 
+import psutil
+
 from parallel2d.files import private_folders as folders
 
 # set by a launcher, one folder per node's agent, which it removes when the job ends
@@ -85,11 +87,7 @@ def used(path: str) -> int:
 
 
 def _free_memory() -> int:
-    available = 2**63 - 1
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        available = int(lines["MemAvailable"].split()[0]) * 1024
+    available = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError):  # no limit reads "max", which is no number
         with open("/proc/self/cgroup") as file:
             group = next(line.strip().split("::", 1)[1] for line in file if line.startswith("0::"))
