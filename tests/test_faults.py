@@ -1,7 +1,7 @@
 """Two nodes of two ranks, and what happens to them: killed workers, lost nodes, partitions, stopped ranks, at random moments.
 
 One job goes on through a sequence of faults, in the end it is told to end, and its history is compared with that of a single process to
-which nothing happened: every global batch once and in order, every loss equal. ``.ci/run`` runs three of each kind with short time-outs;
+which nothing happened: every global batch once and in order, every loss equal. ``.ci/run`` runs one of each kind with short time-outs;
 ``-m soak`` runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS (all) with longer ones. Both print how long it took until the
 next step.
 """
@@ -347,7 +347,7 @@ def test_methods_that_keep_state_between_steps_go_on_exactly(tmp_path, name):
     """Also between outer steps, and with a fragment on its way."""
     method = ON_TWO_NODES[name]
     alone = [*method, *AS_ON_TWO_NODES]
-    run(tmp_path, ["kill_worker", "stop_worker"] * 2, 3, method=method, alone=alone, min_nodes=2)
+    run(tmp_path, ["kill_worker", "stop_worker"], 3, method=method, alone=alone, min_nodes=2)
 
 
 @pytest.mark.slow
@@ -381,8 +381,8 @@ def at_random_moments(folder: Path, kinds: Sequence[str], each: int, times: Time
 
 
 @pytest.mark.slow
-def test_three_faults_of_each_kind_at_random_moments(tmp_path):
-    at_random_moments(tmp_path, KINDS, each=3, times=SHORT)
+def test_a_fault_of_each_kind_at_random_moments(tmp_path):
+    at_random_moments(tmp_path, KINDS, each=1, times=SHORT)
 
 
 @pytest.mark.soak
