@@ -245,14 +245,7 @@ def failures_told_once(
         now = time.time()
         config_error = isinstance(error, ConfigError)
         complete = config_error or isinstance(error, HookError)
-        interrupted = isinstance(error, KeyboardInterrupt)
-        text = (
-            str(error)
-            if complete
-            else "interrupted"
-            if interrupted
-            else traceback.format_exc().rstrip()
-        )
+        text = _text_of(error, complete)
         first = identity.launcher != "self" and _first_to_claim(store)
         if first and run_dir is not None:
             note_failure(run_dir, text)
@@ -266,6 +259,15 @@ def failures_told_once(
             print(f"{prefix}{files.for_terminal(text)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # peers may be inside a collective: no destructor may wait for them
+
+
+def _text_of(error: BaseException, complete: bool) -> str:
+    """``complete``: the error's own text says all."""
+    if complete:
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _first_to_claim(store: Any) -> bool:

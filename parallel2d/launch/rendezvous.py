@@ -132,24 +132,17 @@ def meet(config: LaunchConfig) -> Meeting:
     try:
         host, port = split_endpoint(endpoint)
         interface = choose_interface(host)
-        mine = owns_address(host)
-    except ConfigError as error:
-        raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
-    addresses = [address for _, address, _ in resolve(host)]
-    if mine and all(is_loopback(address) for address in addresses) and config.node_range[1] > 1:
-        raise ConfigError(
-            f"launch.rdzv_endpoint={endpoint}: {host} is {addresses[0]} on this machine, which no "
-            "other node reaches; give the address or name that other nodes use"
-        )
-    server = None
-    if mine:
-        # by the store of somebody else, or by that of an earlier launcher on this node
-        with contextlib.suppress(PortTaken):
-            server = StoreServer.at(host, port, secret, say_who_came)
-    try:
-        address = server.address if server else endpoint
+        server = None
+        if owns_address(host):
+            _check_reachable(host, config)
+            # The port is taken by the store of somebody else, or of an earlier launcher here.
+            with contextlib.suppress(PortTaken):
+                server = StoreServer.at(host, port, secret, say_who_came)
         store = StoreClient(
-            address, secret, timeout_s=_READ_TIMEOUT_S, connect_timeout_s=config.rendezvous_timeout
+            server.address if server else endpoint,
+            secret,
+            timeout_s=_READ_TIMEOUT_S,
+            connect_timeout_s=config.rendezvous_timeout,
         )
     except ConfigError as error:
         raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
@@ -162,6 +155,16 @@ def meet(config: LaunchConfig) -> Meeting:
     return Meeting(
         store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d")
     )
+
+
+def _check_reachable(host: str, config: LaunchConfig) -> None:
+    """``host``: of this machine."""
+    addresses = [address for _, address, _ in resolve(host)]
+    if config.node_range[1] > 1 and all(map(is_loopback, addresses)):
+        raise ConfigError(
+            f"{host} is {addresses[0]} on this machine, which no other node reaches; give the "
+            "address or name that other nodes use"
+        )
 
 
 def _closed_key(name: str) -> str:
