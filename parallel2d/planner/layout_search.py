@@ -20,7 +20,7 @@ from typing import Any
 
 from parallel2d.config import AXES, MeshConfig, TrainConfig
 from parallel2d.config.checks import validated
-from parallel2d.config.parallel import AUTOMATIC, STRATEGIES
+from parallel2d.config.parallel import AUTOMATIC, STRATEGIES, StrategyConfig
 from parallel2d.cost.step_estimate import StepEstimate
 from parallel2d.errors import ConfigError
 from parallel2d.planner.layout_cost import NOT_COMPUTED, JobCosts, LayoutCost
@@ -261,9 +261,7 @@ def _data_axes(
         strategy = STRATEGIES[name] if name else config.strategy
         for shard in _divisors(ranks):
             replicate = ranks // shard
-            if shard > 1 and not strategy.shards:
-                continue
-            if replicate > 1 and not strategy.replicates:
+            if not _has_axes(strategy, replicate, shard):
                 continue
             # With one rank on an axis a hybrid is one of the others.
             is_hybrid = strategy.shards and strategy.replicates
@@ -271,6 +269,13 @@ def _data_axes(
                 continue
             if _is_asked(config.mesh, fixed, replicate, shard):
                 yield name, replicate, shard
+
+
+def _has_axes(strategy: StrategyConfig, replicate: int, shard: int) -> bool:
+    """Whether ``strategy`` uses each axis that has more than one rank."""
+    if shard > 1 and not strategy.shards:
+        return False
+    return replicate == 1 or strategy.replicates
 
 
 def _is_asked(mesh: MeshConfig, fixed: Collection[str], replicate: int, shard: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -183,6 +183,20 @@ class _Candidate(NamedTuple):
     time: StepEstimate
 
 
+def _candidates(
+    config: TrainConfig, costs: JobCosts, fixed: Collection[str]
+) -> Iterator[_Candidate]:
+    """Each layout with the strategy and the recomputing of ``config``."""
+    is_hybrid = config.strategy.shards and config.strategy.replicates
+    for layout in layouts_of(config, costs, {*fixed, "strategy", "activation_checkpointing"}):
+        # With one rank on an axis a hybrid is one of the others.
+        if is_hybrid and 1 in (layout.mesh.replicate, layout.mesh.shard):
+            continue
+        candidate = _candidate(layout, costs)
+        if candidate is not None:
+            yield candidate
+
+
 def _best(config: TrainConfig, costs: JobCosts, fixed: Collection[str]) -> BestLayout | None:
     gib = usable_gib(config)
     limit = math.inf if gib is None else gib * _GIB
@@ -193,15 +207,9 @@ def _best(config: TrainConfig, costs: JobCosts, fixed: Collection[str]) -> BestL
     # By seconds; the number tells equal ones apart.
     waiting: list[tuple[float, int, _Candidate]] = []
     count = 0
-    for layout in layouts_of(config, costs, {*fixed, "strategy", "activation_checkpointing"}):
-        # With one rank on an axis a hybrid is one of the others.
-        is_hybrid = config.strategy.shards and config.strategy.replicates
-        if is_hybrid and 1 in (layout.mesh.replicate, layout.mesh.shard):
-            continue
-        candidate = _candidate(layout, costs)
-        if candidate is not None:
-            count += 1
-            waiting.append((candidate.time.seconds.total, count, candidate))
+    for candidate in _candidates(config, costs, fixed):
+        count += 1
+        waiting.append((candidate.time.seconds.total, count, candidate))
     heapq.heapify(waiting)
     while waiting:
         _, _, candidate = heapq.heappop(waiting)

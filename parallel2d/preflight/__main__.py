@@ -217,7 +217,7 @@ def _refuse_calibration(given: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is of the check, which --calibrate does not make")
 
 
-def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
+def _refuse_nodes(known: dict[str, object]) -> None:
     nodes, node = known.get("nodes", 1), known.get("node")
     assert isinstance(nodes, int)
     if nodes < 1:
@@ -229,6 +229,10 @@ def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
         )
     if isinstance(node, int) and not 0 <= node < nodes:
         raise ConfigError(f"--node-rank={node} must be from 0 to {nodes - 1} (--nnodes={nodes})")
+
+
+def _refuse(given: argparse.Namespace, known: dict[str, object]) -> None:
+    _refuse_nodes(known)
     if given.nproc is not None and given.nproc < 1:
         raise ConfigError(f"--nproc={given.nproc} must be at least 1")
     if given.calibrate is not None:

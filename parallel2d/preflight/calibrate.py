@@ -57,6 +57,20 @@ def calibrate(request: Request, largest_bytes: int) -> Measured | None:
         return _measure_together(meeting, facts, request, largest_bytes)
 
 
+def _plan(
+    everyone: list[dict[str, Any]] | None, address: str
+) -> tuple[dict[str, Any] | None, StoreServer | None]:
+    """What the leading node tells the others, and the store of the ranks; elsewhere neither."""
+    if everyone is None:
+        return None, None
+    problem = _disagreement(everyone)
+    if problem is not None:
+        return {"problem": problem}, None
+    secret = new_secret()
+    server = StoreServer.at(address, 0, secret)
+    return {"problem": None, "address": server.address, "secret": secret}, server
+
+
 def _measure_together(
     meeting: PreflightMeeting, facts: Facts, request: Request, largest_bytes: int
 ) -> Measured | None:
@@ -64,14 +78,7 @@ def _measure_together(
     device_type = "cuda" if facts.gpus else "cpu"
     offer = {"facts": asdict(facts), "ranks": ranks, "device": device_type}
     everyone = meeting.gather("facts", offer)
-    server = None
-    plan: dict[str, Any] | None = None
-    if everyone is not None:
-        plan = {"problem": _disagreement(everyone)}
-        if plan["problem"] is None:
-            secret = new_secret()
-            server = StoreServer.at(facts.address, 0, secret)
-            plan |= {"address": server.address, "secret": secret}
+    plan, server = _plan(everyone, facts.address)
     try:
         plan = meeting.tell(plan)
         if plan["problem"] is not None:
@@ -80,8 +87,8 @@ def _measure_together(
             meeting, plan, facts, ranks, device_type, request, largest_bytes
         )
         problems = meeting.gather("calibration", problem, wait_s=_LONGEST_S)
-        failed = [text for text in problems or [] if text is not None]
-        told = meeting.tell(failed[0] if failed else None, wait_s=_LONGEST_S)
+        first_problem = next(filter(None, problems or []), None)
+        told = meeting.tell(first_problem, wait_s=_LONGEST_S)
     finally:
         if server is not None:
             server.close()
@@ -181,18 +188,22 @@ def _reason(process: subprocess.Popen[str]) -> str:
     return f"exit code {process.returncode}"
 
 
+def _device_of(measured: Measured) -> tuple[str, int]:
+    """The name of the device of a rank, and the smallest memory of one in bytes."""
+    first = measured.facts[0]
+    if measured.device_type == "cuda":
+        memory = min(gpu["memory_bytes"] for facts in measured.facts for gpu in facts.gpus)
+        return first.gpus[0]["name"], memory
+    memory = min(facts.ram_bytes for facts in measured.facts) // measured.ranks_per_node
+    return first.cpu_name, memory
+
+
 def cluster_of(measured: Measured, name: str) -> tuple[dict[str, Any], list[str]]:
     """The keys of `ClusterConfig`, and the lines of what was measured. Raises `NotFit` for figures
     that fit no link."""
     result = measured.result
     nodes = len(measured.facts)
-    first = measured.facts[0]
-    if measured.device_type == "cuda":
-        memory = min(gpu["memory_bytes"] for facts in measured.facts for gpu in facts.gpus)
-        device_name = first.gpus[0]["name"]
-    else:
-        memory = min(facts.ram_bytes for facts in measured.facts) // measured.ranks_per_node
-        device_name = first.cpu_name
+    device_name, memory = _device_of(measured)
     described: dict[str, Any] = {
         "name": name,
         "nodes": nodes,

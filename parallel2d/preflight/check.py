@@ -201,6 +201,12 @@ def _loopback_trap(host: str) -> str:
     )
 
 
+def _report_of(offer: dict[str, Any], look: dict[str, Any]) -> NodeReport:
+    """From what one node handed in: its facts, then what it saw of the others."""
+    unreachable = {int(node): reason for node, reason in look.pop("unreachable").items()}
+    return NodeReport(Facts(**offer["facts"]), unreachable, **look)
+
+
 def _take_part(meeting: PreflightMeeting, facts: Facts, request: Request) -> CheckOutcome:
     token = bytes.fromhex(
         meeting.tell(secrets.token_hex(TOKEN_BYTES) if meeting.node == 0 else None)
@@ -229,14 +235,7 @@ def _take_part(meeting: PreflightMeeting, facts: Facts, request: Request) -> Che
             meeting.together(wait_s)  # the token file stays until everyone has looked
         reports = []
         if everyone and looks:
-            reports = [
-                NodeReport(
-                    Facts(**each["facts"]),
-                    {int(node): reason for node, reason in look.pop("unreachable").items()},
-                    **look,
-                )
-                for each, look in zip(everyone, looks, strict=True)
-            ]
+            reports = list(map(_report_of, everyone, looks))
         links = _measure_links(meeting, peers, reports, request.seconds)
     finally:
         server.close()

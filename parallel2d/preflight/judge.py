@@ -186,25 +186,26 @@ def _versions(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Findi
     ]
 
 
+def _gloo_on_loopback(facts: Facts) -> bool:
+    is_set = "GLOO_SOCKET_IFNAME" in facts.interface_variables
+    return resolves_to_loopback(facts) and not is_set
+
+
+def _loopback_cause(facts: Facts) -> str:
+    told = "does not resolve"
+    if facts.own_name_addresses:
+        told = f"resolves to {facts.own_name_addresses[0]}"
+    return (
+        f"its own host name {told} there, so gloo would listen on loopback and no other node "
+        f"could connect; set GLOO_SOCKET_IFNAME={facts.interface}, or correct /etc/hosts"
+    )
+
+
 def _names_and_interfaces(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     found = []
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
-        facts = report.facts
-        if (
-            len(reports) > 1
-            and resolves_to_loopback(facts)
-            and "GLOO_SOCKET_IFNAME" not in facts.interface_variables
-        ):
-            told = (
-                f"resolves to {facts.own_name_addresses[0]}"
-                if facts.own_name_addresses
-                else "does not resolve"
-            )
-            text = (
-                f"{name}: its own host name {told} there, so gloo would listen on loopback and no "
-                f"other node could connect; set GLOO_SOCKET_IFNAME={facts.interface}, or correct "
-                "/etc/hosts"
-            )
+        if len(reports) > 1 and _gloo_on_loopback(report.facts):
+            text = f"{name}: {_loopback_cause(report.facts)}"
             found.append(Finding("red", "interface", text, (node,)))
     # A larger frame than the other end takes is dropped without an error: connections open, then
     # hang.
@@ -234,16 +235,20 @@ def _names_and_interfaces(reports: Sequence[NodeReport], names: Sequence[str]) -
     return found or [Finding("green", "interface", told)]
 
 
+def _deaf(reports: Sequence[NodeReport]) -> list[int]:
+    """Nodes that no other node can connect to; of two nodes none, as the pair says it all."""
+    if len(reports) <= 2:
+        return []
+    failed = Counter(other for report in reports for other in report.unreachable)
+    return [node for node in range(len(reports)) if failed[node] == len(reports) - 1]
+
+
 def _reachability(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     if len(reports) == 1:
         return []
     found = []
-    deaf = [
-        node
-        for node in range(len(reports))
-        if all(node in r.unreachable for k, r in enumerate(reports) if k != node)
-    ]
-    for node in deaf if len(reports) > 2 else []:
+    deaf = _deaf(reports)
+    for node in deaf:
         reasons = Counter(report.unreachable[node] for k, report in enumerate(reports) if k != node)
         text = (
             f"* -> {names[node]}: {reasons.most_common(1)[0][0]}; no node can connect to "
@@ -252,42 +257,26 @@ def _reachability(reports: Sequence[NodeReport], names: Sequence[str]) -> list[F
         found.append(Finding("red", "reachability", text, (node,)))
     for node, report in enumerate(reports):
         for other, reason in sorted(report.unreachable.items()):
-            if other not in deaf or len(reports) == 2:
-                found.append(
-                    Finding(
-                        "red",
-                        "reachability",
-                        f"{names[node]} -> {names[other]}: {reason}",
-                        (node, other),
-                    )
-                )
+            if other not in deaf:
+                text = f"{names[node]} -> {names[other]}: {reason}"
+                found.append(Finding("red", "reachability", text, (node, other)))
     pairs = len(reports) * (len(reports) - 1)
-    return found or [
-        Finding(
-            "green",
-            "reachability",
-            f"all {pairs} ordered pairs of nodes connect on ephemeral TCP ports",
-        )
-    ]
+    told = f"all {pairs} ordered pairs of nodes connect on ephemeral TCP ports"
+    return found or [Finding("green", "reachability", told)]
 
 
 def _clocks(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     if len(reports) == 1:
         return []
-    # Offsets are against node 0; against the median, a wrong clock on node 0 is found there alone.
-    ahead = [
-        0.0,
-        *(
-            -report.clock_offset_s if report.clock_offset_s is not None else None
-            for report in reports[1:]
-        ),
-    ]
-    known = [value for value in ahead if value is not None]
-    middle = median(known) if len(known) > 2 else 0.0
+    # Node -> how far it is ahead of node 0. Against the median, a wrong clock on node 0 is found
+    # there alone.
+    known = {0: 0.0}
+    for node, report in enumerate(reports):
+        if node > 0 and report.clock_offset_s is not None:
+            known[node] = -report.clock_offset_s
+    middle = median(known.values()) if len(known) > 2 else 0.0
     found, largest = [], 0.0
-    for node, value in enumerate(ahead):
-        if value is None:
-            continue
+    for node, value in known.items():
         largest = max(largest, abs(value - middle))
         if abs(value - middle) > CLOCK_S:
             way = "ahead of" if value > middle else "behind"
@@ -303,11 +292,9 @@ def _clocks(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding
 def _run_dir(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Finding]:
     found = []
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
-        disk = report.facts.run_dir
-        if not disk["writable"]:
-            found.append(
-                Finding("red", "run dir", f"{name}: not writable ({disk['error']})", (node,))
-            )
+        if not report.facts.run_dir["writable"]:
+            text = f"{name}: not writable ({report.facts.run_dir['error']})"
+            found.append(Finding("red", "run dir", text, (node,)))
             continue
         if not report.sees_token and reports[0].facts.run_dir["writable"]:
             text = (
@@ -315,32 +302,27 @@ def _run_dir(reports: Sequence[NodeReport], names: Sequence[str]) -> list[Findin
                 "a file system that all nodes share"
             )
             found.append(Finding("red", "run dir", text, (node,)))
-        if disk["free_bytes"] < LOW_DISK:
-            level = "red" if disk["free_bytes"] < FREE_DISK else "yellow"
-            found.append(
-                Finding(level, "run dir", f"{name}: {in_bytes(disk['free_bytes'])} free", (node,))
-            )
-        if disk["write_bytes_per_s"] < SLOW_DISK:
-            text = (
-                f"{name}: writes at {in_rate(disk['write_bytes_per_s'])}; checkpoints will take "
-                "long"
-            )
-            found.append(Finding("yellow", "run dir", text, (node,)))
+        found += _disk(report.facts.run_dir, node, name)
     if found:
         return found
-    disks = [report.facts.run_dir for report in reports]
-    told = (
-        f"writable{', shared' if len(reports) > 1 else ''}, "
-        f"{in_bytes(min(disk['free_bytes'] for disk in disks))} free"
-    )
-    return [
-        Finding(
-            "green",
-            "run dir",
-            f"{told}, writes at {in_rate(min(disk['write_bytes_per_s'] for disk in disks))} or "
-            "more",
-        )
-    ]
+    free = min(report.facts.run_dir["free_bytes"] for report in reports)
+    rate = min(report.facts.run_dir["write_bytes_per_s"] for report in reports)
+    shared = ", shared" if len(reports) > 1 else ""
+    told = f"writable{shared}, {in_bytes(free)} free, writes at {in_rate(rate)} or more"
+    return [Finding("green", "run dir", told)]
+
+
+def _disk(disk: Mapping[str, Any], node: int, name: str) -> list[Finding]:
+    """Too little space, too slow."""
+    found = []
+    if disk["free_bytes"] < LOW_DISK:
+        level = "red" if disk["free_bytes"] < FREE_DISK else "yellow"
+        text = f"{name}: {in_bytes(disk['free_bytes'])} free"
+        found.append(Finding(level, "run dir", text, (node,)))
+    if disk["write_bytes_per_s"] < SLOW_DISK:
+        text = f"{name}: writes at {in_rate(disk['write_bytes_per_s'])}; checkpoints will take long"
+        found.append(Finding("yellow", "run dir", text, (node,)))
+    return found
 
 
 def _machines(reports: Sequence[NodeReport], names: Sequence[str], ranks: int) -> list[Finding]:
@@ -401,14 +383,16 @@ def _machines(reports: Sequence[NodeReport], names: Sequence[str], ranks: int) -
     ]
 
 
+def _gpu_kinds(facts: Facts) -> str:
+    """How many of each: ``8 x NAME``."""
+    counts = Counter(gpu["name"] for gpu in facts.gpus)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
+
+
 def _gpus(
     reports: Sequence[NodeReport], names: Sequence[str], ranks_per_node: int | None
 ) -> list[Finding]:
-    kinds = [
-        ", ".join(f"{n} x {name}" for name, n in Counter(g["name"] for g in r.facts.gpus).items())
-        or "none"
-        for r in reports
-    ]
+    kinds = [_gpu_kinds(report.facts) for report in reports]
     found = _equal("GPUs", "red", "GPUs:", kinds, names)
     for node, (report, name) in enumerate(zip(reports, names, strict=True)):
         if report.facts.gpus and ranks_per_node and ranks_per_node > len(report.facts.gpus):

@@ -23,6 +23,17 @@ _ROWS, _MATRIX = 24, 8  # nodes shown line by line; nodes whose links are shown 
 _MARKS = {"green": "ok", "yellow": "warn", "red": "FAIL"}
 
 
+def _shown(outcome: CheckOutcome, nodes: int) -> Sequence[int]:
+    """The nodes that get a row: all of a small cluster, of a large one those with a finding."""
+    if nodes <= _ROWS:
+        return range(nodes)
+    accused: set[int] = set()
+    for finding in outcome.findings:
+        if finding.level != "green":
+            accused.update(finding.nodes)
+    return sorted(accused)[:_ROWS]
+
+
 def show(outcome: CheckOutcome) -> None:
     """The table of nodes, the links, the findings and the verdict, on standard output."""
     from rich.console import Console
@@ -31,10 +42,7 @@ def show(outcome: CheckOutcome) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     names = node_names([report.facts.host for report in outcome.reports])
-    accused = {
-        node for finding in outcome.findings if finding.level != "green" for node in finding.nodes
-    }
-    shown = [node for node in range(len(names)) if len(names) <= _ROWS or node in accused][:_ROWS]
+    shown = _shown(outcome, len(names))
     table = Table(title=f"{len(names)} node{'s' if len(names) > 1 else ''}", title_justify="left")
     for column in (
         "node",
