@@ -190,6 +190,22 @@ def test_a_report_has_a_row_for_every_layout_of_a_run(tmp_path):
     assert sum(line.startswith(f"| {name} | ") for line in lines) == 3  # starts, origin
 
 
+def test_a_report_has_each_command_with_its_date_once(tmp_path):
+    for finished, steps in ((0, 9), (2, 9), (3, 20)):
+        job = dataclasses.replace(job_in(tmp_path), overrides=(f"train.steps={steps}",))
+        accept_start(job, LAYOUT, finished)
+    write_rows(tmp_path)
+    text = markdown([read_run(str(tmp_path))])
+    begun = [each.begun for each in read_segments(str(tmp_path))]
+    rows = text.partition("How each run was made")[2].splitlines()
+    rows = [line for line in rows if line.startswith(f"| {tmp_path.name} |")]
+    assert len(rows) == 2
+    assert f"| 1 | {begun[0]} |" in rows[0]
+    assert rows[0].endswith("train.steps=9 |")
+    assert f"| 4 | {begun[2]} |" in rows[1]
+    assert rows[1].endswith("train.steps=20 |")
+
+
 def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
     for finished, host in ((0, "a"), (2, "b")):
         accept_start(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)

@@ -48,7 +48,16 @@ _TIME_COLUMNS = [
 ]
 _BESIDE_COLUMNS = ["run", "per step", "measured", "predicted", "difference"]
 _START_COLUMNS = ["run", "start", "begun", "first step", "why", "mesh", "changed"]
-_ORIGIN_COLUMNS = ["run", "begun", "parallel2d", "torch", "python", "certificate", "command"]
+_ORIGIN_COLUMNS = [
+    "run",
+    "from step",
+    "begun",
+    "parallel2d",
+    "torch",
+    "python",
+    "certificate",
+    "command",
+]
 _MOST_SETTINGS = 60
 # Settings that say where a run is, not what it does
 _PLACES = ("launch.host_id", "data.cache_dir")
@@ -62,8 +71,10 @@ def tables(runs: Sequence[Run]) -> list[Table]:
     parts = all_parts(runs)
     compared = [figures(part) for part in parts]
     starts: list[list[str]] = []
+    origins: list[list[str]] = []
     for run in runs:
         starts += _starts(run)
+        origins += _origins(run)
     beside: list[list[str]] = []
     for part in parts:
         beside += [_beside_row(part, each) for each in measured_and_predicted(part)]
@@ -74,7 +85,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
         ("Starts", _START_COLUMNS, starts),
         ("Measured and predicted", _BESIDE_COLUMNS, beside),
         ("Where time goes", _TIME_COLUMNS, [_time_row(part) for part in parts]),
-        ("How each run was made", _ORIGIN_COLUMNS, [_origin(run) for run in runs if run.segments]),
+        ("How each run was made", _ORIGIN_COLUMNS, origins),
     ]
     return [table for table in found if table[2]]
 
@@ -206,16 +217,24 @@ def _starts(run: Run) -> list[list[str]]:
     return rows
 
 
-def _origin(run: Run) -> list[str]:
-    last = run.segments[-1]
-    versions = [
-        files.printable(last.versions.get(name) or "-", 40)
-        for name in ("parallel2d", "torch", "python")
-    ]
-    words = files.printable(shlex.join(last.command), 2000)
-    begun = files.printable(run.segments[0].begun, 40)
-    certificate = "yes" if last.certified else "none"
-    return [run.name, begun, *versions, certificate, f"parallel2d train {words}".rstrip()]
+def _origins(run: Run) -> list[list[str]]:
+    """Of each start by a command, with other versions or another certificate than the one before:
+    when it began, and these. All as text."""
+    rows: list[list[str]] = []
+    before: list[str] = []
+    for segment in run.segments:
+        versions = [
+            files.printable(segment.versions.get(name) or "-", 40)
+            for name in ("parallel2d", "torch", "python")
+        ]
+        words = files.printable(shlex.join(segment.command), 2000)
+        certificate = "yes" if segment.certified else "none"
+        made = [*versions, certificate, f"parallel2d train {words}".rstrip()]
+        if made != before:
+            begun = files.printable(segment.begun, 40)
+            rows.append([run.name, str(segment.first_step), begun, *made])
+        before = made
+    return rows
 
 
 def _certified(run: Run) -> str:
