@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 from pathlib import Path
+
+import psutil
 
 SMALL = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=16", "train.steps=12",
@@ -122,19 +125,28 @@ def rows(run_dir):
 
 
 def ranks_of(launcher):
-    """Process ids of the live ranks that this launcher has forked, in their order."""
-    found, parents = [], {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                name, _, rest = (
-                    Path(f"/proc/{entry}/stat").read_text().partition("(")[2].rpartition(")")
-                )
-            except OSError:  # it ended meanwhile
-                continue
-            state, parent = rest.split()[:2]
-            parents[int(entry)] = int(parent)
-            if name.startswith("rank ") and state != "Z":
-                # of other jobs too, which have the same names
-                found.append((int(name.split()[1]), int(entry)))
-    return [pid for _, pid in sorted(found) if parents.get(parents[pid]) == launcher]
+    """Process ids of the live ranks that this launcher has started, in their order."""
+    found = []
+    for process in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            # Forked ranks have a name, others an environment of their own.
+            word, _, number = process.name().partition(" ")
+            if word != "rank":
+                is_child = process.ppid() == launcher
+                number = process.environ().get("RANK", "") if is_child else ""
+            if number.isdigit() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((int(number), process.pid))
+    return [pid for _, pid in sorted(found)]
+
+
+# What `python` runs: ranks are forked, or each is a process of its own, as where there is a GPU.
+STARTS = {
+    "forked": ("-m", "parallel2d.train"),
+    "started": (
+        "-c",
+        "import runpy\n"
+        "from parallel2d.launch import nursery\n"
+        "nursery.possible = lambda: False\n"
+        "runpy.run_module('parallel2d.train', run_name='__main__', alter_sys=True)",
+    ),
+}

@@ -198,11 +198,15 @@ def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start", jobs.STARTS)
 @pytest.mark.parametrize("way", ["SIGINT to the launcher", "SIGKILL of the launcher"])
-def test_ending_the_launcher_ends_every_worker(folder, way):
+def test_ending_the_launcher_ends_every_worker(folder, way, start):
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
-        command(*words, "train.steps=1000000", "launch.nproc_per_node=2", "hydra.run.dir=run"),
+        command(
+            *words, "train.steps=1000000", "launch.nproc_per_node=2", "hydra.run.dir=run",
+            launcher=jobs.STARTS[start],
+        ),
         cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     metrics = folder / "run" / "metrics.jsonl"
@@ -272,8 +276,11 @@ def test_own_loop_example_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
+@pytest.mark.parametrize(
+    ("told", "start"),
+    [(signal.SIGTERM, "forked"), (signal.SIGUSR1, "forked"), (signal.SIGTERM, "started")],
+)
+def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told, start):
     words = [word for word in SMALL if "steps" not in word]
     run = [
         *words,
@@ -283,7 +290,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
         "hydra.run.dir=run",
     ]
     launcher = subprocess.Popen(
-        command(*run),
+        command(*run, launcher=jobs.STARTS[start]),
         cwd=folder,
         env=environment(),
         stderr=subprocess.PIPE,

@@ -47,11 +47,10 @@ SMALL = (
 )  # fmt: skip
 
 
-def command(folder: Path, *words: str) -> list[str]:
+def command(folder: Path, *words: str, start: str = "forked") -> list[str]:
     return [
         sys.executable,
-        "-m",
-        "parallel2d.train",
+        *jobs.STARTS[start],
         *SMALL,
         f"hydra.run.dir={folder}/run",
         f"data.cache_dir={folder}/cache",
@@ -78,10 +77,13 @@ def test_failures_in_a_row_are_bounded_and_forgiven_with_progress():
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
+@pytest.mark.parametrize("start", jobs.STARTS)
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path, start):
     """On one machine: SIGKILL at some step; the run ends with the losses and batches of one that nothing happened to."""
     process = subprocess.Popen(
-        command(tmp_path, "train.steps=60", "checkpoint.every=5", "launch.max_restarts=2"),
+        command(
+            tmp_path, "train.steps=60", "checkpoint.every=5", "launch.max_restarts=2", start=start
+        ),
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
