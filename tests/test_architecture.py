@@ -1,6 +1,7 @@
 """The architecture page, its picture and the imports of the package agree."""
 
 import ast
+import re
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -155,6 +156,11 @@ def test_the_page_names_files_that_exist():
     assert len(named) > 40
     for word in named:
         assert (ROOT / PACKAGE / word).exists() or (ROOT / word).exists(), word
+
+
+def test_the_table_of_tests_names_every_file():
+    named = re.findall(r"^\| `(test_\w+\.py)` \|", (ROOT / "tests" / "README.md").read_text(), re.M)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
 
 
 def test_the_project_lists_every_package():
