@@ -274,6 +274,8 @@ def test_one_file_alone_reaches_private_names_of_torch_elastic():
                 names = {node.attr}
             elif isinstance(node, ast.FunctionDef):
                 names = {node.name}
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr"):
+                names = {each.value for each in node.args[1:2] if isinstance(each, ast.Constant)}
             elif isinstance(node, ast.ImportFrom) and "elastic" in (node.module or ""):
                 names = {name.name for name in node.names if name.name.startswith("_")}
             found.setdefault(path, set()).update(names)
