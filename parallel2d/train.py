@@ -141,10 +141,11 @@ def _launch_locally(job: Job) -> None:
             f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several "
             "nodes start one job"
         )
+    launch.start_server()
     workers = launch.workers_per_node(job.config.launch)
     config = _settled(job.config, job.overrides, nodes=1, ranks=workers)
     job = dataclasses.replace(job, config=config)
-    launch.start_workers(job, _check(job.config, nodes=1), main)
+    launch.start_workers(job, _check(job.config, nodes=1))
 
 
 def _settled(
@@ -170,18 +171,16 @@ def _settled(
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
     """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job
     composes."""
-    launch.start_node(config, words, _check(config, nodes=config.launch.node_range[1]), main)
+    launch.start_server()
+    launch.start_node(config, words, _check(config, nodes=config.launch.node_range[1]))
 
 
 def _check(config: TrainConfig, nodes: int) -> int:
     """The workers of a node, once the job was checked as far as one process can."""
-    import torch
 
     from parallel2d.assemble import check
     from parallel2d.topology import Topology
 
-    # ranks are forked from this process, and a fork has none of OpenMP's threads
-    torch.set_num_threads(1)
     workers = launch.workers_per_node(config.launch)
     if config.is_automatic:  # rank 0 of the job chooses a layout, which is checked there
         return workers

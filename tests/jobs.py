@@ -129,24 +129,7 @@ def ranks_of(launcher):
     found = []
     for process in psutil.Process(launcher).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
-            # Forked ranks have a name, others an environment of their own.
             word, _, number = process.name().partition(" ")
-            if word != "rank":
-                is_child = process.ppid() == launcher
-                number = process.environ().get("RANK", "") if is_child else ""
-            if number.isdigit() and process.status() != psutil.STATUS_ZOMBIE:
+            if word == "rank" and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((int(number), process.pid))
     return [pid for _, pid in sorted(found)]
-
-
-# What `python` runs: ranks are forked, or each is a process of its own, as where there is a GPU.
-STARTS = {
-    "forked": ("-m", "parallel2d.train"),
-    "started": (
-        "-c",
-        "import runpy\n"
-        "from parallel2d.launch import nursery\n"
-        "nursery.possible = lambda: False\n"
-        "runpy.run_module('parallel2d.train', run_name='__main__', alter_sys=True)",
-    ),
-}

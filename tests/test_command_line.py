@@ -198,14 +198,12 @@ def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", jobs.STARTS)
 @pytest.mark.parametrize("way", ["SIGINT to the launcher", "SIGKILL of the launcher"])
-def test_ending_the_launcher_ends_every_worker(folder, way, start):
+def test_ending_the_launcher_ends_every_worker(folder, way):
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
         command(
             *words, "train.steps=1000000", "launch.nproc_per_node=2", "hydra.run.dir=run",
-            launcher=jobs.STARTS[start],
         ),
         cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
@@ -276,11 +274,8 @@ def test_own_loop_example_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("told", "start"),
-    [(signal.SIGTERM, "forked"), (signal.SIGUSR1, "forked"), (signal.SIGTERM, "started")],
-)
-def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told, start):
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
     words = [word for word in SMALL if "steps" not in word]
     run = [
         *words,
@@ -290,7 +285,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told, start):
         "hydra.run.dir=run",
     ]
     launcher = subprocess.Popen(
-        command(*run, launcher=jobs.STARTS[start]),
+        command(*run),
         cwd=folder,
         env=environment(),
         stderr=subprocess.PIPE,

@@ -47,10 +47,11 @@ SMALL = (
 )  # fmt: skip
 
 
-def command(folder: Path, *words: str, start: str = "forked") -> list[str]:
+def command(folder: Path, *words: str) -> list[str]:
     return [
         sys.executable,
-        *jobs.STARTS[start],
+        "-m",
+        "parallel2d.train",
         *SMALL,
         f"hydra.run.dir={folder}/run",
         f"data.cache_dir={folder}/cache",
@@ -77,13 +78,10 @@ def test_failures_in_a_row_are_bounded_and_forgiven_with_progress():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", jobs.STARTS)
-def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path, start):
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(tmp_path):
     """On one machine: SIGKILL at some step; the run ends with the losses and batches of one that nothing happened to."""
     process = subprocess.Popen(
-        command(
-            tmp_path, "train.steps=60", "checkpoint.every=5", "launch.max_restarts=2", start=start
-        ),
+        command(tmp_path, "train.steps=60", "checkpoint.every=5", "launch.max_restarts=2"),
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ from parallel2d.launch.elastic_internals import (
     stop_heartbeats,
 )
 from parallel2d.launch.endings import StoreLost, WorkersFailed
-from parallel2d.launch.nursery import Nursery
+from parallel2d.launch.rank_processes import start_rank
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
 from parallel2d.rank_environment import AGENT, PREFIX
@@ -60,7 +60,6 @@ class Team:
     """The ranks of this node."""
 
     words: tuple[str, ...]  # of each, on its command line
-    nursery: Nursery | None  # None: each rank is a process of its own
     size: int
     settings: LaunchConfig
     restarts: Restarts
@@ -122,8 +121,8 @@ def run_team(team: Team, meeting: Meeting) -> None:
     spec = WorkerSpec(
         role="worker",
         local_world_size=team.size,
-        entrypoint=sys.executable,
-        args=("-u", "-m", "parallel2d.train", *team.words),
+        entrypoint="parallel2d.train:main",
+        args=team.words,
         rdzv_handler=handler,
         max_restarts=team.restarts.limit,
         monitor_interval=0.1,
@@ -172,23 +171,17 @@ class _Agent(ElasticAgent):
 
     def start_workers(self, group: Any) -> Any:
         os.environ[PREFIX] = self._meeting.ranks_prefix(group)
-        nursery = self._team.nursery
-        if nursery is not None and nursery.alive:
-            context: Any = StartedProcesses(
-                functools.partial(_start_forked, nursery, self._team.words),
-                self._environments(group),
-                self.logs_specs,
-            )
-            self.process_context = context
-            context.start()
-            started = context.pids()
-        else:
-            started = super().start_workers(group)
-            context = self.process_context
+        context: Any = StartedProcesses(
+            functools.partial(start_rank, group.spec.entrypoint, group.spec.args),
+            self._environments(group),
+            self.logs_specs,
+        )
+        self.process_context = context
+        context.start()
         # torch calls it without a timeout once a worker has failed. A worker that is stopped or
         # stuck then does not react to SIGTERM.
         context.close = functools.partial(_close_soon, context.close)
-        return started
+        return context.pids()
 
     def _environments(self, group: Any) -> dict[int, dict[str, str]]:
         """By local rank: the variables that torchrun gives a worker."""
@@ -208,6 +201,7 @@ class _Agent(ElasticAgent):
             worker.local_rank: {
                 name: str(value)
                 for name, value in {
+                    **os.environ,
                     **of_all,
                     "RANK": worker.global_rank,
                     "LOCAL_RANK": worker.local_rank,
@@ -279,16 +273,6 @@ class _Agent(ElasticAgent):
             time.sleep(self._pause)
         group.state = WorkerState.STOPPED
         self.initialize_workers(group)
-
-
-def _start_forked(
-    nursery: Nursery,
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    stdout: str | None,
-    stderr: str | None,
-) -> Any:
-    return nursery.start(words, {**os.environ, **environment}, stdout, stderr)
 
 
 def _close_soon(

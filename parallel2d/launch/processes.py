@@ -13,6 +13,16 @@ from parallel2d.errors import ConfigError
 
 CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
 
+# What a scheduler or a terminal may send to every process of a job.
+BATCH_SIGNALS = {
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+}
+
 # Options of Linux's prctl(2), from <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

@@ -14,8 +14,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from parallel2d.config import Job, LaunchConfig
 from parallel2d.config.serialization import to_yaml
@@ -25,13 +25,10 @@ from parallel2d.launch.network_interface import GLOO, NCCL
 from parallel2d.launch.restarts import Restarts
 from parallel2d.rank_environment import CONFIG, LABEL, RECORDS, RUN_DIR, WORDS
 
-if TYPE_CHECKING:
-    from parallel2d.launch.nursery import Main, Nursery
 
-
-def start_workers(job: Job, nproc: int, main: Main) -> None:
+def start_workers(job: Job, nproc: int) -> None:
     """Runs ``job`` on ``nproc`` fresh workers of this machine, which communicate over loopback
-    alone, and waits for them. Each runs ``main``.
+    alone, and waits for them.
 
     Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
     `Preempted` when asked to end and saved, and KeyboardInterrupt after Ctrl-C; all workers have
@@ -49,18 +46,15 @@ def start_workers(job: Job, nproc: int, main: Main) -> None:
         RECORDS: job.records,
         LABEL: job.label,
     }
-    with (
-        _nursery(main) as nursery,
-        launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder,
-    ):
+    with launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
-        team = Team((), nursery, nproc, settings, restarts, folder, logs)
+        team = Team((), nproc, settings, restarts, folder, logs)
         with contextlib.closing(meet_alone(folder)) as meeting:
             newest = functools.partial(_checkpoints, job.config.checkpoint.folder, job.run_dir)
             _told_to_end(lambda: run_team(team, meeting), settings, newest)
 
 
-def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> None:
+def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
     """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its
     end.
 
@@ -74,13 +68,11 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
 
     settings: LaunchConfig = config.launch
     with contextlib.ExitStack() as stack:
-        # before this process has the threads of a store
-        nursery = stack.enter_context(_nursery(main))
         meeting = meet(settings)
         stack.callback(lambda: meeting.close())
         folder = stack.enter_context(launcher_environment(_defaults(nproc, meeting.interface.name)))
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
-        team = Team(tuple(words), nursery, nproc, settings, restarts, folder)
+        team = Team(tuple(words), nproc, settings, restarts, folder)
         where = "opened here" if meeting.server else "found"
         team.say(
             f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), "
@@ -110,21 +102,6 @@ def start_node(config: Any, words: Sequence[str], nproc: int, main: Main) -> Non
         _told_to_end(
             run, settings, lambda: _checkpoints(config.checkpoint.folder, recorded_run_dir(folder))
         )
-
-
-@contextlib.contextmanager
-def _nursery(main: Main) -> Iterator[Nursery | None]:
-    """Where this launcher's ranks come from, until it ends; None where they cannot be forked."""
-    from parallel2d.launch.nursery import Nursery, possible
-
-    if not possible():
-        yield None
-        return
-    nursery = Nursery(main)
-    try:
-        yield nursery
-    finally:
-        nursery.close()
 
 
 def restart_limit(settings: LaunchConfig) -> int:

@@ -3,12 +3,14 @@
     python tools/bench/startup.py [--against FOLDER] [--rounds 6]
 
 ``--against``: another checkout; both take turns. Four ranks, ``strategy=hybrid``. Start-up: seconds of the whole command for two steps.
-Restart: what the run itself counts as lost (``goodput/lost_restart_s``) when one rank is killed. Prints the median and the range of each.
+Restart: what the run itself counts as lost (``goodput/lost_restart_s``) when one rank is killed. Memory: of the launcher and all that it has
+started, shared pages counted once (PSS), before the kill. Prints the median and the range of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +20,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 TRAIN = (
     sys.executable,
@@ -51,15 +55,17 @@ def last_row(run: Path) -> dict[str, float]:
         return {"step": 0, "goodput/lost_restart_s": 0.0}
 
 
-def children(process: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *children(int(child))]
-    return found
+def memory(processes: list[psutil.Process]) -> float:
+    """MiB of the processes together."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            total += process.memory_full_info().pss
+    return total / 2**20
 
 
-def restart(checkout: Path) -> float:
+def restart(checkout: Path) -> tuple[float, float]:
+    """Seconds that the restart took, and the memory before it."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         words = [
@@ -77,16 +83,16 @@ def restart(checkout: Path) -> float:
         )
         while last_row(run)["step"] < 15:
             time.sleep(0.05)
-        rank = next(
-            p for p in children(job.pid) if Path(f"/proc/{p}/comm").read_text().strip() == "rank 1"
-        )
-        os.kill(rank, signal.SIGKILL)
+        launcher = psutil.Process(job.pid)
+        processes = [launcher, *launcher.children(recursive=True)]
+        used = memory(processes)
+        next(process for process in processes if process.name() == "rank 1").kill()
         while not last_row(run)["goodput/lost_restart_s"]:
             time.sleep(0.05)
         seconds = last_row(run)["goodput/lost_restart_s"]
         job.send_signal(signal.SIGINT)
         job.wait()
-        return seconds
+        return seconds, used
 
 
 def main() -> None:
@@ -97,17 +103,21 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=6)
     options = words.parse_args()
     checkouts = {"this": HERE} | ({"other": options.against.resolve()} if options.against else {})
-    print("| | checkout | median (s) | from | to |\n|---|---|---|---|---|")
-    for name, measure in (("start-up", start_up), ("restart", restart)):
-        seconds: dict[str, list[float]] = {checkout: [] for checkout in checkouts}
-        for _ in range(options.rounds):
-            for checkout, folder in checkouts.items():
-                seconds[checkout].append(measure(folder))
-        for checkout, found in seconds.items():
-            print(
-                f"| {name} | {checkout} | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} |",
-                flush=True,
-            )
+    found: dict[tuple[str, str], list[float]] = {}
+    for _ in range(options.rounds):
+        for checkout, folder in checkouts.items():
+            seconds, used = restart(folder)
+            for name, value in (
+                ("start-up (s)", start_up(folder)),
+                ("restart (s)", seconds),
+                ("memory (MiB)", used),
+            ):
+                found.setdefault((name, checkout), []).append(value)
+    print("| | checkout | median | from | to |\n|---|---|---|---|---|")
+    for (name, checkout), values in sorted(found.items()):
+        print(
+            f"| {name} | {checkout} | {statistics.median(values):.2f} | {min(values):.2f} | {max(values):.2f} |"
+        )
 
 
 if __name__ == "__main__":

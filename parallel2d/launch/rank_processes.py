@@ -1,0 +1,194 @@
+"""The processes of the ranks that this launcher starts: `start_rank`, and `start_server`, which
+makes that quick.
+
+[Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
+which would be most of what a start or a restart costs. So ranks are forked from one process that
+has imported everything, a fork server of Python's multiprocessing. It is a new process, with
+nothing of the launcher's threads, sockets or devices, and it never touches an accelerator, whose
+driver does not survive a fork. It is not the server that other users of multiprocessing in this
+process share, because it imports other modules and blocks signals.
+
+[Note: who ends whom] The kernel ends the server with its launcher, and every rank with the server
+(Linux). Signals reach a rank from the launcher alone: the server blocks those that a scheduler
+sends to every process of a job, and a rank leads a session of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import multiprocessing
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+
+from parallel2d.errors import ConfigError
+from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
+
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload(["parallel2d.launch.rank_server"])
+
+
+class RankProcess:
+    """One rank, as torch's agent wants a process: ``pid``, `poll`, `wait`, `close`."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        self.pid, self._process = process.pid, process
+        self.proc = self  # the agent reads a handler's process
+
+    def poll(self) -> int | None:
+        """Its exit code, below 0 for the signal that ended it; None while it runs; 255 when the
+        server was ended, and the rank with it."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+        return code
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Sends ``death_sig`` to it and whatever it has started."""
+        if self.poll() is not None:
+            return
+        number = death_sig or signal.SIGTERM
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                os.killpg(self.pid, number)
+            except ProcessLookupError:
+                # It does not lead a session yet, so it has started nothing.
+                os.kill(self.pid, number)
+
+
+def start_server() -> None:
+    """Starts the process that ranks are forked from, unless there is one. Returns at once, while it
+    imports. See [Note: why ranks are forked].
+
+    Raises `ConfigError` in a process that may not have children.
+    """
+    if multiprocessing.current_process().daemon:
+        raise ConfigError(
+            "this is a daemonic process, which Python lets start no others: start the job from "
+            "another one, or set daemon=False"
+        )
+    with _for_server():
+        _SERVER.ensure_running()
+
+
+def start_rank(
+    main: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: str | None,
+    stderr: str | None,
+) -> RankProcess:
+    """Starts a rank, which calls ``main`` ("package.module:function") with ``words`` and exits with
+    what it returns. ``environment``: exactly its own. ``stdout``, ``stderr``: files; None: as this
+    process."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_run_rank, args=(main, list(words), dict(environment), stdout, stderr)
+    )
+    with _for_server(), _from_our_server(), _main_module_hidden():
+        process.start()
+    return RankProcess(process)
+
+
+@contextlib.contextmanager
+def _for_server() -> Iterator[None]:
+    """What a server that starts meanwhile gets from this process: it finds the same modules,
+    writes no warnings of torch's C++ code, and blocks what a scheduler sends."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
+    before = dict(os.environ)
+    os.environ.update(
+        PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path),
+        PYTHONSAFEPATH="1",
+        TORCH_CPP_LOG_LEVEL=before.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    )
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextlib.contextmanager
+def _from_our_server() -> Iterator[None]:
+    """multiprocessing starts processes from our server and not from the common one."""
+    before = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _SERVER.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = before
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """multiprocessing runs the script of this process again in those it starts. In a rank it would
+    launch the job again unless the script is guarded against that."""
+    main_module = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
+
+
+def _run_rank(
+    main: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: str | None,
+    stderr: str | None,
+) -> None:
+    end_with_parent()
+    os.setsid()
+    _redirect(stdout, stderr)
+    os.environ.clear()
+    os.environ.update(environment)
+    set_process_name(f"rank {environment['RANK']}")
+    _take_signals()
+    _set_threads(environment)
+    try:
+        sys.exit(pkgutil.resolve_name(main)(words))
+    finally:
+        # As at the end of any process; Python leaves it out after a fork.
+        atexit._run_exitfuncs()
+
+
+def _redirect(stdout: str | None, stderr: str | None) -> None:
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        if path:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(descriptor, "w"), errors="backslashreplace", write_through=True)
+        for descriptor in (1, 2)
+    )
+
+
+def _take_signals() -> None:
+    """As in a new process: the server has blocked some."""
+    for number in BATCH_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+def _set_threads(environment: Mapping[str, str]) -> None:
+    """OpenMP has read the variable in the server, which has another value."""
+    import torch
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))

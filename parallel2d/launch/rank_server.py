@@ -1,0 +1,34 @@
+"""What the process does that ranks are forked from, before the first rank: imports all that they
+need.
+
+Only multiprocessing's fork server imports this module; see
+`parallel2d.launch.rank_processes.start_server`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import signal
+
+from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent
+
+_NEEDED_BY_RANKS = (
+    "parallel2d.train",
+    "parallel2d.assemble",
+    # in their first step
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+)
+
+# Schedulers and terminals send these to every process of a job. The launcher passes on to ranks
+# what they need to know, and this process must not end before they have saved. The launcher blocks
+# them here too, but multiprocessing unblocks two. Threads inherit what is blocked when they start,
+# so it comes before any import that starts some.
+signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
+end_with_parent()
+for _name in _NEEDED_BY_RANKS:
+    importlib.import_module(_name)
+# The collector leaves alone what is there now, so that ranks go on sharing its memory.
+gc.collect()
+gc.freeze()
