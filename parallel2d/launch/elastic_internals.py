@@ -21,27 +21,39 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-# The agent, its processes and the rendezvous as torch has them, and what is reached on each.
+# The agent, its processes and the rendezvous as torch has them, and what is reached on each. None
+# of it has a public counterpart in torch 2.13.
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         LocalElasticAgent,
         (
-            # torch's loop calls the first four.
+            # torch's loop calls the first four, and they decide how workers are started, how a
+            # failure is judged, and how long workers have to save.
             "_start_workers",
             "_monitor_workers",
             "_stop_workers",
             "_restart_workers",
+            # A restart meets the other nodes again.
             "_initialize_workers",
+            # Ends workers within a time of ours; the public loop has one time for all cases.
             "_shutdown",
         ),
     ),
+    # Workers are forked ranks: torch starts functions or commands only.
     (SubprocessContext, ("_start",)),
+    # A launcher that has ended its job must not look alive to the others.
     (DynamicRendezvousHandler, ("_stop_heartbeats",)),
+    # The state is stored as JSON and not as torch's pickle, so it is taken apart.
     (dynamic_rendezvous, ("_NodeDesc", "_RendezvousState")),
 )
 # What is reached on objects, once they have been made.
 KEPT: dict[type, tuple[str, ...]] = {
-    LocalElasticAgent: ("_pcontext", "_logs_specs", "_remaining_restarts"),
+    LocalElasticAgent: (
+        "_pcontext",  # the processes that torch's loop watches
+        "_logs_specs",  # where they write
+        "_remaining_restarts",  # whether the loop starts workers that failed again
+    ),
+    # Who takes part, for messages, and whether the others have gone on without this node.
     DynamicRendezvousHandler: ("_state_holder", "_this_node"),
 }
 
