@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
+from parallel2d.calibration.link_fit import CollectiveSample, fit_link
 from parallel2d.config import ClusterConfig, LinkConfig
 from parallel2d.config.composition import compose
 from parallel2d.cost.collective_time import GroupPlacement, collective_seconds
 from parallel2d.cost.step_time import GroupSeconds, StepSchedule, step_seconds
 from parallel2d.errors import ConfigError
 from parallel2d.planner.layout_cost import cost_of
-from parallel2d.preflight.__main__ import main
-from parallel2d.preflight.link_fit import CollectiveSample, fit_link
+from parallel2d.preflight import main
 
 BETWEEN = GroupPlacement(ranks=4, hosts=4, groups_per_host=1)
 

@@ -18,17 +18,18 @@ import pytest
 import yaml
 from listening import in_table, listeners
 
+from parallel2d.cluster_check.check import NotFit, Request, check
+from parallel2d.cluster_check.facts import Facts, code_digest
+from parallel2d.cluster_check.judge import NodeReport, judge
+from parallel2d.cluster_check.links import Link, slow_links
+from parallel2d.cluster_check.meeting import NodeMissing
+from parallel2d.cluster_check.outcome import cluster_description, write_cluster_file
+from parallel2d.cluster_check.probes import Peer, ProbeServer, bandwidth, reach, round_trips
+from parallel2d.cluster_check.schedule import disjoint_rounds, rounds_of
+from parallel2d.cluster_check.slurm import defaults_of_launcher, expand_hosts
 from parallel2d.errors import ConfigError
 from parallel2d.launch.network_interface import choose_interface, list_interfaces, matches_nccl
-from parallel2d.preflight.__main__ import main
-from parallel2d.preflight.check import NotFit, Request, check
-from parallel2d.preflight.facts import Facts, code_digest
-from parallel2d.preflight.judge import Link, NodeReport, judge, slow_links
-from parallel2d.preflight.meeting import NodeMissing
-from parallel2d.preflight.outcome import cluster_description, write_cluster_file
-from parallel2d.preflight.probes import Peer, ProbeServer, bandwidth, reach, round_trips
-from parallel2d.preflight.schedule import disjoint_rounds, rounds_of
-from parallel2d.preflight.slurm import defaults_of_launcher, expand_hosts
+from parallel2d.preflight import main
 from parallel2d.store.address import split_endpoint
 from parallel2d.store.secret import NOBODYS
 from parallel2d.store.server import StoreServer
@@ -442,7 +443,7 @@ def test_a_number_that_is_given_twice_is_refused(tmp_path):
 
 def test_a_node_that_cannot_reach_the_endpoint_says_why(tmp_path, monkeypatch):
     # as on another machine
-    monkeypatch.setattr("parallel2d.preflight.check.owns_address", lambda host: False)
+    monkeypatch.setattr("parallel2d.cluster_check.check.owns_address", lambda host: False)
     with pytest.raises(
         NotFit, match="cannot reach the endpoint 127.0.0.1:1 within 0.3 s: connection refused"
     ):
@@ -457,7 +458,7 @@ def test_the_digest_sees_one_changed_line(tmp_path):
 
     other = copy_of_the_package(tmp_path)
     assert (other / "models" / "llama.py").is_file()
-    code = "from parallel2d.preflight.facts import code_digest as d; print(d())"
+    code = "from parallel2d.cluster_check.facts import code_digest as d; print(d())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     told = subprocess.run(
         [sys.executable, "-c", code],

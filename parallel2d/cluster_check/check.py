@@ -21,17 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel2d.errors import ConfigError
-from parallel2d.launch.network_interface import (
-    Interface,
-    choice_reason,
-    choose_interface,
-    is_loopback,
-)
-from parallel2d.preflight.facts import Facts, gpu_copy_bandwidth, probe_run_dir
-from parallel2d.preflight.judge import Finding, Link, NodeReport, judge, slow_links
-from parallel2d.preflight.meeting import NodeMissing, PreflightMeeting
-from parallel2d.preflight.probes import (
+from parallel2d.cluster_check.facts import Facts, gpu_copy_bandwidth, probe_run_dir
+from parallel2d.cluster_check.finding import Finding
+from parallel2d.cluster_check.judge import NodeReport, judge
+from parallel2d.cluster_check.links import Link, slow_links
+from parallel2d.cluster_check.meeting import NodeMissing, PreflightMeeting
+from parallel2d.cluster_check.probes import (
     TOKEN_BYTES,
     Peer,
     ProbeServer,
@@ -39,7 +34,14 @@ from parallel2d.preflight.probes import (
     reach,
     round_trips,
 )
-from parallel2d.preflight.schedule import Round, disjoint_rounds, rounds_of
+from parallel2d.cluster_check.schedule import Round, disjoint_rounds, rounds_of
+from parallel2d.errors import ConfigError
+from parallel2d.launch.network_interface import (
+    Interface,
+    choice_reason,
+    choose_interface,
+    is_loopback,
+)
 from parallel2d.store.address import (
     PortTaken,
     connection_failure,
@@ -301,7 +303,7 @@ def _inside_node(address: str, seconds: float) -> tuple[float | None, float | No
     """Bytes per second and latency from this process to another one on the node."""
     token = secrets.token_bytes(TOKEN_BYTES)
     code = (
-        "from parallel2d.preflight.probes import serve_until_input_ends as serve; "
+        "from parallel2d.cluster_check.probes import serve_until_input_ends as serve; "
         f"serve({address!r}, {token.hex()!r}, 0)"
     )
     with subprocess.Popen(

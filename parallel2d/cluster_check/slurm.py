@@ -29,8 +29,8 @@ def _expand(word: str) -> Iterator[str]:
 
 
 def defaults_of_launcher(env: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of `parallel2d.preflight.check.Request` that a launcher's variables imply;
-    empty without a launcher.
+    """Keyword arguments of `parallel2d.cluster_check.check.Request` that a launcher's variables
+    imply; empty without a launcher.
 
     srun with one task per node: number, nodes, hosts, and as endpoint the first host with a port
     drawn from the job. torchrun with one process per node: its own store. Raises `ConfigError` for

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from parallel2d.preflight.judge import Link, NodeReport, node_names
-from parallel2d.preflight.units import in_bytes, in_rate, in_seconds
+from parallel2d.cluster_check.facts import Facts
+from parallel2d.cluster_check.judge import NodeReport, node_names
+from parallel2d.cluster_check.links import Link
+from parallel2d.cluster_check.units import in_bytes, in_rate, in_seconds
 
 if TYPE_CHECKING:
-    from parallel2d.preflight.check import CheckOutcome
+    from parallel2d.cluster_check.check import CheckOutcome
 
 _ROWS, _MATRIX = 24, 8  # nodes shown line by line; nodes whose links are shown as a square
 _MARKS = {"green": "ok", "yellow": "warn", "red": "FAIL"}
@@ -163,7 +165,7 @@ def cluster_description(outcome: CheckOutcome, name: str, ranks_per_node: int) -
         "nodes": len(reports),
         "ranks_per_node": ranks_per_node,
         "hosts": [report.facts.host for report in reports],
-        "device": _device(reports, ranks_per_node),
+        "device": device_of([report.facts for report in reports], ranks_per_node),
         "intra_node": _pair(inside, _known(report.intra_latency for report in reports)),
         "inter_node": _pair(
             _known(link.bandwidth for link in measured), _known(link.latency for link in measured)
@@ -171,14 +173,15 @@ def cluster_description(outcome: CheckOutcome, name: str, ranks_per_node: int) -
     }
 
 
-def _device(reports: Sequence[NodeReport], ranks_per_node: int) -> dict[str, Any]:
-    """The first GPU with the smallest memory of all, or a rank's share of the smallest host."""
-    gpus = [gpu for report in reports for gpu in report.facts.gpus]
+def device_of(nodes: Sequence[Facts], ranks_per_node: int) -> dict[str, Any]:
+    """The device of a rank: ``type``, ``name``, ``memory_bytes``. The first GPU with the smallest
+    memory of all, or a rank's share of the smallest host."""
+    gpus = [gpu for facts in nodes for gpu in facts.gpus]
     if gpus:
         memory = min(gpu["memory_bytes"] for gpu in gpus)
         return {"type": "cuda", "name": gpus[0]["name"], "memory_bytes": memory}
-    share = min(report.facts.ram_bytes for report in reports) // ranks_per_node
-    return {"type": "cpu", "name": reports[0].facts.cpu_name, "memory_bytes": share}
+    share = min(facts.ram_bytes for facts in nodes) // ranks_per_node
+    return {"type": "cpu", "name": nodes[0].cpu_name, "memory_bytes": share}
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -21,15 +21,16 @@ from typing import Any
 import yaml
 
 from parallel2d import files
+from parallel2d.calibration.link_fit import CollectiveSample, FittedLink, fit_link
+from parallel2d.calibration.rank_probe import RankSettings
+from parallel2d.cluster_check.check import NotFit, Request, joined, meet
+from parallel2d.cluster_check.facts import Facts
+from parallel2d.cluster_check.meeting import PreflightMeeting
+from parallel2d.cluster_check.outcome import device_of
 from parallel2d.cost.collective_time import GroupPlacement, collective_steps
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.launch.network_interface import GLOO, NCCL
 from parallel2d.launch.processes import CPU_WORKERS
-from parallel2d.preflight.check import NotFit, Request, joined, meet
-from parallel2d.preflight.facts import Facts
-from parallel2d.preflight.link_fit import CollectiveSample, FittedLink, fit_link
-from parallel2d.preflight.meeting import PreflightMeeting
-from parallel2d.preflight.rank_probe import RankSettings
 from parallel2d.store.secret import new_secret
 from parallel2d.store.server import StoreServer
 
@@ -139,7 +140,7 @@ def _run_ranks(
                 seconds=request.seconds,
             )
             process = subprocess.Popen(
-                [sys.executable, "-m", "parallel2d.preflight.rank_probe"],
+                [sys.executable, "-m", "parallel2d.calibration.rank_probe"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if settings.rank == 0 else subprocess.DEVNULL,
@@ -188,30 +189,20 @@ def _reason(process: subprocess.Popen[str]) -> str:
     return f"exit code {process.returncode}"
 
 
-def _device_of(measured: Measured) -> tuple[str, int]:
-    """The name of the device of a rank, and the smallest memory of one in bytes."""
-    first = measured.facts[0]
-    if measured.device_type == "cuda":
-        memory = min(gpu["memory_bytes"] for facts in measured.facts for gpu in facts.gpus)
-        return first.gpus[0]["name"], memory
-    memory = min(facts.ram_bytes for facts in measured.facts) // measured.ranks_per_node
-    return first.cpu_name, memory
-
-
 def cluster_of(measured: Measured, name: str) -> tuple[dict[str, Any], list[str]]:
     """The keys of `ClusterConfig`, and the lines of what was measured. Raises `NotFit` for figures
     that fit no link."""
     result = measured.result
     nodes = len(measured.facts)
-    device_name, memory = _device_of(measured)
+    device = device_of(measured.facts, measured.ranks_per_node)
     described: dict[str, Any] = {
         "name": name,
         "nodes": nodes,
         "ranks_per_node": measured.ranks_per_node,
         "device": {
-            "name": device_name,
+            "name": device["name"],
             "type": measured.device_type,
-            "memory_gib": round(memory / 2**30, 3),
+            "memory_gib": round(device["memory_bytes"] / 2**30, 3),
             "memory_gb_per_s": _rounded(result["memory_bytes_per_s"] / 1e9),
             "peak_tflops": {key: _rounded(value) for key, value in result["peak_tflops"].items()},
             "efficiency": _rounded(result["efficiency"]),

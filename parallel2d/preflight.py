@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from parallel2d.cluster_check.slurm import defaults_of_launcher
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
-from parallel2d.preflight.slurm import defaults_of_launcher
 
 if TYPE_CHECKING:
-    from parallel2d.preflight.check import CheckOutcome
+    from parallel2d.cluster_check.check import CheckOutcome
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -118,8 +118,8 @@ def main(
         print(f"preflight: {for_terminal(error)}", file=sys.stderr)
         return 2
 
-    from parallel2d.preflight.check import NotFit
-    from parallel2d.preflight.meeting import NodeMissing
+    from parallel2d.cluster_check.check import NotFit
+    from parallel2d.cluster_check.meeting import NodeMissing
 
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     try:
@@ -138,8 +138,8 @@ def main(
 
 def _check(given: argparse.Namespace, known: dict[str, Any]) -> int:
     """Checks, and prints what was found. Returns the exit code."""
-    from parallel2d.preflight.check import Request, check
-    from parallel2d.preflight.outcome import show, to_json, verdict_of_other_node
+    from parallel2d.cluster_check.check import Request, check
+    from parallel2d.cluster_check.outcome import show, to_json, verdict_of_other_node
 
     request = Request(
         ranks_per_node=given.nproc,
@@ -162,8 +162,8 @@ def _check(given: argparse.Namespace, known: dict[str, Any]) -> int:
 
 def _is_written(given: argparse.Namespace, outcome: CheckOutcome) -> bool:
     """Writes the cluster file; prints why where it cannot be written."""
+    from parallel2d.cluster_check.outcome import write_cluster_file
     from parallel2d.launch.processes import CPU_WORKERS
-    from parallel2d.preflight.outcome import write_cluster_file
 
     ranks = given.nproc or len(outcome.reports[0].facts.gpus) or CPU_WORKERS
     try:
@@ -180,8 +180,8 @@ def _print_unwritable(path: str, error: OSError) -> None:
 
 def _calibrate(given: argparse.Namespace, known: dict[str, Any], program: str) -> int:
     """Measures, and writes the cluster file on node 0. Returns the exit code."""
-    from parallel2d.preflight.calibrate import calibrate, write_calibrated
-    from parallel2d.preflight.check import Request
+    from parallel2d.calibration.measurement import calibrate, write_calibrated
+    from parallel2d.cluster_check.check import Request
 
     request = Request(
         ranks_per_node=given.nproc, timeout_s=given.timeout, seconds=given.seconds, **known
