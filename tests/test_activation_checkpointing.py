@@ -166,6 +166,7 @@ def test_modes_are_ordered_by_what_they_keep():
     assert full <= less <= selective < none
 
 
+@pytest.mark.slow
 def test_a_budget_keeps_less_the_smaller_it_is():
     sizes = [
         kept_bytes(checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT))
@@ -241,7 +242,8 @@ def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, b
         assert case["strategy"] == strategy
 
 
-@pytest.mark.parametrize("bucketing", [pytest.param("layer", marks=pytest.mark.slow), "size"])
+@pytest.mark.slow
+@pytest.mark.parametrize("bucketing", ["layer", "size"])
 def test_selection_does_not_see_the_hooks_of_groups_inside_of_blocks(ranks, bucketing):
     """Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed."""
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing

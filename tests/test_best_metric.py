@@ -92,6 +92,7 @@ def test_mode_says_which_validation_loss_is_the_best(ranks, folder, mode, better
 VALUES = (1, 5, 7, 2, 3, 6, 4, 8, 2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_best_so_far(ranks, folder):
     words = (*KEPT, "checkpoint.every=2", "train.steps=9", scripted(*VALUES))
     # the steps after 4 are lost

@@ -112,9 +112,10 @@ MORE_LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "sizes", "parallel", "optimizer"),
-    [*LAYOUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_LAYOUTS)],
+    [*LAYOUTS, *MORE_LAYOUTS],
     ids=str,
 )
 def test_sound_layouts_raise_no_alarm(ranks, model, sizes, parallel, optimizer):
@@ -264,6 +265,7 @@ def losses(run_dir):
     return [row["loss"] for row in rows]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_certificate_and_trains_nothing(folder):
     done = execute(folder, "parallel2d.certify")
     assert done.returncode == 0, done.stderr
@@ -314,6 +316,7 @@ def test_a_certified_run_trains_as_one_without_certificate(folder):
     assert [row.split("|")[place].strip() for row in table[2:4]] == ["yes", "-"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_certified_does_not_begin(folder):
     done = execute(folder, "parallel2d.train", "train.certify=true", "model.arguments.rank=1")
     assert done.returncode == 2

@@ -38,6 +38,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_goes_on_as_if_nothing_had_happened_on_any_other_layout_and_back(
     ranks, uninterrupted, tmp_path, name

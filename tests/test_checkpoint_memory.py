@@ -98,6 +98,7 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
     assert cluster.copies("C") == [(6, 2), (6, 3), (8, 2), (8, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["AABB", "ABCD"])
 def test_parts_that_replicas_split_are_kept_by_another_node_too(cluster, undisturbed, nodes):
     """With split updates the optimizer's state is on one replica alone, and goes on from a copy all the same."""
@@ -112,6 +113,7 @@ def test_parts_that_replicas_split_are_kept_by_another_node_too(cluster, undistu
             assert now["losses"][step] == pytest.approx(then["losses"][step], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_replica_of_diloco_that_is_lost_with_its_node_starts_from_the_shared_parameters(cluster):
     diloco = {"strategy": "hybrid", "precision": "fp64", "sync": SyncConfig("diloco", every=3)}
     cluster.run("AABB", until=5, parallel=diloco)
@@ -305,6 +307,7 @@ def test_a_run_that_ends_leaves_nothing(cluster):
         shutil.rmtree(cluster.run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["AAAA", "AABB"])
 def test_a_node_holds_its_part_of_the_state_twice_and_no_more(cluster, nodes):
     llama = {"dim": 256, "hidden_dim": 512, "n_layers": 2}

@@ -72,6 +72,7 @@ def there_and_back(mesh_sizes, config, name, from_rank0, key_by):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "mesh", "config"), LAYOUTS)
 @pytest.mark.parametrize("key_by", ["name", "id"])
 def test_a_whole_state_from_rank_0_continues_bitwise(ranks, world, mesh, config, key_by):

@@ -334,6 +334,7 @@ def _tied_reference(steps):
     return training.reference(initial_model(model), steps=steps, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "config", "tied"),
     [
@@ -528,6 +529,7 @@ def _rows(ranks, folder, name, words, steps=4):
     return jobs.rows(folder / name)
 
 
+@pytest.mark.slow
 def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, folder):
     layout = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
     plain = _rows(ranks, folder, "plain", layout)

@@ -174,6 +174,7 @@ def test_the_middle_of_a_line_is_completed_too(environment):
     assert done.stdout.split() == ["strategy.", "strategy="]
 
 
+@pytest.mark.slow
 def test_tab_in_an_interactive_bash(environment):
     process, terminal = pty.fork()
     if process == 0:

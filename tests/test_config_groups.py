@@ -31,6 +31,7 @@ def test_an_experiment_is_chosen_with_and_without_plus(own, plus):
     assert compose([own, f"{plus}experiment=big", "train.steps=8"]).config.train.steps == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_experiments_are_swept_with_and_without_plus(own, plus):
     jobs = []

@@ -259,6 +259,7 @@ def test_a_sweep_is_described_by_its_defaults():
         help_page(["--help", "strategy=ddb"], "program", "")
 
 
+@pytest.mark.slow
 def test_the_command_finds_a_model_of_the_current_folder(tmp_path):
     """As `python -m` does; the script of a package has its own folder in the place of this one."""
     (tmp_path / "here.py").write_text("from torch.nn import Embedding")

@@ -347,13 +347,8 @@ def greedy(folder, run_dir, words):
     return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        layout if layout == "tensor" else pytest.param(layout, marks=pytest.mark.slow)
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sample_is_the_same_on_every_layout_and_rank(ranks, folder, layout):
     expected = ranks.run(1, samples, str(folder), str(folder / "one"), ())[0]
     assert list(expected) == [2, 4, 6]
@@ -394,6 +389,7 @@ def losses_and_weights(folder, run_dir, words, hooks):
     return weights, torch.get_rng_state().numpy(), [m.training for m in trainer.model.modules()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [("strategy=ddp",), ("strategy=zero2",), ("sync=diloco", "sync.every=3", "strategy=ddp")])  # fmt: skip
 def test_hooks_and_samples_disturb_nothing(ranks, folder, layout):
     words = (

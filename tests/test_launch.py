@@ -422,6 +422,7 @@ def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monke
     assert agreement._recorded_job(agreement.launcher_folder()) == job
 
 
+@pytest.mark.slow
 def test_the_store_command_listens_where_it_is_told(secret, server):
     words = [sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.1", "--port"]
     process = subprocess.Popen([*words, "0"], stdout=subprocess.PIPE, text=True)

@@ -206,8 +206,15 @@ LAYOUTS = {
 }
 
 
+# The others under -m slow: each takes a second.
+OFTEN = ("tensor", "bf16", "wire_int8", "split_bf16", "diloco_int4")
+
+
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
 def test_measured_bytes_are_those_of_the_formula(ranks, layout, accumulation):
     result = ranks.run(4, measure, *LAYOUTS[layout], accumulation)[0]
     measured = result["measured"]

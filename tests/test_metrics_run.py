@@ -18,6 +18,7 @@ from test_command_line import SMALL, command, environment, execute, folder, rows
 from torch import nn
 
 
+@pytest.mark.slow
 def test_rows_add_up_and_traces_name_phases_and_axes(folder):  # noqa: F811
     words = (
         "train.steps=5",
@@ -190,6 +191,7 @@ def train_paced(folder, slow, steps):  # noqa: F811
     return said
 
 
+@pytest.mark.slow
 def test_a_rank_at_half_speed_is_named_with_its_host_within_20_steps(ranks, folder):  # noqa: F811
     (said,) = ranks.run(4, train_paced, folder, 2, 20)[0]
     assert said.startswith(f"rank 2 on {socket.gethostname()} is slow: ")

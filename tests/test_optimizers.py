@@ -221,6 +221,7 @@ def save_and_resume(
     return losses, weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "layout"),
     [

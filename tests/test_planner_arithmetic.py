@@ -162,6 +162,7 @@ def test_split_updates_that_are_sent_rounded_keep_unrounded_rows():
     assert 0 < computed.masters < computed.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
 @pytest.mark.parametrize(
@@ -186,6 +187,7 @@ def test_a_thousand_ranks(strategy, sizes):
     compare("llama", sizes, ParallelConfig(strategy, precision="bf16"), accumulation=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes", "name"),
     [

@@ -36,6 +36,7 @@ def chosen(nodes, ranks, *words):
     return with_chosen_layout(composition.config, words, nodes, ranks)
 
 
+@pytest.mark.slow
 def test_memory_and_links_decide():
     whole, lines = chosen(1, 2, PLENTY)
     assert (whole.strategy.name, whole.mesh.replicate, whole.mesh.shard) == ("ddp", 2, 1)
@@ -50,6 +51,7 @@ def test_memory_and_links_decide():
     assert split.cluster.nodes == "auto"
 
 
+@pytest.mark.slow
 def test_what_is_named_stays():
     config, _ = chosen(1, 4, PLENTY, "mesh.shard=2")
     assert config.mesh.shard == 2
@@ -57,6 +59,7 @@ def test_what_is_named_stays():
     assert (fixed.strategy.name, lines) == ("zero3", [])
 
 
+@pytest.mark.slow
 def test_without_figures_of_the_machines_nothing_is_chosen():
     words = [*JOB, "plan.verify=false"]
     composition = compose(words)

@@ -160,17 +160,8 @@ def most_bytes(words) -> int:
     return count.most
 
 
-# The others under -m slow: each takes seconds.
-OFTEN = ("bf16", "tensor axis")
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        layout if layout in OFTEN else pytest.param(layout, marks=pytest.mark.slow)
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_peak_is_what_another_count_of_the_same_step_finds(layout):
     words = LAYOUTS[layout]
     planned = cost(*words)
@@ -380,6 +371,7 @@ def test_a_run_has_the_mesh_and_the_bytes_of_its_plan(words, tmp_path, monkeypat
     assert planned.moved == pytest.approx(layout["predicted"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_described_cluster_records_the_time_of_its_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = (

@@ -198,10 +198,11 @@ def test_the_predicted_peak_is_the_traced_one(layout):
     assert sum(cost.predicted.by_kind.values()) == cost.predicted.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["llama, large vocabulary", "llama, large vocabulary, loss_chunk"]
 )
-@pytest.mark.parametrize("layout", ["hybrid", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["hybrid", "zero2"])
 def test_the_predicted_peak_with_a_large_vocabulary(model, layout):
     _, error = error_of(*MODELS[model], *LAYOUTS[layout])
     assert -0.001 < error < 0.01

@@ -143,6 +143,7 @@ def test_what_is_not_known_is_named_instead_of_guessed(words, lacking):
 TENSOR = (*FOUR_NODES, "strategy=zero3", "mesh.tensor=2", "train.micro_batch_size=1")
 
 
+@pytest.mark.slow
 def test_every_collective_of_the_tensor_axis_costs_its_latency():
     alone = estimate(*TENSOR).seconds.tensor
     waiting = estimate(*TENSOR, "cluster.inside_node.latency_us=103.4").seconds.tensor

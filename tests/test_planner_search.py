@@ -138,6 +138,7 @@ def test_without_times_there_is_no_ranking():
     assert "layouts cannot be ranked: what share of its peak" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert plan.main([*JOB, UNTRACED, "plan.json=plan.json"]) == 0

@@ -264,11 +264,12 @@ def test_bytes_on_the_wire_do_not_depend_on_prefetch(
             assert measured == pytest.approx(predicted, rel=1e-9), (prefetch, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "tensor", "bucketing", "checkpointing", "accumulation"), [
     ("zero3", 1, "layer", "full", 2),
     ("hybrid", 2, "block", "none", 1),
-    pytest.param("hybrid_zero2", 1, "size", "selective", 2, marks=pytest.mark.slow),
-    pytest.param("ddp", 1, "block", "none", 1, marks=pytest.mark.slow),
+    ("hybrid_zero2", 1, "size", "selective", 2),
+    ("ddp", 1, "block", "none", 1),
 ])  # fmt: skip
 def test_losses_equal_plain_pytorch_with_any_prefetch(
     ranks, strategy, tensor, bucketing, checkpointing, accumulation

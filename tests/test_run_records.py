@@ -351,6 +351,7 @@ def test_train_log_holds_the_failure_of_a_run(folder):  # noqa: F811
     assert "the model has had enough" in (folder / "other" / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_short_run_is_validated_at_its_end(folder):  # noqa: F811
     words = ("hydra.run.dir=run", "launch.nproc_per_node=1", "train.validate_every=100")
     done = execute(folder, *SMALL, *words)

@@ -73,6 +73,7 @@ def wait_for(condition, seconds=60.0):
     return found
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
     """Where the launcher would keep its records, another user has put one that names a command."""

@@ -251,6 +251,7 @@ def _errors(precision, micros, mode, steps=1):
     return sum(found) / len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce_scatter_only", "none", "full"])
 def test_many_micro_batches_round_no_more_than_one(ranks, mode):
     one = ranks.run(4, _errors, "bf16_reduce_bf16", 1, mode)[0]
@@ -301,6 +302,7 @@ class Routed(nn.Module):
         )
 
 
+@pytest.mark.slow
 def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_rank(ranks):
     alone = ranks.run(1, _tensor_errors, 1)[0]
     for tensor in (2, 4):

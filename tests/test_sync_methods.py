@@ -107,7 +107,11 @@ def test_split_updates_equal_their_reference(ranks, wire, sizes):
     assert largest_difference(found[0]["parameters"], expected) < 1e-10
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2), *(pytest.param(size, marks=pytest.mark.slow) for size in ((2, 1), (4, 1)))],
+    ids=str,
+)
 @pytest.mark.parametrize("case", DILOCO)
 def test_diloco_equals_its_reference(ranks, case, sizes):
     replicas, shards = sizes
@@ -143,9 +147,8 @@ def test_fragments_take_turns_as_in_the_reference(ranks, wire, delay):
     assert largest_difference(found["parameters"], expected) < 1e-10
 
 
-@pytest.mark.parametrize(
-    "mode", ["reduce_scatter_only", pytest.param("none", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce_scatter_only", "none"])
 @pytest.mark.parametrize("name", ["int8", "split_bf16", "diloco"])
 def test_accumulation_changes_nothing(ranks, name, mode):
     strategy, sync = METHODS[name]
@@ -175,13 +178,8 @@ def test_parameters_without_dimensions_are_kept_equal_too(ranks, name):
 # Going on from a checkpoint
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("int8", "split_bf16", "sparse", "in_flight"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("split", "diloco")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", METHODS)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, case):
     strategy, sync = METHODS[case]
     whole = ranks.run(4, sync_runs.run, TWO_BY_TWO, strategy, sync, steps=17)
@@ -218,16 +216,10 @@ LAYOUTS = {
 
 
 # Each layout once as source and once as target; the other pairs take longer than they tell.
-QUICK = {("hybrid", "split"), ("split", "zero3"), ("zero3", "diloco"), ("diloco", "hybrid")}
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
-        for pair in itertools.permutations(LAYOUTS, 2)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(LAYOUTS, 2)))
 def test_every_layout_goes_on_from_every_other(ranks, tmp_path, source, target):
     ranks.run(4, sync_runs.run, *LAYOUTS[source], steps=10, folder=str(tmp_path), save_after=[10])
     again = {"folder": str(tmp_path), "resume": "auto"}
@@ -242,6 +234,7 @@ def test_every_layout_goes_on_from_every_other(ranks, tmp_path, source, target):
     assert largest_difference(on[0]["parameters"], expected[0]["parameters"]) < 1e-12
 
 
+@pytest.mark.slow
 def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path):
     """Two replicas after four, and four after two: the shared parameters stay, what was not sent yet keeps its mean over the
     replicas, and training goes on."""

@@ -45,6 +45,7 @@ def losses(folder, name):
     return [{k: v for k, v in row.items() if k.startswith("validation/")} for row in rows]
 
 
+@pytest.mark.slow
 def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, folder):
     runs = {
         "one": (1, f"{{{SUMS}, {SHORT}, {SAME}}}", ()),
@@ -190,9 +191,8 @@ def samples_of(folder):
     return len(sums(folder))
 
 
-@pytest.mark.parametrize(
-    "end", ["drop", *(pytest.param(end, marks=pytest.mark.slow) for end in ("pad", "wrap"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["drop", "pad", "wrap"])
 def test_epochs_set_the_steps_from_the_size_of_the_data_on_every_layout(ranks, folder, end):
     samples = samples_of(folder)
     batch = 192

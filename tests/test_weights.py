@@ -300,6 +300,7 @@ def check_receiving(ranks, tmp_path, how, mebibytes, record_property=None):
 RECEIVING = ("broadcast_from", "load_state", "load_pretrained")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", RECEIVING)
 def test_a_rank_that_receives_weights_holds_its_part_and_a_piece(ranks, tmp_path, how):
     check_receiving(ranks, tmp_path, how, 128)
