@@ -24,18 +24,28 @@ class Link:
     latency: float | None
     error: str | None = None
 
+    @property
+    def was_measured(self) -> bool:
+        return self.bandwidth is not None and self.latency is not None
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of a link that was measured."""
+        return self.bandwidth or 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The latency of a link that was measured."""
+        return self.latency or 0.0
+
     def better_of(self, other: Link | None) -> Link:
         """The higher bandwidth and the lower latency of two measurements of one link."""
-        if other is None or other.bandwidth is None or other.latency is None:
+        if other is None or not other.was_measured:
             return self
-        if self.bandwidth is None or self.latency is None:
+        if not self.was_measured:
             return other
-        return Link(
-            self.source,
-            self.target,
-            max(self.bandwidth, other.bandwidth),
-            min(self.latency, other.latency),
-        )
+        rate, seconds = max(self.rate, other.rate), min(self.seconds, other.seconds)
+        return Link(self.source, self.target, rate, seconds)
 
 
 def slow_links(links: Iterable[Link]) -> list[Link]:
@@ -45,29 +55,28 @@ def slow_links(links: Iterable[Link]) -> list[Link]:
     not do: of three nodes, one slow node spoils four of six links, and the slow ones would be the
     norm.
     """
-    measured = [link for link in links if link.bandwidth is not None and link.latency is not None]
+    measured = [link for link in links if link.was_measured]
     if not measured:
         return []
-    reference = reference_bandwidth(measured)
-    latency = median(link.latency or 0.0 for link in measured)
-    return [
-        link
-        for link in measured
-        if (link.bandwidth or 0.0) < SLOW * reference or _is_late(link.latency or 0.0, latency)
-    ]
+    lowest = SLOW * reference_bandwidth(measured)
+    latency = median(link.seconds for link in measured)
+    slow = [link for link in measured if link.rate < lowest]
+    return slow + [link for link in late_links(measured, latency) if link not in slow]
 
 
-def _is_late(latency: float, typical: float) -> bool:
-    return latency > LATE * typical and latency > typical + LATE_BY_S
+def late_links(measured: Iterable[Link], typical: float) -> list[Link]:
+    """Those far above the ``typical`` latency."""
+    longest = max(LATE * typical, typical + LATE_BY_S)
+    return [link for link in measured if link.seconds > longest]
 
 
-def reference_bandwidth(links: Iterable[Link]) -> float:
+def reference_bandwidth(measured: Iterable[Link]) -> float:
     """See `slow_links`."""
     fastest: dict[int, float] = {}
-    for link in links:
+    for link in measured:
         for node in (link.source, link.target):
-            fastest[node] = max(fastest.get(node, 0.0), link.bandwidth or 0.0)
-    return median(fastest.values()) if fastest else 0.0
+            fastest[node] = max(fastest.get(node, 0.0), link.rate)
+    return median(fastest.values())
 
 
 def judge_links(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
@@ -76,18 +85,17 @@ def judge_links(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
     for link in links:
         if link.error:
             found.append(_about("red", link, names, f"{link.error} while it was measured"))
-    measured = [link for link in links if link.bandwidth is not None and link.latency is not None]
+    measured = [link for link in links if link.was_measured]
     if not measured:
         return found
     found += _slow(measured, names)
-    latency = median(_seconds(link) for link in measured)
-    for link in measured:
-        if _is_late(_seconds(link), latency):
-            text = f"{in_seconds(_seconds(link))} one way, {in_seconds(latency)} is usual"
-            found.append(_about("yellow", link, names, text))
+    latency = median(link.seconds for link in measured)
+    for link in late_links(measured, latency):
+        text = f"{in_seconds(link.seconds)} one way, {in_seconds(latency)} is usual"
+        found.append(_about("yellow", link, names, text))
     if found:
         return found
-    lowest = in_rate(min(_rate(link) for link in measured))
+    lowest = in_rate(min(link.rate for link in measured))
     text = f"{len(measured)} links measured, {lowest} or more, latency {in_seconds(latency)}"
     return [Finding("green", "links", text)]
 
@@ -95,7 +103,7 @@ def judge_links(links: Sequence[Link], names: Sequence[str]) -> list[Finding]:
 def _slow(measured: Sequence[Link], names: Sequence[str]) -> list[Finding]:
     """Nodes whose links are slow, at least two in a direction, and slow links of other nodes."""
     usual = reference_bandwidth(measured)
-    slow = [link for link in measured if _rate(link) < SLOW * usual]
+    slow = [link for link in measured if link.rate < SLOW * usual]
     found = []
     explained: set[Link] = set()
     for node, name in enumerate(names):
@@ -107,7 +115,7 @@ def _slow(measured: Sequence[Link], names: Sequence[str]) -> list[Finding]:
     which = "; with two nodes the measurement cannot tell which end" if len(names) == 2 else ""
     for link in slow:
         if link not in explained:
-            text = f"{in_rate(_rate(link))}, the usual here is {in_rate(usual)}{which}"
+            text = f"{in_rate(link.rate)}, the usual here is {in_rate(usual)}{which}"
             found.append(_about("yellow", link, names, text))
     return found
 
@@ -130,7 +138,7 @@ def _slow_ways(
 def _slow_node(node: int, name: str, ways: Mapping[str, Sequence[Link]], usual: float) -> Finding:
     figures = []
     for way, own in ways.items():
-        figures.append(f"{way} at {in_rate(median(_rate(link) for link in own))}")
+        figures.append(f"{way} at {in_rate(median(link.rate for link in own))}")
     text = (
         f"{name}: {' and '.join(figures)}, the usual here is {in_rate(usual)}; all its links are "
         "slow, so look at its cable, port or NIC"
@@ -141,13 +149,3 @@ def _slow_node(node: int, name: str, ways: Mapping[str, Sequence[Link]], usual: 
 def _about(level: str, link: Link, names: Sequence[str], text: str) -> Finding:
     pair = f"{names[link.source]} -> {names[link.target]}"
     return Finding(level, "links", f"{pair}: {text}", (link.source, link.target))
-
-
-def _rate(link: Link) -> float:
-    """Bytes per second of a link that was measured."""
-    return link.bandwidth or 0.0
-
-
-def _seconds(link: Link) -> float:
-    """The latency of a link that was measured."""
-    return link.latency or 0.0

@@ -157,9 +157,7 @@ def cluster_description(outcome: CheckOutcome, name: str, ranks_per_node: int) -
     inside = _known(report.gpu_copy_bandwidth for report in reports)
     if not inside:
         inside = _known(report.intra_bandwidth for report in reports)
-    measured = [
-        link for link in outcome.links if link.bandwidth is not None and link.latency is not None
-    ]
+    measured = [link for link in outcome.links if link.was_measured]
     return {
         "name": name,
         "nodes": len(reports),
@@ -167,9 +165,7 @@ def cluster_description(outcome: CheckOutcome, name: str, ranks_per_node: int) -
         "hosts": [report.facts.host for report in reports],
         "device": device_of([report.facts for report in reports], ranks_per_node),
         "intra_node": _pair(inside, _known(report.intra_latency for report in reports)),
-        "inter_node": _pair(
-            _known(link.bandwidth for link in measured), _known(link.latency for link in measured)
-        ),
+        "inter_node": _pair([link.rate for link in measured], [link.seconds for link in measured]),
     }
 
 
