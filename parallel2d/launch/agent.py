@@ -44,7 +44,7 @@ from parallel2d.launch.elastic_internals import (
     stop_heartbeats,
 )
 from parallel2d.launch.endings import StoreLost, WorkersFailed
-from parallel2d.launch.rank_processes import start_rank
+from parallel2d.launch.rank_processes import LOST, start_rank
 from parallel2d.launch.rendezvous import Meeting
 from parallel2d.launch.restarts import Restarts
 from parallel2d.rank_environment import AGENT, PREFIX
@@ -318,6 +318,8 @@ def one_line(failure: Any, story: dict[str, Any] | None) -> str:
         return "ended by SIGKILL, by somebody or by the kernel for want of memory"
     if failure.exitcode < 0:
         return f"ended by {signal.Signals(-failure.exitcode).name}"
+    if failure.exitcode == LOST:
+        return f"exited with code {LOST}, as ranks do when the process that forks them is ended"
     return f"exited with code {failure.exitcode}"
 
 

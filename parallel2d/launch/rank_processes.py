@@ -32,6 +32,7 @@ from multiprocessing.process import BaseProcess
 from parallel2d.errors import ConfigError
 from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
 
+LOST = 255  # the exit code of a rank whose server has ended, as multiprocessing has it
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(["parallel2d.launch.rank_server"])
 
@@ -45,7 +46,7 @@ class RankProcess:
         self.proc = self  # the agent reads a handler's process
 
     def poll(self) -> int | None:
-        """Its exit code, below 0 for the signal that ended it; None while it runs; 255 when the
+        """Its exit code, below 0 for the signal that ended it; None while it runs; `LOST` when the
         server was ended, and the rank with it."""
         return self._process.exitcode
 
@@ -110,7 +111,7 @@ def _for_server() -> Iterator[None]:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
     before = dict(os.environ)
     os.environ.update(
-        PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path),
+        PYTHONPATH=os.pathsep.join(os.fspath(path) or os.getcwd() for path in sys.path),
         PYTHONSAFEPATH="1",
         TORCH_CPP_LOG_LEVEL=before.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     )
