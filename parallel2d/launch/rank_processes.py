@@ -114,6 +114,9 @@ def _for_server() -> Iterator[None]:
         PYTHONPATH=os.pathsep.join(os.fspath(path) or os.getcwd() for path in sys.path),
         PYTHONSAFEPATH="1",
         TORCH_CPP_LOG_LEVEL=before.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        # Should a library ask for GPUs while it is imported, torch answers without starting the
+        # driver.
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",
     )
     try:
         yield

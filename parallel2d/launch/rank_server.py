@@ -11,7 +11,7 @@ import gc
 import importlib
 import signal
 
-from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent
+from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
 
 _NEEDED_BY_RANKS = (
     "parallel2d.train",
@@ -27,6 +27,7 @@ _NEEDED_BY_RANKS = (
 # so it comes before any import that starts some.
 signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
 end_with_parent()
+set_process_name("parallel2d ranks")
 for _name in _NEEDED_BY_RANKS:
     importlib.import_module(_name)
 # The collector leaves alone what is there now, so that ranks go on sharing its memory.
