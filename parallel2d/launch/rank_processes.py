@@ -24,12 +24,11 @@ import pkgutil
 import signal
 import subprocess
 import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
+from multiprocessing import forkserver, spawn
+from multiprocessing.popen_forkserver import Popen
+from typing import Any
 
-from parallel2d.errors import ConfigError
 from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
 
 LOST = 255  # the exit code of a rank whose server has ended, as multiprocessing has it
@@ -40,20 +39,18 @@ _SERVER.set_forkserver_preload(["parallel2d.launch.rank_server"])
 class RankProcess:
     """One rank, as torch's agent wants a process: ``pid``, `poll`, `wait`, `close`."""
 
-    def __init__(self, process: BaseProcess) -> None:
-        assert process.pid is not None
+    def __init__(self, process: Popen) -> None:
         self.pid, self._process = process.pid, process
         self.proc = self  # the agent reads a handler's process
 
     def poll(self) -> int | None:
         """Its exit code, below 0 for the signal that ended it; None while it runs; `LOST` when the
         server was ended, and the rank with it."""
-        return self._process.exitcode
+        return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""
-        self._process.join(timeout)
-        code = self.poll()
+        code = self._process.wait(timeout)
         if code is None:
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)
         return code
@@ -73,15 +70,7 @@ class RankProcess:
 
 def start_server() -> None:
     """Starts the process that ranks are forked from, unless there is one. Returns at once, while it
-    imports. See [Note: why ranks are forked].
-
-    Raises `ConfigError` in a process that may not have children.
-    """
-    if multiprocessing.current_process().daemon:
-        raise ConfigError(
-            "this is a daemonic process, which Python lets start no others: start the job from "
-            "another one, or set daemon=False"
-        )
+    imports. See [Note: why ranks are forked]."""
     with _for_server():
         _SERVER.ensure_running()
 
@@ -96,12 +85,13 @@ def start_rank(
     """Starts a rank, which calls ``main`` ("package.module:function") with ``words`` and exits with
     what it returns. ``environment``: exactly its own. ``stdout``, ``stderr``: files; None: as this
     process."""
+    # A rank may have children, whatever this process is.
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run_rank, args=(main, list(words), dict(environment), stdout, stderr)
+        target=_run_rank, args=(main, list(words), dict(environment), stdout, stderr), daemon=False
     )
-    with _for_server(), _from_our_server(), _main_module_hidden():
-        process.start()
-    return RankProcess(process)
+    with _for_server(), _from_our_server():
+        # Not by its `start`, which a daemonic process (one of a pool of joblib's) may not call.
+        return RankProcess(Popen(process))
 
 
 @contextlib.contextmanager
@@ -128,25 +118,25 @@ def _for_server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _from_our_server() -> Iterator[None]:
-    """multiprocessing starts processes from our server and not from the common one."""
-    before = forkserver.connect_to_new_process
+    """multiprocessing starts processes from our server and not from the common one, and prepares
+    them as ranks."""
+    connect, prepare = forkserver.connect_to_new_process, spawn.get_preparation_data
+
+    def prepare_rank(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        # Otherwise a rank would run the script of this process again, and with it launch the job
+        # unless the script is guarded against that. And it would fail where joblib has set a start
+        # method of its own.
+        for key in ("init_main_from_name", "init_main_from_path", "start_method"):
+            data.pop(key, None)
+        return data
+
     forkserver.connect_to_new_process = _SERVER.connect_to_new_process
+    spawn.get_preparation_data = prepare_rank
     try:
         yield
     finally:
-        forkserver.connect_to_new_process = before
-
-
-@contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """multiprocessing runs the script of this process again in those it starts. In a rank it would
-    launch the job again unless the script is guarded against that."""
-    main_module = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main_module
+        forkserver.connect_to_new_process, spawn.get_preparation_data = connect, prepare
 
 
 def _run_rank(
