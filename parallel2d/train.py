@@ -7,8 +7,10 @@ exists, and starts the workers. A rank builds the parts (`assemble`) and runs th
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -141,7 +143,7 @@ def _launch_locally(job: Job) -> None:
             f"launch.nnodes={job.config.launch.nnodes} with -m: a sweep runs on one node, several "
             "nodes start one job"
         )
-    launch.start_server()
+    _prepare_launch()
     workers = launch.workers_per_node(job.config.launch)
     config = _settled(job.config, job.overrides, nodes=1, ranks=workers)
     job = dataclasses.replace(job, config=config)
@@ -171,8 +173,19 @@ def _settled(
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
     """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job
     composes."""
-    launch.start_server()
+    _prepare_launch()
     launch.start_node(config, words, _check(config, nodes=config.launch.node_range[1]))
+
+
+def _prepare_launch() -> None:
+    """Starts the process that ranks are forked from, and imports what the check needs meanwhile.
+    Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        launch.start_server()
+        importlib.import_module("parallel2d.assemble")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _check(config: TrainConfig, nodes: int) -> int:

@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.popen_forkserver import Popen
 from typing import Any
 
@@ -89,7 +89,8 @@ def start_rank(
     process = multiprocessing.get_context("forkserver").Process(
         target=_run_rank, args=(main, list(words), dict(environment), stdout, stderr), daemon=False
     )
-    with _for_server(), _from_our_server():
+    start_server()
+    with _from_our_server():
         # Not by its `start`, which a daemonic process (one of a pool of joblib's) may not call.
         return RankProcess(Popen(process))
 
@@ -97,9 +98,11 @@ def start_rank(
 @contextlib.contextmanager
 def _for_server() -> Iterator[None]:
     """What a server that starts meanwhile gets from this process: it finds the same modules,
-    writes no warnings of torch's C++ code, and blocks what a scheduler sends."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
+    writes no warnings of torch's C++ code, and blocks what a scheduler or a terminal sends to
+    every process of a job. The launcher passes on to ranks what they need to know, and the server
+    must not end before they have saved."""
     before = dict(os.environ)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
     os.environ.update(
         PYTHONPATH=os.pathsep.join(os.fspath(path) or os.getcwd() for path in sys.path),
         PYTHONSAFEPATH="1",
@@ -109,6 +112,9 @@ def _for_server() -> Iterator[None]:
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
     )
     try:
+        # multiprocessing starts this process before a server, and unblocks two signals then.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
         yield
     finally:
         os.environ.clear()

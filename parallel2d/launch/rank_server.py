@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-import signal
 
-from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
+from parallel2d.launch.processes import end_with_parent, set_process_name
 
 _NEEDED_BY_RANKS = (
     "parallel2d.train",
@@ -21,11 +20,6 @@ _NEEDED_BY_RANKS = (
     "torch.utils.tensorboard",
 )
 
-# Schedulers and terminals send these to every process of a job. The launcher passes on to ranks
-# what they need to know, and this process must not end before they have saved. The launcher blocks
-# them here too, but multiprocessing unblocks two. Threads inherit what is blocked when they start,
-# so it comes before any import that starts some.
-signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
 end_with_parent()
 set_process_name("parallel2d ranks")
 for _name in _NEEDED_BY_RANKS:
