@@ -216,6 +216,26 @@ def test_other_users_of_multiprocessing_do_not_get_this_server(tmp_path):
     assert blocked == []
 
 
+def test_nothing_is_left_when_the_launcher_returns():
+    script = (
+        "import psutil\n"
+        "from parallel2d.launch.rank_processes import start_rank\n"
+        "rank = start_rank('test_rank_processes:rank_main', ['leave', 0], {'RANK': '0'}, None, None)\n"
+        "children = psutil.Process().children(recursive=True)\n"
+        "assert len(children) >= 2, children\n"
+        "print(*(child.pid for child in children), flush=True)\n"
+        "rank.wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert not any(alive(int(pid)) for pid in done.stdout.split())
+
+
 def _start_with_children(told) -> None:
     told.send(start("children").wait(60))
 

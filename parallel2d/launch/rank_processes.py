@@ -24,6 +24,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.popen_forkserver import Popen
@@ -32,6 +33,7 @@ from typing import Any
 from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
 
 LOST = 255  # the exit code of a rank whose server has ended, as multiprocessing has it
+_SECONDS_FOR_TRACKER = 1.0
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(["parallel2d.launch.rank_server"])
 
@@ -73,6 +75,8 @@ def start_server() -> None:
     imports. See [Note: why ranks are forked]."""
     with _for_server():
         _SERVER.ensure_running()
+    atexit.unregister(_end_server)
+    atexit.register(_end_server, os.getpid())
 
 
 def start_rank(
@@ -120,6 +124,28 @@ def _for_server() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _end_server(launcher: int) -> None:
+    """At the end of this process: ends what `start_server` has started, and waits for it, so that
+    nothing is left when the command returns. multiprocessing has no public name for either."""
+    if os.getpid() != launcher:
+        return  # a fork, whose children they are not
+    with contextlib.suppress(OSError, AttributeError):
+        server: int = _SERVER._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        tracker = resource_tracker._resource_tracker
+        # It ends with the last process that has the other end. Others may have it too, so it is
+        # not waited for without a limit.
+        os.close(tracker._fd)  # type: ignore[attr-defined]
+        tracker._fd = None  # type: ignore[attr-defined]
+        deadline = time.monotonic() + _SECONDS_FOR_TRACKER
+        while time.monotonic() < deadline:
+            if os.waitpid(tracker._pid, os.WNOHANG)[0]:  # type: ignore[attr-defined]
+                return
+            time.sleep(0.005)
 
 
 @contextlib.contextmanager
