@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import multiprocessing
 import os
@@ -226,17 +227,25 @@ def test_nothing_is_left_when_the_launcher_returns():
         "print(*(child.pid for child in children), flush=True)\n"
         "rank.wait()\n"
     )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert launcher.stdout is not None
-    children = [int(pid) for pid in launcher.stdout.readline().split()]
-    # Not by the end of its output, which its children have open too.
-    assert launcher.wait(60) == 0
-    assert not any(alive(pid) for pid in children)
+    # What it leaves becomes a child of this process, which sees it until it waits for it.
+    libc, subreaper = ctypes.CDLL(None), 36  # PR_SET_CHILD_SUBREAPER
+    libc.prctl(subreaper, 1, 0, 0, 0)
+    try:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert launcher.stdout is not None
+        children = [int(pid) for pid in launcher.stdout.readline().split()]
+        assert launcher.wait(60) == 0
+    finally:
+        libc.prctl(subreaper, 0, 0, 0, 0)
+    left = [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.waitpid(pid, 0)
+    assert left == []
 
 
 def _start_with_children(told) -> None:
