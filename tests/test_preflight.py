@@ -27,6 +27,7 @@ from parallel2d.cluster_check.outcome import cluster_description, write_cluster_
 from parallel2d.cluster_check.probes import Peer, ProbeServer, bandwidth, reach, round_trips
 from parallel2d.cluster_check.schedule import disjoint_rounds, rounds_of
 from parallel2d.cluster_check.slurm import defaults_of_launcher, expand_hosts
+from parallel2d.config.composition import compose
 from parallel2d.errors import ConfigError
 from parallel2d.launch.network_interface import choose_interface, list_interfaces, matches_nccl
 from parallel2d.preflight import main
@@ -403,6 +404,16 @@ def test_a_whole_check_measures_every_link_and_writes_the_cluster_file(tmp_path,
     measured = sorted(link.bandwidth for link in first.links)
     assert measured[0] <= written["inter_node"]["bandwidth_bytes_per_s"] <= measured[-1] + 1
     assert written["intra_node"]["latency_s"] > 0
+    # The planner reads what the check has written.
+    planned = compose([f"cluster={tmp_path}/mine.yaml", "cluster.device.peak_tflops.bf16=5"])
+    cluster = planned.config.cluster
+    assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("mine", 3, 2)
+    assert cluster.device.name == written["device"]["name"]
+    assert cluster.device.memory_gib == pytest.approx(written["device"]["memory_bytes"] / 2**30)
+    assert cluster.device.peak_tflops.bf16 == 5
+    for link, key in ((cluster.inside_node, "intra_node"), (cluster.between_nodes, "inter_node")):
+        assert link.bytes_per_s == pytest.approx(written[key]["bandwidth_bytes_per_s"])
+        assert link.latency_us == pytest.approx(written[key]["latency_s"] * 1e6)
 
 
 def test_a_missing_node_is_named_by_those_who_came(tmp_path):

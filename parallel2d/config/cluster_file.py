@@ -45,7 +45,38 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"cluster={path}: no cluster file: it has no keys")
     # Of no use apart from conf/cluster.
     found.pop("defaults", None)
-    return found
+    return _of_check(found, path) if "inter_node" in found else found
+
+
+def _of_check(found: dict[str, Any], path: str) -> dict[str, Any]:
+    """The keys of `ClusterConfig` from what ``python -m parallel2d.preflight --write`` measured.
+    It measures neither compute nor the memory's bandwidth."""
+    try:
+        device = found["device"]
+        return {
+            "name": found["name"],
+            "nodes": found["nodes"],
+            "ranks_per_node": found["ranks_per_node"],
+            "device": {
+                "name": device["name"],
+                "type": device["type"],
+                "memory_gib": device["memory_bytes"] / 2**30,
+            },
+            "inside_node": _link(found["intra_node"]),
+            "between_nodes": _link(found["inter_node"]),
+        }
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"cluster={path}: it has inter_node, as files of python -m parallel2d.preflight --write"
+            " do, and lacks other keys of theirs: write it again"
+        ) from None
+
+
+def _link(measured: dict[str, float] | None) -> dict[str, float]:
+    if measured is None:  # one node has no link to others
+        return {}
+    gbit = measured["bandwidth_bytes_per_s"] * 8 / 1e9
+    return {"up_gbit": gbit, "down_gbit": gbit, "latency_us": measured["latency_s"] * 1e6}
 
 
 def _words_of(prefix: str, values: dict[Any, Any], path: str) -> list[str]:
