@@ -170,11 +170,14 @@ def test_ending_the_launcher_ends_server_and_ranks(tmp_path, way):
         "print(rank.pid, psutil.Process(rank.pid).ppid(), flush=True)\n"
         "time.sleep(1000)\n"
     )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    path = os.pathsep.join(sys.path)
     launcher = subprocess.Popen(
         [sys.executable, script],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
     )
     assert launcher.stdout is not None
     told = [int(word) for word in launcher.stdout.readline().split()]
@@ -184,6 +187,7 @@ def test_ending_the_launcher_ends_server_and_ranks(tmp_path, way):
     launcher.wait()
     for process in processes:
         wait_for_end(process.pid)
+    assert list(temporary.iterdir()) == []
 
 
 def test_nothing_that_the_server_imports_asks_for_an_accelerator():

@@ -226,6 +226,9 @@ def test_no_other_rank_ever_holds_what_rank_0_scatters(ranks):
             assert largest <= piece < 24 * 2**20
 
 
+M_MMAP_THRESHOLD = -3  # in malloc.h
+
+
 def _resident(field):
     """VmRSS or VmHWM of this process, in bytes."""
     with open("/proc/self/status") as status:
@@ -236,6 +239,10 @@ def _receive(how, mebibytes, folder):
     """How far this process's memory rose over what it was while it received a state dict; the bytes it keeps; whether they are right.
 
     The least of three times: what an allocator or a thread of the process group happens to take once is not what receiving needs."""
+    # Large tensors get pages of their own, which are given back with them. Otherwise the C library
+    # takes them from its heap once earlier tests have freed tensors of that size, and what it has
+    # between those of this test would be counted.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     _received(how, 1, folder)  # imports and first-use memory of the runtime
     risen, kept, right = zip(*(_received(how, mebibytes, folder) for _ in range(3)), strict=True)
     return min(risen), kept[0], all(right)
@@ -279,8 +286,9 @@ def _received(how, mebibytes, folder):
     return risen, local.nbytes, right
 
 
-# what a rank may hold beside its part: a piece of 16 MiB, and what allocator and process group need
-SLACK = 24 * 2**20
+# what a rank may hold beside its part: a piece of 16 MiB, and what allocator and process group need,
+# which is less than a second piece
+SLACK = 30 * 2**20
 
 
 def check_receiving(ranks, tmp_path, how, mebibytes, record_property=None):

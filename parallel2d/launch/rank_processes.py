@@ -24,6 +24,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn
@@ -34,7 +35,42 @@ from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_proc
 
 LOST = 255  # the exit code of a rank whose server has ended, as multiprocessing has it
 _SECONDS_FOR_TRACKER = 1.0
-_SERVER = forkserver.ForkServer()
+
+
+class _RankServer(forkserver.ForkServer):
+    """The process that ranks are forked from. See [Note: why ranks are forked]."""
+
+    _socket: int | None = None
+
+    def ensure_running(self) -> None:
+        """Starts it unless it runs. On Linux its socket has no name then: nobody else can connect
+        to it, and nothing is left in the temporary folder when this process is killed."""
+        if sys.platform != "linux":
+            with _for_server():
+                super().ensure_running()
+            return
+        config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        before = config.get("tempdir")
+        with _for_server(), tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
+            # where multiprocessing puts the socket
+            config["tempdir"] = folder
+            try:
+                super().ensure_running()
+            finally:
+                config["tempdir"] = before
+            address: str = self._forkserver_address
+            if address.startswith(folder):
+                self._keep_socket(address)
+
+    def _keep_socket(self, address: str) -> None:
+        """Reaches the socket by a descriptor of its file from now on, which may go then."""
+        if self._socket is not None:
+            os.close(self._socket)
+        self._socket = os.open(address, os.O_PATH | os.O_CLOEXEC)
+        self._forkserver_address = f"/proc/self/fd/{self._socket}"
+
+
+_SERVER = _RankServer()
 _SERVER.set_forkserver_preload(["parallel2d.launch.rank_server"])
 
 
@@ -73,8 +109,7 @@ class RankProcess:
 def start_server() -> None:
     """Starts the process that ranks are forked from, unless there is one. Returns at once, while it
     imports. See [Note: why ranks are forked]."""
-    with _for_server():
-        _SERVER.ensure_running()
+    _SERVER.ensure_running()
     atexit.unregister(_end_server)
     atexit.register(_end_server, os.getpid())
 
