@@ -124,42 +124,30 @@ def code_digest() -> str:
 def probe_run_dir(path: str) -> dict[str, Any]:
     """``writable``, ``error``, ``free_bytes``, ``write_bytes_per_s`` (64 MiB, flushed to the disk)
     of the folder, made if missing."""
+    free, rate, problem = 0, 0.0, None
+    scratch = os.path.join(path, f".preflight-{uuid.uuid4().hex}")
     try:
         os.makedirs(path, exist_ok=True)
         free = shutil.disk_usage(path).free
-    except OSError as error:
-        return {
-            "writable": False,
-            "error": error.strerror,
-            "free_bytes": 0,
-            "write_bytes_per_s": 0.0,
-        }
-    scratch = os.path.join(path, f".preflight-{uuid.uuid4().hex}")
-    block = os.urandom(1 << 20)
-    size = min(_WRITE_TEST_BYTES, free // 4) >> 20
-    try:
+        block = os.urandom(1 << 20)
+        size = min(_WRITE_TEST_BYTES, free // 4) >> 20
         began = time.perf_counter()
         with open(scratch, "wb") as file:
             for _ in range(size):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        took = time.perf_counter() - began
+        rate = (size << 20) / (time.perf_counter() - began)
     except OSError as error:
-        return {
-            "writable": False,
-            "error": error.strerror,
-            "free_bytes": free,
-            "write_bytes_per_s": 0.0,
-        }
+        problem = error.strerror
     finally:
         with contextlib.suppress(OSError):
             os.unlink(scratch)
     return {
-        "writable": True,
-        "error": None,
+        "writable": problem is None,
+        "error": problem,
         "free_bytes": free,
-        "write_bytes_per_s": (size << 20) / took,
+        "write_bytes_per_s": rate,
     }
 
 
