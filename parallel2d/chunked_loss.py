@@ -40,8 +40,8 @@ def cross_entropy_from_hidden(
     -100; a scalar in fp32 (fp64 for fp64 inputs).
 
     At most ``chunk`` rows of logits exist at a time. The gradients are computed in forward and kept
-    until backward, which can run once: that of ``weight`` in fp32 at least. Under
-    ``torch.compile`` this is a graph break.
+    until backward, which can run once and without ``create_graph``: that of ``weight`` in fp32 at
+    least. Under ``torch.compile`` this is a graph break.
 
     Args:
         hidden: [..., dim], what enters the last layer. With a split ``weight`` a DTensor that is
@@ -212,6 +212,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradients, (scale,) = ctx.gradients, grad_outputs
+        # Autograd would take the gradients of forward for constants.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of cross_entropy_from_hidden cannot be differentiated again "
+                "(create_graph=True): compute this loss from whole logits"
+            )
         if gradients is None:
             raise RuntimeError(
                 "the gradients of cross_entropy_from_hidden were used by an earlier backward, and "

@@ -139,6 +139,13 @@ def test_frozen_inputs_get_no_gradient_and_backward_runs_once():
         assert not cross_entropy_from_hidden(hidden, weight, targets, 8).requires_grad
 
 
+def test_a_second_derivative_is_refused():
+    (hidden, weight, _), targets = case()
+    loss = cross_entropy_from_hidden(torch.tanh(hidden), weight, targets, 8)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
