@@ -465,6 +465,9 @@ class ChunkedHead:
         return ChunkedLogits(loss, _Record(shape, sample))
 
 
+# What it returns is no tensor, which a compiled graph cannot have: a model that is compiled as a
+# whole is cut here.
+@torch.compiler.disable
 def _forward_of_head(chunked: ChunkedHead, input: Tensor) -> Any:
     """``input``: as `nn.Linear.forward` calls it."""
     return chunked.compute(input)

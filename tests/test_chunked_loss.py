@@ -466,6 +466,19 @@ def test_a_model_without_a_plain_linear_as_head_is_refused():
         ChunkedHead(_initial(Capped), 8, "embed")
 
 
+def test_a_model_that_is_compiled_as_a_whole_has_the_same_loss():
+    model = _initial(Capped)
+    tokens, targets = training.global_batch(0)
+    plain = cross_entropy_sum(model(tokens), targets)
+    expected = torch.autograd.grad(plain, list(model.parameters()))
+    head = ChunkedHead(torch.compile(model, backend="eager"), 8)
+    loss = head.loss(targets, tokens)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12, rtol=1e-12)
+
+
 def test_logits_are_what_they_were_and_a_copy_computes_with_its_own_head():
     model = _initial(Capped)
     tokens, targets = training.global_batch(0)
