@@ -218,13 +218,13 @@ def _is_listed(parent: nn.Module, child: nn.Module) -> bool:
     """Whether ``child`` is an element, with structure, of a list of modules."""
     if not isinstance(parent, nn.ModuleList | nn.Sequential):
         return False
-    return _has_structure(child)
+    return has_structure(child)
 
 
 def _repeats_with_structure(parent: nn.Module, child: nn.Module) -> bool:
     if not _repeats(parent, child):
         return False
-    return _has_structure(child)
+    return has_structure(child)
 
 
 def _repeats(parent: nn.Module, child: nn.Module) -> bool:
@@ -236,7 +236,7 @@ def _repeats(parent: nn.Module, child: nn.Module) -> bool:
     return _has_parameters(child) and is_called(child)
 
 
-def _has_structure(module: nn.Module) -> bool:
+def has_structure(module: nn.Module) -> bool:
     """Whether ``module`` has children with parameters that may be treated on their own."""
     # The children of an atomic module are not called, so nothing can happen when they are.
     if isinstance(module, ATOMIC):

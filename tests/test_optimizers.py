@@ -367,6 +367,29 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     assert moved["layers.0.attention.wq.weight"][2] == "muon"
 
 
+class Scaled(nn.Module):
+    """A block that holds parameters itself, one of them a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.mix = nn.Parameter(torch.ones(4, 4))
+
+
+def test_blocks_that_hold_parameters_themselves_have_hidden_matrices():
+    model = nn.Sequential(nn.Embedding(8, 4), Scaled(), Scaled(), nn.Linear(4, 8))
+    found = grouped(OPTIMIZERS["muon"], model)
+    hidden = {name for name, (_, _, algorithm) in found.items() if algorithm == "muon"}
+    assert hidden == {"1.linear.weight", "1.mix", "2.linear.weight", "2.mix"}
+
+
+def test_a_row_of_parametrized_layers_is_no_row_of_blocks():
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3)]
+    with pytest.raises(ConfigError, match="no repeated blocks"):
+        build_optimizer(nn.Sequential(*layers), OPTIMIZERS["muon"])
+
+
 def test_muon_without_blocks_asks_which_matrices_are_hidden():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"no repeated blocks.*algorithm: muon"):

@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.config import OptimizerConfig
 from parallel2d.errors import ConfigError, nearest_words
-from parallel2d.model_structure import canonical_name, find_blocks, owns_itself, updated_as
+from parallel2d.model_structure import canonical_name, find_blocks, has_structure, updated_as
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -146,8 +147,10 @@ def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
             embeddings.update(id(parameter) for parameter in module.parameters())
     found: dict[str, Tensor] = {}
     for block_name, block in find_blocks(model):
-        # A layer without children, such as each of a row of Linear layers.
-        if owns_itself(_unwrapped(block)):
+        # A layer, such as each of a row of Linear layers. A block may own parameters too, such as
+        # the scale of its output.
+        layer = _unwrapped(block)
+        if not has_structure(layer) or is_parametrized(layer):
             continue
         for name, parameter in block.named_parameters(prefix=block_name):
             if parameter.ndim == 2 and id(parameter) not in embeddings:
