@@ -447,21 +447,22 @@ class ChunkedHead:
         if targets is None:
             return self._forward(hidden)
         self._calls += 1
-        head = self._head
+        # Read once: a parametrization computes its weight, and may count how often.
+        weight = self._head.weight
         loss = None
         if self._operations is not None:
             after = functools.partial(_apply, self._operations) if self._operations else None
             loss = cross_entropy_from_hidden(
                 hidden,
-                head.weight,
+                weight,
                 targets,
                 self._rows,
-                bias=head.bias,
+                bias=self._head.bias,
                 after=after,
                 z_loss=self.z_loss if self.model.training else 0.0,
             )
-        shape = torch.Size((*hidden.shape[:-1], head.weight.shape[0]))
-        sample = torch.empty(0, dtype=head.weight.dtype, device=hidden.device)
+        shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        sample = torch.empty(0, dtype=weight.dtype, device=hidden.device)
         return ChunkedLogits(loss, _Record(shape, sample))
 
 

@@ -362,6 +362,17 @@ def test_a_llama_trains_as_with_whole_logits_on_every_layout(ranks, case, tied):
     check_llama(ranks, *case, {}, tied)
 
 
+def test_a_parametrized_weight_is_computed_once_in_a_forward():
+    model = _initial(Capped)
+    # Each time that its weight is read in training, its estimate of the norm is improved.
+    nn.utils.parametrizations.spectral_norm(model.head)
+    head = ChunkedHead(copy.deepcopy(model), 8)
+    tokens, targets = training.global_batch(0)
+    for _ in range(2):
+        plain = cross_entropy_sum(model(tokens), targets)
+        assert head.loss(targets, tokens).item() == pytest.approx(plain.item(), rel=1e-13)
+
+
 # What cannot be computed so
 
 
