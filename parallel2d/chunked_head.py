@@ -255,6 +255,18 @@ def _is_plain_linear(module: Any) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
+def _modules_around(model: nn.Module, head: nn.Module) -> dict[str, nn.Module]:
+    """By name, ``head`` and the modules that contain it: those that may return its output."""
+    found = {}
+    for path, module in model.named_modules():
+        if module is head:
+            parts = path.split(".")
+            for length in range(len(parts) + 1):
+                outer = ".".join(parts[:length])
+                found[canonical_name(outer)] = model.get_submodule(outer)
+    return found
+
+
 def _class_name(module: Any) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
@@ -289,6 +301,7 @@ class ChunkedHead:
         if not _is_plain_linear(by_name.get(self.name)):
             raise ConfigError(f"{self.name} is no plain Linear of {_class_name(model)}")
         self._head: Any = by_name[self.name]
+        self._around = _modules_around(model, self._head)
         self._forward = self._head.forward
         # A method of this object, so that a deep copy of the model computes with its own head.
         self._head.forward = types.MethodType(_forward_of_head, self)
@@ -427,6 +440,14 @@ class ChunkedHead:
     def _call(
         self, targets: Tensor, rows: int, inputs: Sequence[Any], options: dict[str, Any]
     ) -> ChunkedLogits:
+        for name, module in self._around.items():
+            # They are called with the gradients of an output that is a tensor.
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ConfigError(
+                    f"train.loss_chunk: {name or _class_name(module)} has a hook for its backward, "
+                    "which needs the gradient of its logits, and they are never whole; remove the "
+                    "hook, or set train.loss_chunk=null"
+                )
         self._targets, self._rows, self._calls = targets, rows, 0
         try:
             output = self.model(*inputs, **options)

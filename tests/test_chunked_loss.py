@@ -454,6 +454,18 @@ def test_models_whose_loss_would_be_another_are_refused(kind, message):
     assert model.training
 
 
+@pytest.mark.parametrize("name", ["", "head"])
+def test_hooks_of_the_backward_of_logits_are_refused(name):
+    model = _initial(Capped)
+    head = ChunkedHead(model, 8)
+    tokens, targets = training.global_batch(0)
+    handle = model.get_submodule(name).register_full_backward_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=f"{name or 'Capped'} has a hook for its backward"):
+        head.loss(targets, tokens)
+    handle.remove()
+    head.loss(targets, tokens).backward()
+
+
 def test_a_model_that_changes_what_it_does_with_logits_is_an_error():
     model = _initial(Capped)
     head = ChunkedHead(model, 8)
