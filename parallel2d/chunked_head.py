@@ -255,6 +255,13 @@ def _is_plain_linear(module: Any) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
+def _can_be_cut(value: Any, targets: Tensor) -> bool:
+    """Whether it is plain which part of ``value`` belongs to a part of ``targets``."""
+    if isinstance(value, Tensor) and value.ndim > 0:
+        return value.shape[:2] == targets.shape[:2]
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
 def _modules_around(model: nn.Module, head: nn.Module) -> dict[str, nn.Module]:
     """By name, ``head`` and the modules that contain it: those that may return its output."""
     found = {}
@@ -343,7 +350,8 @@ class ChunkedHead:
     @torch.no_grad()
     def compare(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
         """Learns what the model does with its logits, and compares the loss with the plain one, on
-        the first tokens of the first sample, in eval mode. Collective.
+        the first tokens of the first sample (on all tokens where an input has not one entry for
+        each of them), in eval mode. Collective.
 
         Raises `ConfigError`, on every rank, when they differ: the model computes its loss from
         something else than this head's output.
@@ -389,8 +397,10 @@ class ChunkedHead:
     def _first_tokens(
         self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any], Tensor]:
-        """Cut to the first tokens of the first sample where they have one entry for each target."""
-        if targets.ndim < 2:
+        """Cut to the first tokens of the first sample, if all inputs have one entry for each
+        target. Otherwise whole: nobody knows what belongs to the first tokens of the others."""
+        values = [*inputs, *options.values()]
+        if targets.ndim < 2 or not all(_can_be_cut(value, targets) for value in values):
             return list(inputs), options, targets
         parameter = next(self.model.parameters())
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -373,6 +373,27 @@ def test_a_parametrized_weight_is_computed_once_in_a_forward():
         assert head.loss(targets, tokens).item() == pytest.approx(plain.item(), rel=1e-13)
 
 
+class Conditioned(Capped):
+    """Takes positions that all samples share, and a vector for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(600, 16)
+
+    def forward(self, tokens, positions, condition):
+        x = self.hidden(tokens) + self.position(positions) + condition[:, None]
+        return self.head(x)
+
+
+def test_inputs_without_an_entry_for_each_target_are_compared_whole():
+    model = _initial(Conditioned)
+    tokens = torch.arange(1000).view(2, 500) % training.VOCAB
+    inputs = (tokens, torch.arange(500)[None], torch.ones(2, 16, dtype=torch.float64))
+    plain = cross_entropy_sum(model(*inputs), tokens)
+    loss = ChunkedHead(model, 64).loss(tokens, *inputs)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
+
+
 # What cannot be computed so
 
 
