@@ -60,7 +60,8 @@ class _Operation:
 
     def __call__(self, value: Tensor) -> Tensor:
         result: Tensor = getattr(value, self.name)(*self.args, **self.kwargs)
-        return result
+        # A tensor of one element may have more dims than a chunk of logits.
+        return result.view(value.shape)
 
     def __repr__(self) -> str:
         return self.name
@@ -174,6 +175,18 @@ class ChunkedLogits:
 
     def __getitem__(self, _index: Any) -> Any:
         raise _refused("indexing")
+
+    def __setitem__(self, _index: Any, _value: Any) -> None:
+        raise _refused("assignment to an index")
+
+    def __rsub__(self, _other: Any) -> Any:
+        raise _refused("a subtraction from a number")
+
+    def __rtruediv__(self, _other: Any) -> Any:
+        raise _refused("a division of a number")
+
+    def __pow__(self, _other: Any) -> Any:
+        raise _refused("pow")
 
     # What a model may ask of its logits.
 

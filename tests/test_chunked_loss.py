@@ -373,6 +373,15 @@ def test_a_parametrized_weight_is_computed_once_in_a_forward():
         assert head.loss(targets, tokens).item() == pytest.approx(plain.item(), rel=1e-13)
 
 
+def test_a_scale_may_have_as_many_dims_as_the_logits():
+    model = _initial(Capped)
+    model.scale = torch.full((1, 1, 1), 1.7, dtype=torch.float64)
+    tokens, targets = training.global_batch(0)
+    plain = cross_entropy_sum(model(tokens), targets)
+    loss = ChunkedHead(model, 8).loss(targets, tokens)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
+
+
 class Conditioned(Capped):
     """Takes positions that all samples share, and a vector for each sample."""
 
@@ -421,6 +430,18 @@ class Softmax(Capped):
         return F.log_softmax(self.head(self.hidden(tokens)), -1)
 
 
+class Padded(Capped):
+    def forward(self, tokens):
+        logits = self.head(self.hidden(tokens))
+        logits[..., 60:] = -torch.inf
+        return logits
+
+
+class Reversed(Capped):
+    def forward(self, tokens):
+        return 1 - self.head(self.hidden(tokens))
+
+
 class Elsewhere(Capped):
     """Its last Linear is not its head."""
 
@@ -460,6 +481,8 @@ class Fewer(Capped):
         (Biased, "add with a tensor of shape"),
         (Sliced, "uses indexing"),
         (Softmax, "uses log_softmax"),
+        (Padded, "uses assignment to an index"),
+        (Reversed, "uses a subtraction from a number"),
         (Elsewhere, "is not what one call of value returned"),
         (Different, "differs from the plain loss"),
         (Twice, "2 calls"),
