@@ -65,8 +65,8 @@ def cross_entropy_from_hidden(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        hidden, weight = _autocast(hidden, dtype), _autocast(weight, dtype)
+        bias = None if bias is None else _autocast(bias, dtype)
     group: dist.ProcessGroup | None = None
     first = 0
     if isinstance(weight, DTensor):
@@ -87,6 +87,13 @@ def cross_entropy_from_hidden(
             targets.flatten(),
             _Settings(chunk, after, z_loss, group, first, with_grad),
         )
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` as a Linear under autocast takes it, which leaves fp64 as it is."""
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
 def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:

@@ -114,6 +114,13 @@ def test_autocast_casts_the_product_alone():
     assert all(tensor.grad.dtype == torch.float32 for tensor in inputs)
 
 
+def test_autocast_leaves_fp64_as_it_is():
+    (hidden, weight, bias), targets = case()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = cross_entropy_from_hidden(hidden, weight, targets, 8, bias=bias)
+    assert ours.item() == pytest.approx(plain_loss(hidden, weight, bias, targets).item(), rel=1e-13)
+
+
 def test_only_ignored_targets_none_and_huge_logits_stay_finite():
     (hidden, weight, _), targets = case(torch.float32)
     nothing = cross_entropy_from_hidden(hidden, weight, torch.full_like(targets, -100), 8)
