@@ -235,7 +235,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         of_hidden = of_weight = of_bias = None
         if gradients.hidden is not None:
-            of_hidden = gradients.hidden.mul_(scale)
+            of_hidden = gradients.hidden
+            # A factor without dims would be rounded to a narrow dtype first (on GPUs).
+            for rows in row_pieces(of_hidden):
+                of_hidden[rows] *= scale.reshape(1)
         if gradients.weight is not None:
             of_weight = gradients.weight.mul_(scale).to(weight_dtype)
         if gradients.bias is not None:
