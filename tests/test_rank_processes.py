@@ -74,6 +74,11 @@ def server_of(folder: Path) -> psutil.Process:
     return psutil.Process(json.loads((folder / "server").read_text())["parent"])
 
 
+def folders_of_its_own(temporary: Path) -> dict[str, str]:
+    """Variables of a process that keeps its temporary files there. torch's cache stands beside."""
+    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": f"{temporary}-torch"}
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -177,10 +182,11 @@ def test_ending_the_launcher_ends_server_and_ranks(tmp_path, way):
         [sys.executable, script],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
+        env={**os.environ, "PYTHONPATH": path, **folders_of_its_own(temporary)},
     )
     assert launcher.stdout is not None
     told = [int(word) for word in launcher.stdout.readline().split()]
+    assert len(told) == 2
     processes = psutil.Process(launcher.pid).children(recursive=True)
     assert set(told) <= {process.pid for process in processes}
     getattr(launcher, way)()
@@ -203,6 +209,20 @@ def test_nothing_that_the_server_imports_asks_for_an_accelerator():
         "assert torch.cuda.is_initialized() is False\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_name_of_the_temporary_folder_may_be_longer_than_that_of_a_socket(tmp_path):
+    folder = tmp_path / ("a" * 120)
+    folder.mkdir()
+    script = (
+        "from parallel2d.launch.rank_processes import start_rank\n"
+        "rank = start_rank('test_rank_processes:rank_main', ['leave', 5], {'RANK': '0'}, None, None)\n"
+        "assert rank.wait(60) == 5\n"
+    )
+    path = os.pathsep.join(sys.path)
+    variables = {**os.environ, "PYTHONPATH": path, **folders_of_its_own(folder)}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=variables)
+    assert list(folder.iterdir()) == []
 
 
 def _pid(told) -> None:

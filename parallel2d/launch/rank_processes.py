@@ -32,6 +32,7 @@ from multiprocessing.popen_forkserver import Popen
 from typing import Any
 
 from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
+from parallel2d.store.address import unix_path
 
 LOST = 255  # the exit code of a rank whose server has ended, as multiprocessing has it
 _SECONDS_FOR_TRACKER = 1.0
@@ -51,15 +52,20 @@ class _RankServer(forkserver.ForkServer):
             return
         config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         before = config.get("tempdir")
-        with _for_server(), tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
-            # where multiprocessing puts the socket
-            config["tempdir"] = folder
+        with (
+            _for_server(),
+            tempfile.TemporaryDirectory(prefix="parallel2d-") as folder,
+            unix_path(os.path.join(folder, "sockets")) as place,
+        ):
+            # Where multiprocessing puts the socket, under a name that is short enough for one.
+            os.mkdir(place)
+            config["tempdir"] = place
             try:
                 super().ensure_running()
             finally:
                 config["tempdir"] = before
             address: str = self._forkserver_address
-            if address.startswith(folder):
+            if address.startswith(place):
                 self._keep_socket(address)
 
     def _keep_socket(self, address: str) -> None:
