@@ -286,3 +286,17 @@ def test_a_daemonic_process_starts_ranks_that_may_have_children():
     assert ours.poll(60)
     assert ours.recv() == 0
     process.join()
+
+
+def test_a_fork_of_a_launcher_has_a_server_of_its_own(tmp_path):
+    server = server_of(tmp_path)
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_start_with_children, args=(theirs,)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert ours.poll(0)
+    assert ours.recv() == 0
+    assert server_of(tmp_path) == server

@@ -42,10 +42,14 @@ class _RankServer(forkserver.ForkServer):
     """The process that ranks are forked from. See [Note: why ranks are forked]."""
 
     _socket: int | None = None
+    _owner: int | None = None  # the process that started it
 
     def ensure_running(self) -> None:
         """Starts it unless it runs. On Linux its socket has no name then: nobody else can connect
         to it, and nothing is left in the temporary folder when this process is killed."""
+        if self._owner not in (None, os.getpid()):
+            self._leave_to_owner()
+        self._owner = os.getpid()
         if sys.platform != "linux":
             with _for_server():
                 super().ensure_running()
@@ -67,6 +71,15 @@ class _RankServer(forkserver.ForkServer):
             address: str = self._forkserver_address
             if address.startswith(place):
                 self._keep_socket(address)
+
+    def _leave_to_owner(self) -> None:
+        """In a fork of a launcher: that one's server is no child of this process, and ends with its
+        own launcher. This process starts another."""
+        with contextlib.suppress(OSError, TypeError):
+            os.close(self._forkserver_alive_fd)  # type: ignore[attr-defined]
+        # multiprocessing has no public way to have a server forgotten.
+        for name in ("address", "alive_fd", "pid"):
+            setattr(self, f"_forkserver_{name}", None)
 
     def _keep_socket(self, address: str) -> None:
         """Reaches the socket by a descriptor of its file from now on, which may go then."""
