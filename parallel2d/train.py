@@ -55,6 +55,7 @@ def main(
     Returns the exit code: 0 done, 1 failed or planned and too large, 2 a configuration
     that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    launch.open_standard_streams()
     try:
         return _run(words, program, purpose)
     except ConfigError as error:

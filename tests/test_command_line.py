@@ -131,6 +131,15 @@ def test_a_run_has_one_run_dir_with_everything_in_it(folder):
 
 
 @pytest.mark.slow
+def test_a_job_runs_without_standard_streams(folder):
+    words = command(*SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
+    without = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
+    closed = subprocess.run([*without, *words], cwd=folder, env=environment(), timeout=150)
+    assert closed.returncode == 0
+    assert len(rows(folder / "alone")) == 4
+
+
+@pytest.mark.slow
 def test_torchrun_gives_one_run_dir_and_the_same_losses(folder):
     alone = execute(folder, *SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
     assert alone.returncode == 0, alone.stderr

@@ -1,5 +1,5 @@
 """The processes of a node: `workers_per_node` counts its ranks, `end_with_parent` ends a process
-with its parent, `set_process_name` names it."""
+with its parent, `set_process_name` names it, `open_standard_streams` before it opens files."""
 
 from __future__ import annotations
 
@@ -59,6 +59,17 @@ def end_with_parent() -> None:
     # parent by now.
     if os.getppid() != parent:
         os._exit(1)
+
+
+def open_standard_streams() -> None:
+    """Opens the null device in the place of standard streams that this process was started without,
+    as a service may be. Otherwise the next file takes the number of one, and ranks inherit it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # It gets the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def set_process_name(name: str) -> None:
