@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from parallel2d.launch.processes import LAUNCHER
 from parallel2d.launch.rank_processes import RankProcess, start_rank, start_server
 
 MAIN = "test_rank_processes:rank_main"
@@ -194,6 +195,19 @@ def test_ending_the_launcher_ends_server_and_ranks(tmp_path, way):
     for process in processes:
         wait_for_end(process.pid)
     assert list(temporary.iterdir()) == []
+
+
+def test_a_server_whose_launcher_has_ended_meanwhile_ends_before_it_imports_anything():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    script = (
+        "import os, sys\n"
+        "os._exit = lambda code: sys.exit(10 + code + ('torch._dynamo' in sys.modules))\n"
+        "import parallel2d.launch.rank_server\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), LAUNCHER: str(ended.pid)}
+    server = subprocess.run([sys.executable, "-c", script], timeout=120, env=variables)
+    assert server.returncode == 11
 
 
 def test_nothing_that_the_server_imports_asks_for_an_accelerator():

@@ -23,6 +23,9 @@ BATCH_SIGNALS = {
     signal.SIGUSR2,
 }
 
+# Tells the server of ranks the process id of its launcher.
+LAUNCHER = "PARALLEL2D_LAUNCHER"
+
 # Options of Linux's prctl(2), from <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -48,12 +51,13 @@ def workers_per_node(config: LaunchConfig) -> int:
     return wanted
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Has the kernel end this process when the one that started it dies, however it dies (Linux;
-    elsewhere nothing)."""
+    elsewhere nothing). ``parent``: its id; without it, one that has died before this call is not
+    noticed."""
     if sys.platform != "linux":
         return
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The kernel sends nothing for a parent that died before that call. Such a process has another
     # parent by now.

@@ -31,7 +31,12 @@ from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.popen_forkserver import Popen
 from typing import Any
 
-from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_process_name
+from parallel2d.launch.processes import (
+    BATCH_SIGNALS,
+    LAUNCHER,
+    end_with_parent,
+    set_process_name,
+)
 from parallel2d.store.address import unix_path
 
 LOST = 255  # the exit code of a rank whose server has ended, as multiprocessing has it
@@ -164,6 +169,7 @@ def _for_server() -> Iterator[None]:
     os.environ.update(
         PYTHONPATH=os.pathsep.join(os.fspath(path) or os.getcwd() for path in sys.path),
         PYTHONSAFEPATH="1",
+        **{LAUNCHER: str(os.getpid())},
         TORCH_CPP_LOG_LEVEL=before.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         # Should a library ask for GPUs while it is imported, torch answers without starting the
         # driver.

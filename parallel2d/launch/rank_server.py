@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 
-from parallel2d.launch.processes import end_with_parent, set_process_name
+from parallel2d.launch.processes import LAUNCHER, end_with_parent, set_process_name
 
 _NEEDED_BY_RANKS = (
     "parallel2d.train",
@@ -20,7 +21,8 @@ _NEEDED_BY_RANKS = (
     "torch.utils.tensorboard",
 )
 
-end_with_parent()
+# The launcher may have ended while this process started.
+end_with_parent(int(os.environ.get(LAUNCHER) or os.getppid()))
 set_process_name("parallel2d ranks")
 for _name in _NEEDED_BY_RANKS:
     importlib.import_module(_name)
