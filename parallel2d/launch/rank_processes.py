@@ -148,11 +148,14 @@ def start_rank(
     """Starts a rank, which calls ``main`` ("package.module:function") with ``words`` and exits with
     what it returns. ``environment``: exactly its own. ``stdout``, ``stderr``: files; None: as this
     process."""
+    start_server()
+    server: int = _SERVER._forkserver_pid  # type: ignore[attr-defined]
     # A rank may have children, whatever this process is.
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run_rank, args=(main, list(words), dict(environment), stdout, stderr), daemon=False
+        target=_run_rank,
+        args=(server, main, list(words), dict(environment), stdout, stderr),
+        daemon=False,
     )
-    start_server()
     with _from_our_server():
         # Not by its `start`, which a daemonic process (one of a pool of joblib's) may not call.
         return RankProcess(Popen(process))
@@ -232,13 +235,14 @@ def _from_our_server() -> Iterator[None]:
 
 
 def _run_rank(
+    server: int,
     main: str,
     words: Sequence[str],
     environment: Mapping[str, str],
     stdout: str | None,
     stderr: str | None,
 ) -> None:
-    end_with_parent()
+    end_with_parent(server)
     os.setsid()
     _redirect(stdout, stderr)
     os.environ.clear()
