@@ -37,6 +37,9 @@ def test_experiments_are_swept_with_and_without_plus(own, plus):
     jobs = []
     run_sweep(["-m", own, f"{plus}experiment=big,small"], jobs.append)
     assert [job.config.train.steps for job in jobs] == [7, 3]
+    # The words of a job mean the same in a command of its own.
+    for job in jobs:
+        assert compose(job.overrides).config.train.steps == job.config.train.steps
 
 
 def test_a_model_of_ones_own_builds_on_one_of_ours(own):

@@ -217,7 +217,7 @@ def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> f
     run_dir = os.path.abspath(settings.runtime.output_dir)
     value, error = None, None
     try:
-        value = task(_job(to_config(composed)))
+        value = task(_job(to_config(composed), _options_of(settings)))
     except Exception as failure:
         error = failure
     if isinstance(error, EndsSweep) and _is_own(settings.launcher):
@@ -231,6 +231,18 @@ def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> f
         failures.append(error)
         return None
     raise error
+
+
+def _options_of(settings: Any) -> tuple[str, ...]:
+    """Those of a sweep's command that its jobs' words need to mean the same again."""
+    options: list[str] = []
+    for source in settings.runtime.config_sources:
+        # Hydra's name for what --config-dir adds.
+        if source.provider == "command-line":
+            options += ["--config-dir", source.path]
+    if settings.job.config_name != "train":
+        options += ["--config-name", settings.job.config_name]
+    return tuple(options)
 
 
 class _SweepEnded(BaseException):
