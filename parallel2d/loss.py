@@ -88,7 +88,10 @@ def _check_shapes(logits: Any, targets: Any) -> None:
 
 
 def check_targets(targets: Tensor, columns: int) -> None:
-    """Raises RuntimeError for a target without a logit; on GPU without waiting for the device."""
+    """Raises `ConfigError` for targets that are no token numbers, and RuntimeError for one without
+    a logit; on GPU without waiting for the device."""
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"targets are token numbers in int64 or int32, got {targets.dtype}")
     # `_assert_async` has kernels for these two devices alone.
     if targets.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return

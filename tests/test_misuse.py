@@ -455,6 +455,10 @@ def test_raw_errors_are_messages(ranks):
         parallel2d.cross_entropy_sum(logits, torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ConfigError, match="logits are a str"):
         parallel2d.cross_entropy_sum("logits", torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="token numbers in int64 or int32, got torch.float32"):
+        parallel2d.cross_entropy_sum(logits, torch.zeros(2, 3))
+    with pytest.raises(ConfigError, match=r"OptimizerConfig\('adamw', lr=3e-4\); got 'adamw'"):
+        parallel2d.build_optimizer(nn.Linear(2, 2), "adamw")
     flat = parallel2d.cross_entropy_sum(logits, torch.zeros(6, dtype=torch.int64))
     assert flat == parallel2d.cross_entropy_sum(logits, torch.zeros(2, 3, dtype=torch.int64))
 

@@ -51,10 +51,15 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or
     plain on one process.
 
-    Raises `ConfigError` for a word or number that ``config`` may not have, without trainable
-    parameters, for a pattern of ``config.groups`` that matches nothing, and where Muon cannot tell
-    hidden matrices from others.
+    Raises `ConfigError` for a ``config`` that is none, for a word or number that it may not have,
+    without trainable parameters, for a pattern of ``config.groups`` that matches nothing, and where
+    Muon cannot tell hidden matrices from others.
     """
+    if not isinstance(config, OptimizerConfig):
+        raise ConfigError(
+            "the second argument of build_optimizer is an OptimizerConfig, such as "
+            f"OptimizerConfig('adamw', lr=3e-4); got {config!r}"
+        )
     check_optimizer(config)
     # A plain model on one process has no engine.
     engines = engines_in(model)
