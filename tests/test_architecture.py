@@ -123,7 +123,14 @@ def test_no_name_of_a_class_or_module_exists_twice():
             "hydra",
             {
                 f"parallel2d.config.{name}"
-                for name in ("composition", "explanation", "survey", "sweep", "words")
+                for name in (
+                    "composition",
+                    "explanation",
+                    "search_path",
+                    "survey",
+                    "sweep",
+                    "words",
+                )
             },
         ),
         ("transformers", {"parallel2d.models.huggingface", "parallel2d.models.library_forms"}),

@@ -61,3 +61,33 @@ def test_the_group_of_schemas_is_no_group_to_choose_from(word):
 def test_a_group_that_is_added_twice_is_one_message():
     with pytest.raises(ConfigError, match="Multiple values for strategy"):
         compose(["+strategy=ddp"])
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("early_stopping=3", "early_stopping is an option of Lightning: train.stop.metric"),
+        ("experiment=bog", "experiment=bog is not one of big, none, small; did you mean big"),
+        ("model=narow", "model=narow is not one of .*; did you mean narrow"),
+        ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
+    ],
+)
+def test_a_wrong_word_is_explained_beside_files_of_ones_own(own, word, told):
+    with pytest.raises(ConfigError, match=told):
+        compose([own, word])
+
+
+def test_a_file_of_ones_own_builds_on_ours(own, tmp_path):
+    text = "defaults: [train, _self_]\ntrain:\n  steps: 5\n"
+    (tmp_path / "own" / "mine.yaml").write_text(text)
+    config = compose([own, "--config-name=mine", "experiment=none", "model=narrow"]).config
+    assert (config.train.steps, config.model.dim) == (5, 64)
+    with pytest.raises(ConfigError, match="train.stepz"):
+        compose([own, "--config-name=mine", "train.stepz=3"])
+    with pytest.raises(ConfigError, match="Cannot find primary config 'other'"):
+        compose([own, "--config-name=other"])
+
+
+def test_a_config_dir_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--config-dir=.*/none is no folder"):
+        compose([f"--config-dir={tmp_path}/none"])

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import hydra
-from hydra import initialize_config_module
 from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -31,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d import files
 from parallel2d.config.cluster import ClusterConfig
-from parallel2d.config.explanation import SCHEMA_GROUP, explain
+from parallel2d.config.explanation import explain
 from parallel2d.config.job import (
     OPTIMIZERS,
     CheckpointConfig,
@@ -54,6 +53,7 @@ from parallel2d.config.parallel import (
     StrategyConfig,
     SyncConfig,
 )
+from parallel2d.config.search_path import SCHEMA_GROUP, initialized
 from parallel2d.config.serialization import to_config
 from parallel2d.config.sweep import Outcome, SweepFolder, outcomes, table
 from parallel2d.config.words import hydra_words, job_options, may_sweep
@@ -151,12 +151,10 @@ def compose(arguments: Sequence[str]) -> Composition | None:
     parsed = job_options(words)
     if parsed is None:
         return None
-    overrides, name = list(parsed.overrides), parsed.config_name or "train"
-    if parsed.config_dir:
-        overrides.append(f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]")
+    name = parsed.config_name or "train"
     try:
-        with initialized() as hydra_instance:
-            composed = hydra_instance.compose_config(name, overrides, run_mode=RunMode.RUN)
+        with initialized(parsed.config_dir) as hydra_instance:
+            composed = hydra_instance.compose_config(name, parsed.overrides, run_mode=RunMode.RUN)
         if composed.hydra.mode == RunMode.MULTIRUN:
             return None
         composed.hydra.mode = RunMode.RUN
@@ -282,17 +280,6 @@ def _job(config: TrainConfig, options: tuple[str, ...] = ()) -> Job:
     # A launcher of a plugin may run several jobs at once.
     label = "" if _is_own(settings.launcher) else f"[#{settings.job.num}]"
     return dataclasses.replace(job, label=label, is_judged=not _is_own(settings.sweeper))
-
-
-@contextlib.contextmanager
-def initialized() -> Iterator[Any]:
-    """Hydra with our configuration on its search path, until the end of the block."""
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_module("parallel2d.conf", job_name="train", version_base="1.3"):
-            yield GlobalHydra.instance().hydra
-    finally:
-        GlobalHydra.instance().clear()
 
 
 @contextlib.contextmanager

@@ -7,24 +7,22 @@ valid choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d.config import other_frameworks
+from parallel2d.config.search_path import choices_by_group, initialized
 from parallel2d.config.serialization import dotted_keys, first_line, other_models
 from parallel2d.errors import did_you_mean, nearest
 
-# The schemas stand in a group of their own, from which nobody chooses on a command line.
-SCHEMA_GROUP = "schema"
 # What a value must be, by the class of OmegaConf's node for it.
 _EXPECTED = {
     "IntegerNode": "a whole number",
@@ -49,23 +47,24 @@ class _Words:
 def explain(words: Sequence[str], error: Exception) -> str:
     """One line per wrong word; the first lines of ``error`` where no single word is wrong."""
     arguments = get_args_parser().parse_args(list(words))
-    if arguments.config_dir or arguments.config_name or arguments.config_path:
-        return first_line(error)  # their keys and groups are not ours
-    GlobalHydra.instance().clear()
-    with initialize_config_module("parallel2d.conf", version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        groups = set(loader.list_groups("")) - {"hydra", SCHEMA_GROUP}
+    if arguments.config_path:
+        return first_line(error)  # all files are in another place
+    name = arguments.config_name or "train"
+    with initialized(arguments.config_dir) as hydra_instance:
+        loader = hydra_instance.config_loader
+        groups = choices_by_group(loader)
         read = _read(arguments.overrides, loader, groups)
         try:
-            base = compose("train", overrides=read.choices)
-        except HydraException:  # such as +strategy=ddp, which no single word shows
+            base = compose(name, overrides=read.choices)
+        # Such as +strategy=ddp, which no single word shows, or a wrong value in one's own file.
+        except (HydraException, OmegaConfBaseException, ValueError):
             return "\n".join(read.wrong) or first_line(error)
         keys = dotted_keys(base)
         tried = [_try_value(base, keys, groups, word, override) for word, override in read.values]
     return "\n".join([*read.wrong, *filter(None, tried)]) or first_line(error)
 
 
-def _read(words: Sequence[str], loader: Any, groups: set[str]) -> _Words:
+def _read(words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]) -> _Words:
     found = _Words()
     for word in words:
         # Each word on its own: Hydra's parser stops at the first that it cannot read.
@@ -76,7 +75,7 @@ def _read(words: Sequence[str], loader: Any, groups: set[str]) -> _Words:
             continue
         key = str(override.key_or_group)
         if key in groups:
-            _check_choices(key, override, loader, found)
+            _check_choices(key, override, groups[key], found)
             continue
         # Hydra's own keys are checked by Hydra. Several values are one for each job of a sweep,
         # and each job is checked when it is composed.
@@ -99,7 +98,7 @@ def _unreadable(word: str, error: HydraException) -> str:
     return f"{word} cannot be read ({reason}); {advice}"
 
 
-def _check_choices(group: str, override: Any, loader: Any, found: _Words) -> None:
+def _check_choices(group: str, override: Any, allowed: Sequence[str], found: _Words) -> None:
     """Sorts the choices of a config group in those that exist and those that do not."""
     if override.is_delete():
         choices = [str(override.value())]
@@ -107,7 +106,6 @@ def _check_choices(group: str, override: Any, loader: Any, found: _Words) -> Non
         choices = [part.strip() for part in str(override.get_value_string()).split(",")]
     else:
         choices = [str(override.get_value_string())]
-    allowed = loader.get_group_options(group)
     for choice in choices:
         if choice not in allowed:
             found.wrong.append(_unknown_choice(group, choice, allowed))
@@ -127,7 +125,7 @@ def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
 
 
 def _try_value(
-    base: DictConfig, keys: list[str], groups: set[str], word: str, override: Any
+    base: DictConfig, keys: list[str], groups: Iterable[str], word: str, override: Any
 ) -> str | None:
     """What is wrong with ``word``, which sets a key; None for nothing."""
     key = override.key_or_group
@@ -151,7 +149,7 @@ def _try_value(
     return None
 
 
-def _unknown_key(key: str, word: str, keys: list[str], groups: set[str]) -> str:
+def _unknown_key(key: str, word: str, keys: list[str], groups: Iterable[str]) -> str:
     line = f"unknown key {key} (given as {word})"
     instead = other_frameworks.answer(key) or other_models(key, keys)
     if instead is not None:

@@ -3,19 +3,18 @@ completion."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel2d.config.composition import initialized, register
-from parallel2d.config.explanation import SCHEMA_GROUP, explain
+from parallel2d.config.composition import register
+from parallel2d.config.explanation import explain
+from parallel2d.config.search_path import choices_by_group, initialized
 from parallel2d.config.words import command_options, hydra_words, may_sweep
 from parallel2d.errors import ConfigError
 
@@ -56,24 +55,12 @@ def survey(arguments: Sequence[str]) -> Survey:
     parsed = command_options(words)
     if parsed is None:
         raise ConfigError(f"{' '.join(words)} cannot be read; --help alone lists all options")
-    places = []
-    if parsed.config_dir:
-        places.append(f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]")
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
     name = parsed.config_name or "train"
     try:
-        with initialized() as hydra_instance:
-            composed = hydra_instance.compose_config(name, [*chosen, *places], RunMode.RUN)
-            groups = _groups(hydra_instance.config_loader, places)
+        with initialized(parsed.config_dir) as hydra_instance:
+            composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
+            groups = choices_by_group(hydra_instance.config_loader)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(words, error)) from None
     return Survey(composed, groups)
-
-
-def _groups(loader: Any, places: list[str]) -> dict[str, tuple[str, ...]]:
-    names = loader.get_group_options("", ObjectType.GROUP, overrides=places)
-    return {
-        name: tuple(loader.get_group_options(name, overrides=places))
-        for name in names
-        if name not in ("hydra", SCHEMA_GROUP)
-    }
