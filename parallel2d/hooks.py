@@ -168,7 +168,7 @@ class HookCalls:
         self._save = False
         self._stop: str | None = None
         self._error: tuple[bool, str] | None = None  # whether it is a `ConfigError`, and its text
-        self._own_error: Exception | None = None
+        self._own_error: Exception | SystemExit | None = None
 
     def start(self, step: int) -> None:
         """Collective. Raises `HookError`, or `ConfigError` if a hook did, alike on every rank."""
@@ -217,10 +217,11 @@ class HookCalls:
         for hook in self.hooks:
             try:
                 self._take(hook, method, getattr(hook, method)(self.run, *arguments))
-            except Exception as error:
+            # sys.exit on one rank would leave the others in the exchange.
+            except (Exception, SystemExit) as error:
                 self._fail(hook, method, step, error)
 
-    def _fail(self, hook: Hook, method: str, step: int, error: Exception) -> None:
+    def _fail(self, hook: Hook, method: str, step: int, error: Exception | SystemExit) -> None:
         """Keeps the first error for the next exchange; raises one of a collective hook now."""
         kind = type(hook)
         where = f"{_KEY}: {kind.__module__}:{kind.__qualname__}"

@@ -218,6 +218,22 @@ def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, meth
     assert "\n" not in caught.value.message
 
 
+class Leaving(Hook):
+    def step(self, run, step, metrics):
+        if step == 2 and run.rank == 1:
+            sys.exit(7)
+
+
+def test_leaving_python_in_a_hook_on_one_rank_is_one_message(ranks, folder):
+    words = ("train.hooks=[test_hooks:Leaving]", "train.steps=4")
+    with pytest.raises(WorkerError) as caught:
+        ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert caught.value.everywhere
+    assert (
+        "test_hooks:Leaving.step failed on rank 1 at step 2: SystemExit: 7" in caught.value.message
+    )
+
+
 class Returning(Hook):
     """Returns what it is given."""
 
