@@ -1,6 +1,7 @@
 """Numbers the nodes of a check and exchanges values between them over a store: `PreflightMeeting`.
 
-Only plain keys of the store are used, no process group.
+Only plain keys of the store are used, no process group. Nodes that wait too long raise
+`NodeMissing` with the names of those that they waited for.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class PreflightMeeting:
         timeout_s: float,
         expected: Sequence[str] = (),
     ) -> None:
-        self._store, self._timeout_s = store, timeout_s
-        self.nodes, self._name = nodes, f"preflight/{name}"
+        self._store = store
+        self._timeout_s = timeout_s
+        self.nodes = nodes
+        self._name = f"preflight/{name}"
         self._expected = list(expected) if len(expected) == nodes else [""] * nodes
         self._failed = f"{self._name}/failed"
         self._count = 0  # of values handed in so far, the same on every node
@@ -85,7 +88,8 @@ class PreflightMeeting:
     def tell(self, value: Any, wait_s: float = 0.0) -> Any:
         """Node 0's ``value`` on every node, as JSON returns it: no tuples, no numbers as keys."""
         mine = value if self.node == 0 else None
-        return json.loads(self._store.get(f"{self._exchange(mine, wait_s, 'did not answer')}/0"))
+        prefix = self._exchange(mine, wait_s, "did not answer")
+        return json.loads(self._store.get(f"{prefix}/0"))
 
     def leave(self, hosts_store: bool) -> None:
         """The last call, whatever came before: the process that holds the store returns when the
@@ -105,7 +109,8 @@ class PreflightMeeting:
         from torch.distributed import DistStoreError
 
         self._count += 1
-        prefix, seconds = f"{self._name}/{self._count}", self._timeout_s + wait_s
+        prefix = f"{self._name}/{self._count}"
+        seconds = self._timeout_s + wait_s
         self._store.set(f"{prefix}/{self.node}", json.dumps(mine))
         if self._store.add(f"{prefix}/arrived", 1) == self.nodes:
             self._store.set(f"{prefix}/open", "")

@@ -158,13 +158,9 @@ def compose(arguments: Sequence[str]) -> Composition | None:
         if composed.hydra.mode == RunMode.MULTIRUN:
             return None
         composed.hydra.mode = RunMode.RUN
-        options: list[str] = []
-        if parsed.config_dir:
-            options += ["--config-dir", parsed.config_dir]
-        if parsed.config_name:
-            options += ["--config-name", parsed.config_name]
         config = to_config(_without_hydra(composed))
-        return Composition(config, tuple(words), composed, name, tuple(options))
+        options = _place_options(parsed.config_dir, parsed.config_name)
+        return Composition(config, tuple(words), composed, name, options)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -233,13 +229,22 @@ def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> f
 
 def _options_of(settings: Any) -> tuple[str, ...]:
     """Those of a sweep's command that its jobs' words need to mean the same again."""
-    options: list[str] = []
+    config_dir = None
     for source in settings.runtime.config_sources:
         # Hydra's name for what --config-dir adds.
         if source.provider == "command-line":
-            options += ["--config-dir", source.path]
-    if settings.job.config_name != "train":
-        options += ["--config-name", settings.job.config_name]
+            config_dir = source.path
+    name = settings.job.config_name
+    return _place_options(config_dir, None if name == "train" else name)
+
+
+def _place_options(config_dir: str | None, config_name: str | None) -> tuple[str, ...]:
+    """The options that say where the configuration is; none for what was not given."""
+    options: list[str] = []
+    if config_dir:
+        options += ["--config-dir", config_dir]
+    if config_name:
+        options += ["--config-name", config_name]
     return tuple(options)
 
 
