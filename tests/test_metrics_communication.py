@@ -198,7 +198,6 @@ LAYOUTS = {
     "diloco": ({}, {"strategy": "hybrid", "sync": SyncConfig("diloco", every=1)}),
     "diloco_bf16": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "bf16", every=1)}),
     "diloco_int4": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "int4", every=1)}),
-    "diloco_sparse": ({}, {"strategy": "hybrid", "sync": SyncConfig("diloco", "sparse", every=1)}),
     "torch": (
         {},
         {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": SyncConfig(engine="torch")},
