@@ -35,6 +35,7 @@ from parallel2d.report.page import markdown, page
 from parallel2d.report.runs import read_run
 
 MUTATIONS = 60  # of each kind
+REPORTS = (markdown,)
 LONGEST_S, MOST_BYTES = 2.0, 200 * 2**20
 ODD = (
     None, True, False, 0, -1, -64, 1, 2**31, 2**53, 2**62, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e-320, 1e308, float("nan"),
@@ -197,8 +198,8 @@ def make_report(folder: Path) -> None:
         runs = [read_run(str(folder))]
     except ConfigError:
         return
-    assert markdown(runs)
-    assert page(runs, "")
+    for make in REPORTS:
+        assert make(runs)
 
 
 def layout(folder: Path, random: random.Random) -> None:
@@ -395,6 +396,13 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
             seed=1,
         )
         opened.train.read(range(8))
+
+
+@pytest.mark.extras("plotly")
+@pytest.mark.parametrize("kind", ["layout", "rows"])
+def test_pages_of_files_changed_at_random(original, tmp_path, kind, monkeypatch):
+    monkeypatch.setitem(globals(), "REPORTS", (page,))
+    fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises what page raises
 
 
 @pytest.mark.extras

@@ -1,10 +1,11 @@
-"""The report of three runs, one of which was restarted and went on with another layout: its drawings, its page, and that
-page in a browser."""
+"""The report of three runs, one of which was restarted and went on with another layout: its tables, its figures, and the
+page in a browser. Figures need plotly."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,31 +13,28 @@ import pytest
 from browser import Browser, find_chromium
 
 from parallel2d.report import __main__ as command
-from parallel2d.report.drawings import drawings
-from parallel2d.report.events import events_of
+from parallel2d.report.overview import events_of, tables, text_of
 from parallel2d.report.page import page
 from parallel2d.report.runs import find_runs, read_run
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
 FOUR = {
-    "strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "ranks": [[[0], [1]], [[2], [3]]], "hosts": HOSTS,
-    "parameters": 1000, "predicted": {"comm/replicate/bytes": 1e6, "comm/shard/bytes": 2e6, "comm/tensor/bytes": 0.0},
+    "strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "hosts": HOSTS,
+    "predicted": {"comm/replicate/bytes": 1e6, "comm/shard/bytes": 2e6, "comm/tensor/bytes": 0.0},
 }  # fmt: skip
 TWO = {
-    **FOUR, "mesh": {"replicate": 1, "shard": 2, "tensor": 1}, "ranks": [[[0], [1]]], "hosts": HOSTS[:2],
+    **FOUR, "mesh": {"replicate": 1, "shard": 2, "tensor": 1}, "hosts": HOSTS[:2],
     "predicted": {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 2e6, "time/step_s": 0.08},
 }  # fmt: skip
-ZERO3 = {**FOUR, "strategy": "zero3", "mesh": {"replicate": 1, "shard": 4, "tensor": 1}, "ranks": [[[0], [1], [2], [3]]],
-         "predicted": {"comm/shard/bytes": 4e6}}  # fmt: skip
+ZERO3 = {**FOUR, "strategy": "zero3", "mesh": {"replicate": 1, "shard": 4, "tensor": 1}, "predicted": {"comm/shard/bytes": 4e6}}  # fmt: skip
 LONG = "a-name-that-is-much-longer-than-a-legend-has-room-for-at-four-hundred-pixels-" + "x" * 30
 
 
-def row(step, segment, wall_s, loss=None):
+def row(step, segment, wall_s):
     found = {
-        "step": step, "segment": segment, "loss": loss or 4.0 - 0.05 * step, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 100 * step,
+        "step": step, "segment": segment, "loss": 4.0 - 0.05 * step, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 100 * step,
         "skipped_steps": 0, "goodput/wall_s": wall_s, "goodput/useful_s": 0.08 * step, "goodput/fraction": 0.08 * step / wall_s,
-        "goodput/lost_first_step_s": 0.5, "goodput/lost_restart_s": 2.0 if segment > 1 else 0.0, "goodput/lost_repeated_s": 0.1,
-        "goodput/lost_data_s": 0.1, "goodput/lost_checkpoint_s": 0.1, "goodput/lost_validation_s": 0.1, "memory/peak_rss_gib": 0.5,
+        "goodput/lost_first_step_s": 0.5, "goodput/lost_restart_s": 2.0 if segment > 1 else 0.0, "memory/peak_rss_gib": 0.5,
     }  # fmt: skip
     if step == 1:
         return found
@@ -52,17 +50,17 @@ def segment(number, first_step, layout, restarted=False, words=("train.steps=30"
     config = {"optimizer": {"lr": 0.1}, "mesh": layout["mesh"], "strategy": {"name": layout["strategy"]}}  # fmt: skip
     return {
         "number": number, "first_step": first_step, "restarted": restarted, "begun": f"2026-11-22 10:0{number}:00 +0000", "command": list(words),
-        "config": config, "layout": layout, "versions": {"parallel2d": "0.1.0", "torch": "2.13.0", "python": "3.12.1"},
+        "config": config, "layout": layout, "versions": {"parallel2d": "0.1.0", "torch": "2.13.0"},
     }  # fmt: skip
 
 
 def write_run(folder, starts, rows, stopped=False):
     folder.mkdir(parents=True)
-    lines = {"metrics.jsonl": rows, "segments.jsonl": starts}
-    for name, values in lines.items():
+    for name, values in {"metrics.jsonl": rows, "segments.jsonl": starts}.items():
         (folder / name).write_text("".join(json.dumps(value) + "\n" for value in values))
     (folder / "layout.json").write_text(json.dumps(starts[-1]["layout"]))
     (folder / "summary.json").write_text(json.dumps({"stopped": stopped, "reason": None}))
+    return folder
 
 
 @pytest.fixture
@@ -83,12 +81,14 @@ def read(folder):
     return [read_run(path) for path in find_runs([str(folder)])]
 
 
-def drawn(folder):
-    return {each.title: each for each in drawings(read(folder))}
+def figures(folder):
+    from parallel2d.report.drawings import drawings
+
+    return drawings(read(folder))
 
 
-def by_name(drawing):
-    return {trace["name"]: trace for trace in drawing.data}
+def bars(figure):
+    return {bar.name: list(bar.x) for bar in figure.data}
 
 
 def test_a_folder_stands_for_the_runs_below_it(folder, capsys):
@@ -97,10 +97,20 @@ def test_a_folder_stands_for_the_runs_below_it(folder, capsys):
     (folder / "sweep" / "0" / "metrics.jsonl").write_text("")
     assert command.main([str(folder), "--markdown"]) == 0
     told = capsys.readouterr()
+    assert "omitted: " in told.err
     assert "sweep/0/metrics.jsonl: no finished step in it" in told.err
     assert told.out.split() == [str(folder / "report.md")]
-    # Named by itself it is an error.
+    # Named by itself it is an error, and where no other is left.
     assert command.main([str(folder / "sweep" / "0"), "--markdown"]) == 2
+    assert command.main([str(folder / "sweep"), "--markdown"]) == 2
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for name in ("a/0", "b/0"):
+        write_run(tmp_path / name, [segment(1, 1, FOUR)], [row(1, 1, 1.0)])
+    assert command.main([str(tmp_path), "--markdown"]) == 0
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert [line[:20] for line in lines if "| hybrid | 2" in line] == ["| a/0 | hybrid | 2 x", "| b/0 | hybrid | 2 x"]  # fmt: skip
 
 
 def test_more_runs_than_a_page_can_show_are_refused(folder, capsys):
@@ -112,118 +122,64 @@ def test_more_runs_than_a_page_can_show_are_refused(folder, capsys):
 
 def test_events_of_a_run(folder):
     _, hybrid, zero3 = read(folder)
-    found = [(event.kind, event.step) for event in events_of(hybrid)]
-    assert found == [
-        ("restart", 11), ("resume", 21), ("change of layout", 21), ("save", 10), ("save", 20), ("save", 30), ("stop", 30)
+    events = events_of(hybrid)
+    assert [(kind, step) for kind, step, _ in events] == [
+        ("start", 1), ("restart", 11), ("start", 21), ("changed settings", 21),
+        ("checkpoint", 10), ("checkpoint", 20), ("checkpoint", 30), ("stop", 30),
     ]  # fmt: skip
-    assert {event.kind for event in events_of(zero3)} == {"save"}
+    assert events[0][2] == (
+        "start 1, 2026-11-22 10:01:00 +0000, parallel2d 0.1.0 torch 2.13.0: parallel2d train train.steps=30"
+    )
+    assert "mesh.replicate: 2 -> 1" in events[3][2]
+    assert {kind for kind, _, _ in events_of(zero3)} == {"start", "checkpoint"}
+    shown = [(each["event"], each["step"]) for each in tables([hybrid])["Events"]]
+    assert shown == [("start", "1"), ("restart", "11"), ("start", "21"), ("changed settings", "21"), ("stop", "30")]  # fmt: skip
 
 
-def test_events_and_starts_are_told_apart_on_the_curves(folder):
-    loss = drawn(folder)["Training loss"]
-    lines = [trace for trace in loss.data if trace["name"] == "hybrid"]
-    assert [line["line"]["dash"] for line in lines] == ["solid", "dot"]
-    solid, dotted = ([x for x in line["x"] if x is not None] for line in lines)
-    # A line ends at the first row of the next start, where that begins.
-    assert solid == [*range(1, 12), *range(21, 31)]
-    assert dotted == list(range(11, 22))
-    marks = by_name(loss)
-    assert marks["restart"]["x"] == [11]
-    assert marks["restart"]["y"] == [pytest.approx(4.0 - 0.05 * 11)]
-    assert marks["change of layout"]["x"] == [21]
-    assert marks["stop"]["x"] == [30]
+def test_one_mean_is_in_all_places(tmp_path):
+    seconds = [0.1] * 9 + [1.1]
+    rows = [{"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s} for n, s in enumerate(seconds, 1)]  # fmt: skip
+    run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, TWO)], rows)))
+    (compared,) = tables([run])["Runs"]
+    assert compared["time of a step (mean)"] == "200 ms"
+    assert compared["tokens/s (mean)"] == "500"  # 1,000 tokens in 2 seconds
+    beside, _ = tables([run])["Measured and predicted"]
+    assert (beside["measured"], beside["predicted"], beside["difference"]) == ("200 ms", "80 ms", "+150.00%")  # fmt: skip
 
 
-def test_curves_may_be_over_steps_tokens_or_hours(folder):
-    loss = drawn(folder)["Training loss"]
-    assert loss.over
-    line = by_name(loss)["zero3"]
-    assert line["meta"]["steps"] == line["x"] == list(range(1, 31))
-    assert line["meta"]["tokens"] == [100 * step for step in range(1, 31)]
-    assert line["meta"]["hours"][-1] == pytest.approx(3.2 / 3600)
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("comm/shard/bytes", 0.0, "0 B"), ("comm/shard/bytes", 1234.0, "1.234 kB"), ("comm/shard/bytes", 4.2e13, "42 TB"),
+        ("time/step_s", 0.0, "0 s"), ("time/step_s", 2e-7, "0.2 us"), ("time/step_s", 0.163, "163 ms"), ("time/step_s", 5400.0, "1.5 h"),
+        ("loss", float("nan"), "-"), ("throughput/tokens_per_s", 12345.6, "12,346"),
+    ],
+)  # fmt: skip
+def test_values_have_a_unit_that_fits(key, value, text):
+    assert text_of(key, value) == text
 
 
-def test_the_bar_of_a_step_adds_up_to_it(folder):
-    bars = by_name(drawn(folder)["Where a step's time goes"])
-    # The means of each of the four layouts, in milliseconds
-    assert len(bars["waits for shard"]["y"]) == 4
-    assert bars["waits for shard"]["y"][0] == pytest.approx(40)
-    assert bars["waits for replicate"]["y"][0] == pytest.approx(20)
-    assert bars["waits for data"]["y"][0] == pytest.approx(10)
-    assert sum(bar["y"][0] for bar in bars.values()) == pytest.approx(100)
-    assert "waits for tensor" not in bars
+def test_each_layout_of_a_run_has_rows_of_its_own(folder):
+    found = tables(read(folder))
+    hybrid = [each for each in found["Runs"] if each["run"].startswith("hybrid")]
+    assert [each["mesh"] for each in hybrid] == ["2 x 2 x 1", "1 x 2 x 1"]
+    # Of the seconds since the row before: 10 steps, 0.08 of 0.2 s of each useful
+    assert [each["goodput"] for each in hybrid] == ["38.1%", "40.0%"]
+    beside = {(each["run"], each["mean"]): each for each in found["Measured and predicted"]}
+    assert beside["hybrid: steps 21 to 30", "time of a step"]["difference"] == "+25.00%"
+    assert beside["zero3", "shard per step"]["difference"] == "-50.00%"
+    assert beside["zero3", "replicate per step"]["predicted"] == "-"
+    assert ("zero3", "tensor per step") not in beside
+    (shares, *_) = found["Where time goes"]
+    assert shares["waits for shard (of a step)"] == "40.0%"
 
 
-def test_a_step_is_not_split_where_communication_was_not_measured(tmp_path):
-    rows = [{"step": step, "loss": 1.0, "time/step_s": 0.1} for step in range(1, 4)]
-    write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)
-    (bar,) = drawn(tmp_path)["Where a step's time goes"].data
-    assert bar["name"] == "communication was not measured"
-    assert bar["y"] == [pytest.approx(100)]
-
-
-def test_bytes_are_measured_beside_predicted(folder):
-    bars = by_name(drawn(folder)["Bytes by axis"])
-    assert list(bars) == ["replicate", "replicate (predicted)", "shard", "shard (predicted)"]
-    assert bars["shard"]["y"] == [2.0] * 4
-    assert bars["shard (predicted)"]["y"] == [2.0, 2.0, 2.0, 4.0]
-    assert bars["replicate (predicted)"]["y"] == [1.0, 1.0, 0.0, None]
-
-
-def test_the_waterfall_ends_at_the_useful_time(folder):
-    falls = by_name(drawn(folder)["Goodput: from wall time to useful time"])
-    fall = falls["hybrid"]
-    places = dict(zip(fall["x"], fall["y"], strict=True))
-    assert places["wall time"] == pytest.approx(6.2)
-    assert places["restarts"] == pytest.approx(-2.0)
-    assert sum(fall["y"]) == pytest.approx(0.08 * 30)
-    assert (fall["measure"][0], fall["measure"][-1]) == ("absolute", "total")
-
-
-def test_each_mesh_is_drawn_once_with_its_hosts(folder):
-    titles = [title for title in drawn(folder) if "host" in title]
-    assert [title.split(":")[0] for title in titles] == [
-        "hybrid 2 x 2 x 1, 2 hosts", "hybrid 1 x 2 x 1, 1 host", "zero3 1 x 4 x 1, 2 hosts"
-    ]  # fmt: skip
-    (cells,) = drawn(folder)[titles[0]].data
-    assert cells["text"] == [["0", "1"], ["2", "3"]]
-    assert cells["z"] == [[0, 0], [1, 1]]
-    assert cells["hovertext"][1][0] == "rank 2 on node-b/2<br>replicate 1, shard 0, tensor 0"
-
-
-@pytest.mark.parametrize("ranks", [[[0, 1]], [[[0], [9]]], "x", [[[0], [True]]], [], [[[0]], [[1], [2]]]])  # fmt: skip
-def test_a_mesh_that_is_none_is_not_drawn(tmp_path, ranks):
-    write_run(tmp_path / "run", [segment(1, 1, {**FOUR, "ranks": ranks})], [row(1, 1, 1.0)])
-    assert not any("host" in title for title in drawn(tmp_path))
-
-
-def test_whatever_is_predicted_is_shown_beside_what_was_measured(folder):
-    command.main([str(folder / "hybrid"), "--markdown"])
-    text = (folder / "hybrid" / "report.md").read_text()
-    assert "| hybrid: steps 21 to 30 | step s | 0.1 | 0.08 | +25.00% |" in text
-    assert "| hybrid: steps 21 to 30 | shard MB | 2 | 2 | +0.00% |" in text
-
-
-def test_names_are_no_tags_in_drawings(tmp_path):
-    hostile = {**FOUR, "hosts": ["<i>host</i>"] * 4, "strategy": "<b>x</b>"}
-    rows = [row(n, 1, 0.1 * n) for n in range(1, 5)]
-    write_run(tmp_path / "<a href=x>run", [segment(1, 1, hostile)], rows)
-    texts = json.dumps([each.data for each in drawings(read(tmp_path))])
-    assert "&lt;a href=x&gt;run" in texts
-    assert "&lt;i&gt;host&lt;" in texts
-    # The only tags are line breaks of our own, and where plotly.js puts a name.
-    for ours in ("<br>", "<extra>", "</extra>"):
-        texts = texts.replace(ours, "")
-    assert "<" not in texts
-
-
-def test_settings_versions_and_the_command_are_shown(folder):
-    html = page(read(folder), "")
-    assert "<h2>Settings that differ</h2>" in html
-    assert "<td>strategy.name<td>hybrid<td>hybrid<td>zero3" in html
-    assert "optimizer.lr" not in html
-    assert "<td>2.13.0" in html
-    assert "parallel2d train train.steps=30" in html
+def test_settings_that_differ_are_shown(folder):
+    settings = {each[""]: each for each in tables(read(folder))["Settings that differ"]}
+    assert set(settings) == {"mesh.replicate", "mesh.shard", "strategy.name"}
+    assert settings["strategy.name"]["zero3"] == "zero3"
+    (folder / "zero3" / "segments.jsonl").unlink()
+    assert "Settings that differ" not in tables(read(folder))
 
 
 def test_without_plotly_one_message_says_how_to_install_it(folder):
@@ -242,24 +198,81 @@ def test_without_plotly_one_message_says_how_to_install_it(folder):
 
 
 @pytest.mark.extras("plotly")
-def test_plotly_knows_every_property_of_the_drawings(folder):
-    from plotly import graph_objects
+def test_curves_have_a_line_for_each_run_and_marks_for_its_events(folder):
+    curves = figures(folder)["Curves"]
+    titles = [each.text for each in curves.layout.annotations]
+    assert titles[:3] == ["Training loss", "Validation loss", "Throughput (tokens/s)"]
+    assert "Peak memory of a device (GiB)" not in titles
+    loss, *others = [trace for trace in curves.data if trace.name == "hybrid"]
+    assert (loss.showlegend, {trace.showlegend for trace in others}) == (True, {False})
+    assert list(loss.x) == list(range(1, 31))
+    assert loss.y[-1] == pytest.approx(2.5)
+    # Those of hybrid are the second.
+    marks = [trace for trace in curves.data if trace.hovertext][1]
+    assert list(marks.x) == [1, 11, 21, 21, 10, 20, 30, 30]
+    assert list(marks.y) == [pytest.approx(4.0 - 0.05 * step) for step in marks.x]
+    assert marks.hovertext[1].startswith("restart of hybrid: start 2,")
 
-    for drawing in drawings(read(folder)):
-        graph_objects.Figure(data=drawing.data, layout=drawing.layout)
+
+@pytest.mark.extras("plotly")
+def test_the_x_axis_may_count_steps_tokens_or_hours(folder):
+    over, scale = figures(folder)["Curves"].layout.updatemenus
+    last = {button.label: button.args[0]["x"][-1][-1] for button in over.buttons}
+    assert last == {"over steps": 30, "over tokens": 3000, "over hours": pytest.approx(3.2 / 3600)}
+    assert set(scale.buttons[1].args[0].values()) == {"log"}
+
+
+@pytest.mark.extras("plotly")
+def test_bars_add_up_to_the_whole(folder):
+    drawn = figures(folder)
+    step = bars(drawn["Where a step's time goes (means)"])
+    # Each of the four layouts, in milliseconds
+    assert step["waits for shard"] == pytest.approx([40] * 4)
+    assert [sum(each) for each in zip(*step.values(), strict=True)] == pytest.approx([100] * 4)
+    assert "waits for tensor" not in step
+    wall = bars(drawn["Where the wall time goes"])
+    # Of each of the three runs, in seconds
+    assert [sum(each) for each in zip(*wall.values(), strict=True)] == pytest.approx([3.0, 6.2, 3.2])  # fmt: skip
+    assert wall["useful"] == pytest.approx([2.4] * 3)
+    assert wall["restart"] == pytest.approx([0.0, 2.0, 0.0])
+
+
+@pytest.mark.extras("plotly")
+def test_bytes_are_measured_beside_predicted(folder):
+    moved = bars(figures(folder)["Bytes that a rank sends per step (means)"])
+    assert list(moved) == ["replicate", "replicate, predicted", "shard", "shard, predicted"]
+    assert moved["shard"] == [2.0] * 4  # MB
+    assert moved["shard, predicted"] == [2.0, 2.0, 2.0, 4.0]
+    assert moved["replicate, predicted"] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.extras("plotly")
+def test_names_are_no_tags_in_figures(tmp_path):
+    hostile = segment(1, 1, {**FOUR, "strategy": "<b>x</b>"}, words=("<i>word</i></script>",))
+    write_run(tmp_path / "<a href=x>run", [hostile], [row(n, 1, 0.1 * n) for n in range(1, 5)])
+    texts = "".join(figure.to_json() for figure in figures(tmp_path).values())
+    # plotly writes < as \u003c.
+    tags = set(re.findall(r"\\u003c(\w+)", texts))
+    assert "&lt;a href=x&gt;run" in texts
+    assert tags <= {"br"}
+    html = re.sub("<script.*?</script>", "", page(read(tmp_path)), flags=re.DOTALL)
+    for tag in ("<a href", "<i>", "<b>"):
+        assert tag not in html
 
 
 # Right edges of all that is not in a box that scrolls by itself
 OVERFLOWING = """[...document.querySelectorAll('body *')]
   .filter(each => each.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .filter(each => !each.closest('.table')).map(each => each.outerHTML.slice(0, 80))"""
-DRAWN = "document.querySelectorAll('.main-svg').length / 2"
-LABELS = (
-    """[...document.querySelectorAll('#drawing-0 .xtick text')].map(each => each.textContent)"""
-)
-BUTTONS = "[...document.querySelectorAll('#drawing-0 .modebar-btn')].map(each => each.dataset.title)"  # fmt: skip
-CHOOSE = """(() => {{ const over = document.getElementById('over'); over.value = '{0}';
-  over.dispatchEvent(new Event('change')); }})()"""
+# Axis labels that begin left of the page, where a run's name would be cut
+CUT = """[...document.querySelectorAll('.ytick text')]
+  .filter(each => each.getBoundingClientRect().left < 0).map(each => each.textContent)"""
+DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].filter(each => each._fullLayout?._size).length"  # fmt: skip
+CURVES = "document.getElementById('figure-0')"
+BUTTONS = f"[...{CURVES}.querySelectorAll('.modebar-btn')].map(each => each.dataset.title)"
+X = f"{CURVES}.calcdata[0].at(-1).x"
+CHOOSE = CURVES + """.querySelectorAll('.updatemenu-header')[{0}].dispatchEvent(new MouseEvent('click'))"""  # fmt: skip
+PRESS = CURVES + """.querySelectorAll('.updatemenu-dropdown-button')[{0}].dispatchEvent(new MouseEvent('click'))"""  # fmt: skip
 
 
 @pytest.mark.extras("plotly")
@@ -271,23 +284,25 @@ def test_a_page_loads_nothing_and_fits_a_screen(folder, tmp_path):
     kept = os.environ.get("REPORT_PICTURES")  # a folder, to look at them oneself
     browser = Browser(chromium, tmp_path / "profile")
     try:
-        for width in (1200, 800, 400):
+        for width in (1200, 400):
             browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)  # fmt: skip
             browser.open((tmp_path / "out" / "report.html").as_uri())
-            browser.wait_for(DRAWN, lambda count: count >= len(drawings(read(folder))))
+            browser.wait_for(DRAWN, lambda count: count == 4)
             assert browser.ask("document.documentElement.scrollWidth") <= width
             assert browser.ask(OVERFLOWING) == []
+            assert browser.ask(CUT) == []
             if kept:
                 browser.photograph(f"{kept}/report-{width}.png")
         assert browser.ask("performance.getEntriesByType('resource').length") == 0
         # None that sends the data to a service
         assert browser.ask(BUTTONS) == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"]
-        assert browser.ask(LABELS)[-1] == "30"
-        browser.ask(CHOOSE.format("tokens"))
-        assert browser.wait_for(LABELS, lambda labels: "30" not in labels)[-1] in ("3000", "3k")
-        browser.ask("document.getElementById('logarithmic').click()")
-        kind = "document.getElementById('drawing-0')._fullLayout.yaxis.type"
-        browser.wait_for(kind, lambda found: found == "log")
+        assert browser.ask(X) == 30
+        browser.ask(CHOOSE.format(0))
+        browser.ask(PRESS.format(1))
+        browser.wait_for(X, lambda x: x == 3000)
+        browser.ask(CHOOSE.format(1))
+        browser.ask(PRESS.format(1))
+        browser.wait_for(f"{CURVES}._fullLayout.yaxis2.type", lambda found: found == "log")
         assert browser.said == []
     finally:
         browser.close()

@@ -176,7 +176,7 @@ def test_a_report_has_a_row_for_every_layout_of_a_run(tmp_path):
     accept_start(job_in(tmp_path), other, 2)
     write_rows(tmp_path)
     first, second = parts_of(read_run(str(tmp_path)))
-    assert [row["step"] for row in first.rows] == [1, 2]
+    assert list(first["step"]) == [1, 2]
     assert first.layout["strategy"] == "hybrid"
     assert second.layout["strategy"] == "zero3"
     lines = markdown([read_run(str(tmp_path))]).splitlines()
@@ -186,24 +186,24 @@ def test_a_report_has_a_row_for_every_layout_of_a_run(tmp_path):
     assert "50.0%" in hybrid
     assert "steps 3 to 3 | zero3" in zero3
     assert "75.0%" in zero3  # 3 of 4 seconds since the row before
-    assert any(line.endswith("| 4e-06 | 4e-06 | +0.00% |") for line in lines)
-    assert sum(line.startswith(f"| {name} | ") for line in lines) == 3  # starts, origin
+    assert any(line.endswith("| 4 B | 4 B | +0.00% |") for line in lines)
+    assert [line.split(" | ")[2] for line in lines if line.startswith(f"| {name} | ")] == [
+        "start"
+    ] * 2
 
 
-def test_a_report_has_each_command_with_its_date_once(tmp_path):
-    for finished, steps in ((0, 9), (2, 9), (3, 20)):
+def test_a_report_has_the_date_and_the_command_of_each_start(tmp_path):
+    for finished, steps in ((0, 9), (3, 20)):
         job = dataclasses.replace(job_in(tmp_path), overrides=(f"train.steps={steps}",))
         accept_start(job, LAYOUT, finished)
     write_rows(tmp_path)
     text = markdown([read_run(str(tmp_path))])
     begun = [each.begun for each in read_segments(str(tmp_path))]
-    rows = text.partition("How each run was made")[2].splitlines()
-    rows = [line for line in rows if line.startswith(f"| {tmp_path.name} |")]
-    assert len(rows) == 2
-    assert f"| 1 | {begun[0]} |" in rows[0]
-    assert rows[0].endswith("train.steps=9 |")
-    assert f"| 4 | {begun[2]} |" in rows[1]
-    assert rows[1].endswith("train.steps=20 |")
+    first, second = [line for line in text.splitlines() if "| start |" in line]
+    assert f"| 1 | start | start 1, {begun[0]}, " in first
+    assert first.endswith("parallel2d train train.steps=9 |")
+    assert f"| 4 | start | start 2, {begun[1]}, " in second
+    assert second.endswith("parallel2d train train.steps=20 |")
 
 
 def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
@@ -215,7 +215,7 @@ def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
     (part,) = parts_of(read_run(str(tmp_path)))
     assert part.name == tmp_path.name
     assert part.layout["strategy"] == "hybrid"
-    assert len(part.rows) == 3
+    assert len(part.table) == 3
     told = markdown([read_run(str(tmp_path))])
     assert f"| {tmp_path.name} | hybrid | 2 x 2 x 1 | yes |" in told
 

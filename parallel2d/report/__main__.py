@@ -25,19 +25,10 @@ def main(
     parser = argparse.ArgumentParser(
         prog=program, description="Writes report.md and report.html about one run or several."
     )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run directory, or a folder with runs below it; the first given is the first shown",
-    )
-    parser.add_argument(
-        "--out",
-        help="folder of the report; default: the folder given, with several the current one",
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="report.md alone, which needs no plotly"
-    )
+    run_help = "run directory, or a folder with runs below it; the first given is the first shown"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=run_help)
+    parser.add_argument("--out", help="folder of the report; default: RUN, or . for several")
+    parser.add_argument("--markdown", action="store_true", help="report.md alone, without plotly")
     options = parser.parse_args(arguments)
     folder = options.out or (options.runs[0] if len(options.runs) == 1 else ".")
     try:
@@ -45,7 +36,7 @@ def main(
         # All is made before the first is written, so a failure leaves no incomplete report.
         texts = {"report.md": markdown(runs)}
         if not options.markdown:
-            texts["report.html"] = page(runs, _plotly_js())
+            texts["report.html"] = page(runs)
         os.makedirs(folder, exist_ok=True)
         for name, text in texts.items():
             path = os.path.join(folder, name)
@@ -55,58 +46,34 @@ def main(
         print(f"parallel2d: {files.for_terminal(error)}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(
-            f"parallel2d: --out: {files.printable(folder)} cannot be written: {error.strerror}",
-            file=sys.stderr,
-        )
+        shown = files.printable(folder)
+        print(f"parallel2d: --out: {shown} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 
 
 def _read(given: Sequence[str]) -> list[Run]:
-    """The runs that were named, and those below folders. Raises `ConfigError`.
-
-    Below a folder, a run that has no finished step yet, or cannot be read, is left out, which is
-    said.
-    """
+    """The runs that were named, and those below folders; of these, one that cannot be read or has
+    no finished step yet is omitted, with a message. Raises `ConfigError`."""
     paths = find_runs(given)
     if len(paths) > _MOST_RUNS:
         raise ConfigError(
             f"{len(paths)} runs are too many for one page, of at most {_MOST_RUNS}: name some"
         )
+    base = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     runs: list[Run] = []
-    left_out: list[str] = []
     for path in paths:
         try:
-            runs.append(read_run(path))
+            # Two folders may each have a run 0.
+            name = files.printable(os.path.relpath(path, base), 300)
+            runs.append(replace(read_run(path), name=name))
         except ConfigError as error:
             if path in given:
                 raise
-            left_out.append(str(error))
+            print(f"parallel2d: omitted: {files.for_terminal(error)}", file=sys.stderr)
     if not runs:
-        raise ConfigError(left_out[0])
-    for problem in left_out:
-        print(f"parallel2d: left out: {files.for_terminal(problem)}", file=sys.stderr)
-    return _tell_apart(runs)
-
-
-def _plotly_js() -> str:
-    """The source of plotly.js, which the library brings. Raises `ConfigError` without it."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ConfigError(
-            "report.html is drawn with plotly: pip install 'parallel2d[report]' "
-            "(--markdown writes report.md alone, without it)"
-        ) from None
-    source: str = get_plotlyjs()
-    return source
-
-
-def _tell_apart(runs: list[Run]) -> list[Run]:
-    """Replaces names that several runs have by the runs' paths."""
-    names = [run.name for run in runs]
-    return [replace(run, name=run.path) if names.count(run.name) > 1 else run for run in runs]
+        raise ConfigError("no run is left to report on")
+    return runs
 
 
 if __name__ == "__main__":

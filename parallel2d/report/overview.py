@@ -1,260 +1,176 @@
-"""The tables of a report, as text: `tables`."""
+"""The tables of a report, as text: `tables`; and what happened to a run: `events_of`."""
 
 from __future__ import annotations
 
-import itertools
+import math
 import shlex
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise, repeat
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
 
 from parallel2d import files
 from parallel2d.metrics import keys
-from parallel2d.report.runs import Run, all_parts, phase_key, settings_of
-from parallel2d.run_directory import Segment, changes_since
+from parallel2d.report.runs import BYTES, LOST, PHASES, RATES, WAITS, Run, parts_of, ratio
+from parallel2d.run_directory import changes_since
 
-Table = tuple[str, list[str], list[list[str]]]  # heading, column names, rows
-# Quantity, measured, predicted; None where it is not known
-Compared = tuple[str, float | None, float | None]
+TextRow = dict[str, str]  # by column
 
-_MB = 1e6
-# How a key is shown, with its unit; communication has names of its own, see `quantity_of`
-_QUANTITIES = {
-    keys.LOSS: "loss",
-    keys.VALIDATION_LOSS: "validation loss",
-    keys.GRAD_NORM: "gradient norm",
-    keys.LEARNING_RATE: "learning rate",
-    keys.STEP_S: "step s",
-    keys.FIRST_STEP_S: "first step s",
-    keys.TOKENS_PER_S: "tokens/s",
-    keys.TOKENS_PER_S_PER_RANK: "tokens/s per rank",
-    keys.MODEL_TFLOPS_PER_RANK: "TFLOP/s per rank",
-    keys.MFU: "MFU (share of the peak)",
-    keys.PEAK_GIB: "peak memory of the device GiB",
-    keys.PEAK_RSS_GIB: "peak memory of the process GiB",
-    keys.GOODPUT: "goodput (share of the wall time)",
+# Units from the smallest, each with its size
+BYTE_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_UNITS = {**dict.fromkeys(BYTES.values(), BYTE_UNITS), **dict.fromkeys(LOST.values(), TIME_UNITS)}
+_UNITS |= dict.fromkeys((keys.STEP_S, keys.WALL_S), TIME_UNITS)
+# How values without such a unit are shown
+_FORMS = {
+    "share": "{:.1%}",
+    "difference": "{:+.2%}",
+    keys.STEP: "{:.0f}",
+    keys.LOSS: "{:.4f}",
+    keys.PEAK_GIB: "{:.3g} GiB",
+    keys.TOKENS_PER_S: "{:,.0f}",
+    keys.MODEL_TFLOPS_PER_RANK: "{:.4g}",
+    keys.MFU: "{:.1%}",
+}
+_MEANS = {
+    **dict(zip(("tokens/s", "TFLOP/s per rank", "MFU"), RATES, strict=True)),
+    "time of a step": keys.STEP_S,
+    **{f"{axis} per step": key for axis, key in BYTES.items()},
 }
 
 
-def _words(name: str) -> str:
-    """``first_step`` as `first step`."""
-    return name.replace("_", " ")
+def fitting_unit(value: float, units: Mapping[str, float]) -> str:
+    """The largest of ``units`` in which ``value`` is at least 1; for zero that of size 1."""
+    smaller = bisect_right(list(units.values()), abs(value or 1.0))
+    return list(units)[max(0, smaller - 1)]
 
 
-_CERTIFIED = {"True": "yes", "False": "no"}
-_TIME_COLUMNS = [
-    "run",
-    *(f"{_words(phase)} (of a step)" for phase in keys.PHASES),
-    *(f"waits for {axis} (of a step)" for axis in keys.AXES),
-    *(f"{_words(cause)} (s lost)" for cause in keys.LOSSES),
-]
-_BESIDE_COLUMNS = ["run", "per step", "measured", "predicted", "difference"]
-_START_COLUMNS = ["run", "start", "begun", "first step", "why", "mesh", "changed"]
-_ORIGIN_COLUMNS = [
-    "run",
-    "from step",
-    "begun",
-    "parallel2d",
-    "torch",
-    "python",
-    "certificate",
-    "command",
-]
-_MOST_SETTINGS = 60
-# Settings that say where a run is, not what it does
-_PLACES = ("launch.host_id", "data.cache_dir")
+def text_of(key: str, value: float) -> str:
+    """``value`` of ``key`` with its unit, such as ``1.5 MB``; ``-`` for NaN."""
+    if math.isnan(value):
+        return "-"
+    if key in _FORMS:
+        return _FORMS[key].format(value)
+    unit = fitting_unit(value, _UNITS[key])
+    return f"{value / _UNITS[key][unit]:.4g} {unit}"
 
 
-def tables(runs: Sequence[Run]) -> list[Table]:
-    """Tables of a report: the comparison of the runs, the settings in which they differ, their
-    starts, what was measured beside what was predicted, how the time was spent, and how each run
-    was made. A run that went on with another layout has a row for each of its layouts. Tables
-    without rows are left out."""
-    parts = all_parts(runs)
-    compared = [figures(part) for part in parts]
-    starts: list[list[str]] = []
-    origins: list[list[str]] = []
+def tables(runs: Sequence[Run]) -> dict[str, list[TextRow]]:
+    """Rows by the heading of the table. A run that went on with another layout has a row for each
+    of its layouts. Tables without rows are omitted."""
+    parts = parts_of(*runs)
+    found = {
+        "Runs": list(map(_comparison, parts)),
+        "Settings that differ": _differing_settings(runs),
+        "Measured and predicted": list(chain(*map(_measured_and_predicted, parts))),
+        "Where time goes": list(map(_times, parts)),
+        "Events": [],
+    }
     for run in runs:
-        starts += _starts(run)
-        origins += _origins(run)
-    beside: list[list[str]] = []
-    for part in parts:
-        beside += [_beside_row(part, each) for each in measured_and_predicted(part)]
-    names = [run.name for run in runs]
-    found: list[Table] = [
-        ("Runs", list(compared[0]), [list(row.values()) for row in compared]),
-        ("Settings that differ", ["key", *names], _differing_settings(runs)),
-        ("Starts", _START_COLUMNS, starts),
-        ("Measured and predicted", _BESIDE_COLUMNS, beside),
-        ("Where time goes", _TIME_COLUMNS, [_time_row(part) for part in parts]),
-        ("How each run was made", _ORIGIN_COLUMNS, origins),
-    ]
-    return [table for table in found if table[2]]
+        for kind, step, text in events_of(run):
+            row = {"run": run.name, "step": text_of(keys.STEP, step), "event": kind}
+            row["what"] = files.printable(text, 2000)
+            # The curves show these, of which there are many.
+            if kind != "checkpoint":
+                found["Events"].append(row)
+    return dict(filter(itemgetter(1), found.items()))
 
 
-def figures(run: Run) -> dict[str, str]:
-    """The columns of the comparison, as text; ``-`` where nothing was measured."""
-    useful, wall = run.total(keys.USEFUL_S), run.total(keys.WALL_S)
-    goodput = useful / wall if useful is not None and wall else run.last(keys.GOODPUT)
-    shown = {
+def _comparison(run: Run) -> TextRow:
+    mesh = run.layout.get("mesh")
+    sizes = dict.fromkeys(keys.AXES, "?") | (mesh if isinstance(mesh, dict) else {})
+    certified = any(map(attrgetter("certified"), run.segments))
+    row = {
         "run": run.name,
         "strategy": files.printable(run.layout.get("strategy", "-"), 40),
-        "mesh": mesh_text(run),
-        "certified": _certified(run),
-        "steps": str(run.rows[-1][keys.STEP]),
-        "loss": number_text(run.last(keys.LOSS), "{:.4f}"),
-        "tokens/s": number_text(run.median(keys.TOKENS_PER_S), "{:,.0f}"),
-        "step s": number_text(run.median(keys.STEP_S), "{:.4g}"),
-        "TFLOP/s per rank": number_text(run.median(keys.MODEL_TFLOPS_PER_RANK), "{:.4g}"),
-        "MFU": number_text(run.median(keys.MFU), "{:.1%}"),
-        "goodput": number_text(goodput, "{:.1%}"),
+        "mesh": files.printable(" x ".join(map(str, map(sizes.get, keys.AXES))), 60),
+        "certified": "yes" if certified else "-",
     }
-    for axis in keys.AXES:
-        # The mean: with sync=diloco most steps send nothing between replicas.
-        measured = run.mean(keys.communication_key(axis, "bytes"))
-        shown[f"{axis} MB/step"] = number_text(measured, "{:.4g}", 1 / _MB)
-    memory = run.last(keys.PEAK_GIB) or run.last(keys.PEAK_RSS_GIB)
-    shown["peak GiB"] = number_text(memory, "{:.3g}")
-    shown["validation loss"] = number_text(run.last(keys.VALIDATION_LOSS), "{:.4f}")
-    shown["best validation loss"] = _best_text(run)
-    return shown
+    validation = run[keys.VALIDATION_LOSS]
+    best = np.argmin(np.nan_to_num(validation, nan=math.inf))
+    steps = np.where(np.isnan(validation), math.nan, run[keys.STEP])
+    values = {
+        "steps": (keys.STEP, run.last(keys.STEP)),
+        "loss": (keys.LOSS, run.last(keys.LOSS)),
+        "validation loss": (keys.LOSS, run.last(keys.VALIDATION_LOSS)),
+        "best validation loss": (keys.LOSS, validation[best]),
+        "at step": (keys.STEP, steps[best]),
+        "goodput": ("share", ratio(run.total(keys.USEFUL_S), run.total(keys.WALL_S))),
+        "peak memory of a device": (keys.PEAK_GIB, run.last(keys.PEAK_GIB)),
+        "peak memory of a process": (keys.PEAK_GIB, run.last(keys.PEAK_RSS_GIB)),
+    }
+    for what, key in _MEANS.items():
+        values[f"{what} (mean)"] = (key, run.mean(key))
+    return row | {what: text_of(*value) for what, value in values.items()}
 
 
-def _best_text(run: Run) -> str:
-    losses = run.series(keys.VALIDATION_LOSS)
-    if not losses:
-        return "-"
-    step, lowest = min(losses, key=lambda point: point[1])
-    return f"{lowest:.4f} at step {step}"
+def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
+    """A row for each key of which not all runs have the same value; none where one has no keys."""
+    if not all(map(attrgetter("segments"), runs)):
+        return []
+    settings = {run.name: dict(_flat(run.segments[-1].config)) for run in runs}
+    rows: list[TextRow] = []
+    for name in dict.fromkeys(chain(*settings.values())):
+        row = {run: files.printable(each.get(name, "-"), 80) for run, each in settings.items()}
+        if len(set(row.values())) > 1:
+            rows.append({"": files.printable(name, 80), **row})  # No run has an empty name.
+    return rows
 
 
-def measured_and_predicted(run: Run) -> list[Compared]:
-    """Per step and rank: the mean of the bytes of each axis that was measured, and the median of
-    any other quantity that the layout predicts, such as ``time/step_s``."""
-    found: list[Compared] = []
-    for axis in keys.AXES:
-        key = keys.communication_key(axis, "bytes")
-        measured = run.mean(key)
-        if measured is not None:
-            found.append((key, measured, run.predicted(key)))
-    known = {key for key, _, _ in found}
-    for key in run.section("predicted"):
-        predicted = run.predicted(key)
-        if key not in known and predicted is not None:
-            found.append((key, run.median(key), predicted))
-    return found
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted key."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
-def quantity_of(key: str) -> tuple[str, float]:
-    """How a key is shown, with its unit, and by what its values are multiplied for that."""
-    parts = key.split("/")
-    if len(parts) == 3 and parts[0] == "comm" and parts[2] == "bytes":
-        return f"{parts[1]} MB", 1 / _MB
-    # A layout that another version wrote may predict a quantity that has no name here.
-    return _QUANTITIES.get(key) or files.printable(key, 60), 1.0
+def _measured_and_predicted(run: Run) -> list[TextRow]:
+    """A row for each quantity that was predicted, and for the bytes of each axis."""
+    rows: list[TextRow] = []
+    for what, key in _MEANS.items():
+        measured, predicted = run.mean(key), run.predicted(key)
+        row = {"run": run.name, "mean": what, "measured": text_of(key, measured)}
+        row["predicted"] = text_of(key, predicted)
+        row["difference"] = text_of("difference", ratio(measured, predicted) - 1)
+        # Bytes of an axis where none were expected are worth a row too.
+        if predicted > 0 or (measured > 0 and key in BYTES.values()):
+            rows.append(row)
+    return rows
 
 
-def _beside_row(run: Run, compared: Compared) -> list[str]:
-    key, measured, predicted = compared
-    quantity, scale = quantity_of(key)
-    expected = "not predicted"
-    if predicted is not None:
-        expected = number_text(predicted, "{:,.6g}", scale)
-    difference = "-"
-    # A prediction of zero has no relative difference.
-    if predicted and measured is not None:
-        difference = f"{measured / predicted - 1:+.2%}"
-    return [run.name, quantity, number_text(measured, "{:,.6g}", scale), expected, difference]
-
-
-def _time_row(run: Run) -> list[str]:
-    waits = [keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES]
-    row = [run.name]
-    for key in [*map(phase_key, keys.PHASES), *waits]:
-        row.append(number_text(run.share(key), "{:.1%}"))
-    for cause in keys.LOSSES:
-        row.append(number_text(run.total(keys.lost_key(cause)), "{:.1f}"))
+def _times(run: Run) -> TextRow:
+    """Shares of the steps' time, and what the rest of the wall time was lost to."""
+    row = {"run": run.name}
+    for what, key in {**PHASES, **WAITS}.items():
+        share = ratio(run.mean(key), run.mean(keys.STEP_S))
+        row[f"{what} (of a step)"] = text_of("share", share)
+    for cause, key in LOST.items():
+        row[f"{cause} (lost)"] = text_of(key, run.total(key))
     return row
 
 
-def _differing_settings(runs: Sequence[Run]) -> list[list[str]]:
-    """A row for each key of the configuration that not all runs have the same value of."""
-    if not all(run.config for run in runs):
-        return []
-    settings = [settings_of(run.config) for run in runs]
-    rows: list[list[str]] = []
-    for name in dict.fromkeys(itertools.chain(*settings)):
-        values = [files.printable(each.get(name, "-"), 80) for each in settings]
-        if name not in _PLACES and len(set(values)) > 1:
-            rows.append([files.printable(name, 80), *values])
-    if len(rows) > _MOST_SETTINGS:
-        left = len(rows) - _MOST_SETTINGS
-        rows = [*rows[:_MOST_SETTINGS], [f"and {left} more", *[""] * len(runs)]]
-    return rows
-
-
-def _starts(run: Run) -> list[list[str]]:
-    """Of each start: its number, when it began, its first step, why, its mesh, and what it has
-    otherwise than the one before. All as text; nothing of a run that was started once."""
-    rows: list[list[str]] = []
-    if len(run.segments) == 1:
-        return rows
-    before: Segment | None = None
-    for segment in run.segments:
-        changes: list[str] = []
-        if before is not None:
-            changes = changes_since(before, segment)
-        rows.append(
-            [
-                run.name,
-                str(segment.number),
-                files.printable(segment.begun, 40),
-                str(segment.first_step),
-                "restart of workers" if segment.restarted else "start",
-                _sizes_text(segment.layout.get("mesh")),
-                files.printable("; ".join(changes), 400) or "-",
-            ]
-        )
-        before = segment
-    return rows
-
-
-def _origins(run: Run) -> list[list[str]]:
-    """Of each start by a command, with other versions or another certificate than the one before:
-    when it began, and these. All as text."""
-    rows: list[list[str]] = []
-    before: list[str] = []
-    for segment in run.segments:
-        versions = [
-            files.printable(segment.versions.get(name) or "-", 40)
-            for name in ("parallel2d", "torch", "python")
-        ]
-        words = files.printable(shlex.join(segment.command), 2000)
-        certificate = "yes" if segment.certified else "none"
-        made = [*versions, certificate, f"parallel2d train {words}".rstrip()]
-        if made != before:
-            begun = files.printable(segment.begun, 40)
-            rows.append([run.name, str(segment.first_step), begun, *made])
-        before = made
-    return rows
-
-
-def _certified(run: Run) -> str:
-    if run.segments:
-        return "yes" if any(segment.certified for segment in run.segments) else "-"
-    return _CERTIFIED.get(str(run.certificate.get("passed")), "-")  # of an older run
-
-
-def mesh_text(run: Run) -> str:
-    """Sizes of the axes: ``2 x 4 x 1``."""
-    return _sizes_text(run.layout.get("mesh"))
-
-
-def _sizes_text(mesh: object) -> str:
-    sizes = mesh if isinstance(mesh, dict) else {}
-    return " x ".join(files.printable(sizes.get(axis, "?"), 20) for axis in keys.AXES)
-
-
-def number_text(value: float | None, form: str, scale: float = 1.0) -> str:
-    """``value * scale`` formatted by ``form``, or ``-`` for None."""
-    if value is None:
-        return "-"
-    return form.format(value * scale)
+def events_of(run: Run) -> list[tuple[str, float, str]]:
+    """(kind, step, text) of starts, with what they changed, of checkpoints, and of the end of a run
+    that was stopped. A checkpoint is known by the row that has its seconds."""
+    found: list[tuple[str, float, str]] = []
+    # The first start has changed nothing since itself.
+    for before, segment in pairwise((*run.segments[:1], *run.segments)):
+        kind = "restart" if segment.restarted else "start"
+        versions = " ".join(map(str, chain(*segment.versions.items())))
+        command = shlex.join(("parallel2d", "train", *segment.command))
+        text = f"start {segment.number}, {segment.begun}, {versions}: {command}"
+        found.append((kind, segment.first_step, text))
+        changes = "; ".join(changes_since(before, segment))
+        if changes:
+            found.append(("changed settings", segment.first_step, changes))
+    saved = run[keys.STEP][run[keys.time_key("checkpoint_s")] > 0]
+    found += zip(repeat("checkpoint"), saved, repeat("at this step, or since the row before"))
+    reason = run.summary.get("reason")
+    if run.summary.get("stopped") is True or isinstance(reason, str):
+        found.append(("stop", run.last(keys.STEP), str(reason or "it was asked to end")))
+    return found

@@ -1,0 +1,214 @@
+"""Reports on run directories that are incomplete, hostile or large."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from test_report import FOUR, row, segment, write_run
+
+from parallel2d.report.__main__ import main as report
+from parallel2d.report.page import POLICY, markdown, page
+from parallel2d.report.runs import COLUMNS, NOT_FINITE, read_run
+
+
+def make_run(folder):
+    return write_run(folder, [segment(1, 1, FOUR)], [row(n, 1, 0.1 * n) for n in range(1, 11)])
+
+
+def test_a_report_of_one_run_lies_in_it(tmp_path):
+    run = make_run(tmp_path / "run")
+    for name in ("layout.json", "segments.jsonl", "summary.json"):
+        (run / name).unlink()
+    assert report([str(run), "--markdown"]) == 0
+    assert "| run | - | ? x ? x ? | - | 10 |" in (run / "report.md").read_text()
+
+
+def test_a_report_follows_no_link_out_of_the_run(tmp_path):
+    run, outside = make_run(tmp_path / "run"), tmp_path / "outside"
+    outside.write_text("mine")
+    (run / "report.md").symlink_to(outside)
+    assert report([str(run), "--markdown"]) == 0
+    assert outside.read_text() == "mine"
+    assert not (run / "report.md").is_symlink()
+    assert [path.name for path in run.glob("report*")] == ["report.md"]
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "torn", "layout"])
+def test_a_report_of_something_else_is_one_message(tmp_path, capsys, what):
+    folder = tmp_path / "run"
+    if what != "missing":
+        folder.mkdir()
+    if what == "torn":
+        (folder / "metrics.jsonl").write_text('{"step": 1, "lo')
+    if what == "layout":
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        (folder / "layout.json").write_text("{")
+    assert report([str(folder), "--markdown"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"parallel2d: {folder}")
+    assert len(said.splitlines()) == 1
+
+
+NUMBERS = (
+    *("NaN", "Infinity", "-Infinity", "1e999", "1e-320", "1e308", "1" + "0" * 400, "9" * 5000),
+    *("[1]", '"5"', "true", "null", '{"a":1}'),
+)
+
+
+def write_number(run, number):
+    with open(run / "metrics.jsonl", "a") as file:
+        for step in (11, number):
+            values = {key: number for key in COLUMNS if key != "step"}
+            pairs = ", ".join(f'"{key}": {value}' for key, value in values.items())
+            file.write(f'{{"step": {step}, {pairs}}}\n')
+    layout = f'{{"mesh": {number}, "strategy": {number}, "hosts": {number}, "predicted": {{"comm/shard/bytes": {number}}}}}'  # fmt: skip
+    (run / "layout.json").write_text(layout)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_report_takes_no_number_that_is_none(tmp_path, number, recwarn):
+    run = make_run(tmp_path / "run")
+    (run / "segments.jsonl").unlink()
+    write_number(run, number)
+    # A layout with the longest of them is no JSON for Python.
+    assert report([str(run), "--markdown"]) in (0, 2)
+    assert not recwarn.list
+    if number == "1e308":
+        assert "| 2.0000 |" not in markdown([read_run(str(run))])
+
+
+@pytest.mark.extras("plotly")
+@pytest.mark.parametrize("number", ["NaN", "1e308", "1e-320"])
+def test_a_page_takes_no_number_that_is_none(tmp_path, number):
+    run = make_run(tmp_path / "run")
+    write_number(run, number)
+    if report([str(run), "--out", str(tmp_path / "out")]) == 0:
+        html = (tmp_path / "out" / "report.html").read_text()
+        begin = html.index("Plotly.newPlot", html.index('id="figure-1"'))
+        assert "NaN" not in html[begin:]
+        assert "Infinity" not in html[begin:]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "layout.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "deep", "device"])
+def test_a_report_reads_files_alone(tmp_path, capsys, name, kind):
+    run = make_run(tmp_path / "run")
+    (run / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(run / name)
+    elif kind == "link":
+        (tmp_path / "secret").write_text('{"step": 1, "loss": 77.0}\n')
+        (run / name).symlink_to(tmp_path / "secret")
+    elif kind == "device":
+        (run / name).symlink_to("/dev/zero")
+    elif kind == "folder":
+        (run / name).mkdir()
+    else:
+        (run / name).write_text("[" * 100_000 + "\n")
+    assert report([str(run), "--markdown"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"parallel2d: {run}/{name}")
+    assert len(said.splitlines()) == 1
+    assert sorted(path.name for path in run.glob("report*")) == []
+
+
+def hostile_run(folder):
+    run = make_run(folder / "\x1b[31m|<b>x`[a](b)")
+    layout = {"strategy": "<script>|\x1b[2J", "mesh": {"shard": "`&"}}
+    (run / "segments.jsonl").write_text(json.dumps(segment(1, 1, layout, words=("</script>",))))
+    return run
+
+
+def test_names_reach_neither_terminal_nor_text_as_they_are(tmp_path, capsys):
+    run = hostile_run(tmp_path)
+    assert report([str(run), "--markdown", "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "\x1b" not in text + capsys.readouterr().out
+    line = next(line for line in text.splitlines() if "script" in line)
+    assert "\\<script\\>\\|" in line
+    assert "\\`\\[a\\](b)" in line
+
+
+@pytest.mark.extras("plotly")
+def test_names_are_no_tags_of_a_page(tmp_path):
+    html = page([read_run(str(hostile_run(tmp_path)))])
+    assert f'Content-Security-Policy content="{POLICY}"' in html
+    assert POLICY.startswith("default-src 'none';")
+    assert "\x1b" not in html
+    assert "<b>" not in html
+    plain = page([read_run(str(make_run(tmp_path / "plain")))])
+    for tag in ("<script", "</script"):
+        assert html.count(tag) == plain.count(tag)
+
+
+# Loads what a report needs, reads, and prints the bytes that reading took and those of the whole process
+MEASURE = """
+import resource, sys
+from parallel2d.report.__main__ import main
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+assert main([sys.argv[1], "--markdown"]) == 0
+print(peak() - before)
+"""
+
+
+def grown_by_report(tmp_path, rows):
+    run = make_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "w") as file:
+        for step in range(1, rows + 1):
+            file.write(json.dumps({"step": step, "loss": 5 / step, "time/step_s": 0.1}) + "\n")
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(run)], capture_output=True, text=True, check=True)  # fmt: skip
+    assert f"| {rows} |" in (run / "report.md").read_text()
+    return int(done.stdout.splitlines()[-1])
+
+
+def test_memory_of_a_report_does_not_grow_with_its_rows(tmp_path):
+    assert grown_by_report(tmp_path, 50_000) < 30 * 2**20
+
+
+@pytest.mark.soak
+def test_memory_of_a_report_of_ten_million_rows(tmp_path):
+    assert grown_by_report(tmp_path, 10**7) < 30 * 2**20
+
+
+def test_a_line_that_is_too_long_is_no_row(tmp_path):
+    run = make_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        for value in ({"step": 11, "x": "a" * 2**17}, {"step": 12, "loss": 1.0}):
+            file.write(json.dumps(value) + "\n")
+    assert list(read_run(str(run))["step"][-2:]) == [10, 12]
+
+
+def test_what_few_of_many_rows_hold_is_kept(tmp_path):
+    rows = []
+    for step in range(1, 10_001):
+        rows.append({"step": step, "loss": 1.0, "time/step_s": 0.1, "comm/replicate/bytes": 30.0 * (step % 30 == 0)})  # fmt: skip
+    rows[6998]["loss"] = None
+    rows[2999] |= {"validation/loss": 0.5, "time/checkpoint_s": 1.0}
+    run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)))
+    assert len(run.table) <= 2_000
+    assert run["step"][-1] == 10_000
+    assert run.known(NOT_FINITE) == [6999]
+    assert run.known("validation/loss") == [0.5]
+    assert run["step"][run["time/checkpoint_s"] > 0] == pytest.approx([3000], abs=5)
+    # Whichever steps are kept, the mean is of all.
+    assert run.mean("comm/replicate/bytes") == pytest.approx(0.999, abs=0.01)
+
+
+@pytest.mark.extras("plotly")
+def test_a_page_of_rows_that_hold_nothing_but_their_step(tmp_path):
+    run = write_run(tmp_path / "run", [segment(1, 1, FOUR)], [{"step": 1}, {"step": 2}])
+    assert "Training loss" in page([read_run(str(run))])
+
+
+def test_a_report_is_written_in_any_locale(tmp_path):
+    layout = {**FOUR, "strategy": "日本"}
+    run = write_run(tmp_path / "run", [segment(1, 1, layout)], [row(1, 1, 0.1)])
+    plain = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "parallel2d.report", "--markdown", str(run)]
+    subprocess.run(words, env={**os.environ, **plain}, check=True, capture_output=True)
+    assert "日本" in (run / "report.md").read_text(encoding="utf-8")
