@@ -13,8 +13,7 @@ import torch
 from parallel2d.data import IGNORED, Batch
 from parallel2d.data.batch import SampleHash, token_sequences
 from parallel2d.data.mixture import MAXIMUM_PERIOD, Schedule
-from parallel2d.data.samples import PackedSamples, PaddedSamples
-from parallel2d.data.stream import Samples, SampleStream
+from parallel2d.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
 from parallel2d.data.token_shards import ShardWriter, TokenSplit
 from parallel2d.errors import ConfigError
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.data.batch import IGNORED, Batch
-    from parallel2d.data.batch_plan import BatchPlan
-    from parallel2d.data.feed import BatchFeed, EndOfData, StepBatch
+    from parallel2d.data.feed import BatchFeed, BatchPlan, EndOfData, StepBatch
     from parallel2d.data.opening import OpenData, open_data
     from parallel2d.data.stream import SampleStream
 
@@ -22,7 +21,7 @@ _MODULES = {
     "IGNORED": "batch",
     "Batch": "batch",
     "BatchFeed": "feed",
-    "BatchPlan": "batch_plan",
+    "BatchPlan": "feed",
     "EndOfData": "feed",
     "OpenData": "opening",
     "SampleStream": "stream",

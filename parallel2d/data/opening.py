@@ -23,8 +23,7 @@ from parallel2d.data.images import ImageFolder, ImageSamples, find_images
 from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
 from parallel2d.data.mixture import Schedule
 from parallel2d.data.prepare import prepare
-from parallel2d.data.samples import PackedSamples, PaddedSamples
-from parallel2d.data.stream import Samples, SampleStream
+from parallel2d.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
 from parallel2d.data.token_shards import TokenStore
 from parallel2d.errors import ConfigError
 
