@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -21,27 +21,20 @@ log = logging.getLogger(__name__)
 
 
 def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
-    """The configured data, with targets where the model has outputs; prepared first where it has
-    not been.
-
-    Raises `ConfigError` for data that the model does not read, and for fewer images than a global
-    batch takes.
-    """
+    """The configured data, with targets where the model has outputs; prepared where it has not
+    been. Raises `ConfigError` for data that the model does not read, and for fewer images than a
+    global batch takes."""
     _check_kind(config, parts)
-    wanted = config.training_data()
+    wanted, seed = config.training_data(), config.train.seed
     if wanted.name == "images":
-        data = open_data(fit_images(wanted, parts), seed=config.train.seed)
+        data = open_data(fit_images(wanted, parts), seed=seed)
         _check_number_of_images(config, data)
-    else:
-        seq_len = config.train.seq_len
-        context = parts.context(seq_len)
-        data = open_data(wanted, seq_len=seq_len, seed=config.train.seed, context=context)
-    return data
+        return data
+    seq_len = config.train.seq_len
+    return open_data(wanted, seq_len=seq_len, seed=seed, context=parts.context(seq_len))
 
 
 def _check_kind(config: TrainConfig, parts: ModelParts) -> None:
-    """Raises `ConfigError` when the model reads images and the data are token ids, or the other way
-    round."""
     name = config.data.name
     given = "images" if name == "images" else "tokens"
     if parts.reads in (None, given):
@@ -70,9 +63,7 @@ def _check_number_of_images(config: TrainConfig, data: OpenData) -> None:
 
 def fit_images(data: DataConfig, parts: ModelParts) -> DataConfig:
     """``data`` with the image size and channels that the model reads, where they are not given.
-
-    Raises `ConfigError` when neither names a size, or the model does not take what is given.
-    """
+    Raises `ConfigError` when neither names a size, or the model does not take what is given."""
     kind = type(parts.module).__name__
     size = data.image_size or parts.images.size
     channels = data.channels or parts.images.channels or 3
@@ -96,7 +87,7 @@ def fit_images(data: DataConfig, parts: ModelParts) -> DataConfig:
             f"{kind} does not read images of data.channels={channels}, data.image_size={size}: "
             f"{reason}"
         )
-    return dataclasses.replace(data, image_size=size, channels=channels)
+    return replace(data, image_size=size, channels=channels)
 
 
 def _error_on_images(model: nn.Module, channels: int, size: int) -> Exception | None:
@@ -109,8 +100,7 @@ def _error_on_images(model: nn.Module, channels: int, size: int) -> Exception | 
 
 
 def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> None:
-    """Raises `ConfigError` when the data hold token ids that the model has no row for, or more
-    classes than it tells apart."""
+    """Raises `ConfigError` for token ids or classes that the model has no output for."""
     wanted = len(data.classes)
     if wanted and parts.images.classes is not None and parts.images.classes < wanted:
         raise ConfigError(
@@ -125,11 +115,9 @@ def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> Non
 
 
 def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
-    """``config`` with the ``train.steps`` that ``train.epochs`` takes on ``data``.
-
-    Raises `ConfigError` for fewer samples than a global batch takes, for keys that do not fit the
-    steps, and for a metric that ``data`` give no validation for.
-    """
+    """``config`` with the ``train.steps`` that ``train.epochs`` takes on ``data``. Raises
+    `ConfigError` for fewer samples than a global batch takes, for keys that do not fit the steps,
+    and for a metric that ``data`` give no validation for."""
     wanted = (config.train.stop.metric, config.checkpoint.keep_best)
     if data.validation is None and VALIDATION_LOSS in wanted:
         raise ConfigError(
@@ -146,10 +134,10 @@ def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
     if steps == 0:
         raise ConfigError(
             f"train.epochs={epochs} of {samples} samples do not fill a global batch "
-            f"(train.global_batch_size={batch}), which data.end=drop leaves out; data.end=pad or "
-            "wrap would not"
+            f"(train.global_batch_size={batch}), which data.end=drop omits; data.end=pad or wrap "
+            "would not"
         )
-    fitted = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    fitted = replace(config, train=replace(config.train, steps=steps))
     try:
         check_steps(fitted)
     except ConfigError as error:
@@ -158,8 +146,8 @@ def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
 
 
 def check_position(restored: Mapping[str, object], data: OpenData, config: TrainConfig) -> None:
-    """Raises `ConfigError` when the checkpoint's position is one in other data;
-    with ``checkpoint.strict=false`` it is only logged."""
+    """Raises `ConfigError` when the checkpoint's position is one in other data; with
+    ``checkpoint.strict=false`` it is only logged."""
     saved = restored.get("data_fingerprint")
     if saved in (None, data.fingerprint):
         return

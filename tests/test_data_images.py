@@ -17,8 +17,7 @@ from parallel2d.config import DataConfig
 from parallel2d.data import IGNORED, BatchFeed, BatchPlan, OpenData, open_data
 from parallel2d.data.batch import token_sequences
 from parallel2d.data.images import SUFFIXES, find_images
-from parallel2d.data.mixture import Schedule
-from parallel2d.data.order import Order
+from parallel2d.data.order import Order, Schedule
 from parallel2d.data.stream import SampleStream
 from parallel2d.errors import ConfigError
 

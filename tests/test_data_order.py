@@ -12,26 +12,23 @@ from parallel2d.data.order import MAXIMUM_SIZE, Order
 from parallel2d.errors import ConfigError
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 1000, 4096, 10007])
-def test_every_epoch_is_a_permutation(size: int) -> None:
-    order = Order(size, seed=3)
-    for epoch in range(3):
-        indices = order.index(np.arange(epoch * size, (epoch + 1) * size))
-        assert sorted(indices.tolist()) == list(range(size))
+def test_every_epoch_is_a_permutation() -> None:
+    for size in (*range(1, 40), 63, 64, 65, 127, 128, 129, 1000, 4096, 10007):
+        order = Order(size, seed=3)
+        for epoch in range(3):
+            indices = order.index(np.arange(epoch * size, (epoch + 1) * size))
+            assert sorted(indices.tolist()) == list(range(size))
 
 
-@pytest.mark.parametrize(
-    "size", [10**12, 10**12 + 1, 2**40, 2**40 - 1, 999_999_999_989, MAXIMUM_SIZE]
-)
+@pytest.mark.parametrize("size", [10**12, 10**12 + 1, 2**40, 2**40 - 1, MAXIMUM_SIZE])
 def test_huge_orders_are_bijections_because_they_can_be_inverted(size: int) -> None:
     generator = np.random.default_rng(size)
     order = Order(size, seed=11)
-    for epoch in (0, 1, 3):
+    for epoch in (0, 3):
         inside = np.concatenate([generator.integers(0, size, 20_000), [0, size - 1]])
         positions = epoch * size + inside
         indices = order.index(positions)
-        assert indices.min() >= 0
-        assert indices.max() < size
+        assert 0 <= indices.min() <= indices.max() < size
         np.testing.assert_array_equal(order.position(indices, epoch), positions)
         np.testing.assert_array_equal(order.index(order.position(inside, epoch)), inside)
 
@@ -81,37 +78,34 @@ def test_impossible_sizes_are_refused(size: int) -> None:
         Order(size, seed=0)
 
 
+def plan(batch: int, micro: int | str, rank: int, ranks: int, padding: bool = False) -> BatchPlan:
+    return BatchPlan(
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        data_rank=rank,
+        data_ranks=ranks,
+        allow_padding=padding,
+    )
+
+
 def _global_batch(first: int, batch: int, micro: int | str, ranks: int, padding: bool) -> list[int]:
     """The positions that all ranks together read; every rank runs the same number of equal micro-batches."""
-    plans = [
-        BatchPlan(
-            global_batch_size=batch,
-            micro_batch_size=micro,
-            data_rank=rank,
-            data_ranks=ranks,
-            allow_padding=padding,
-        )
-        for rank in range(ranks)
-    ]
-    assert len({(plan.micro_batch_size, plan.accumulation) for plan in plans}) == 1
+    plans = [plan(batch, micro, rank, ranks, padding) for rank in range(ranks)]
+    assert len({(each.micro_batch_size, each.accumulation) for each in plans}) == 1
     found = []
-    for plan in plans:
-        micro_batches = plan.positions(first)
-        assert len(micro_batches) == plan.accumulation
-        assert all(len(positions) == plan.micro_batch_size for positions in micro_batches)
-        found += [
-            position
-            for positions in micro_batches
-            for position in positions
-            if position is not None
-        ]
+    for each in plans:
+        micro_batches = each.positions(first)
+        assert len(micro_batches) == each.accumulation
+        for positions in micro_batches:
+            assert len(positions) == each.micro_batch_size
+            found += [position for position in positions if position is not None]
     return found
 
 
 def test_global_batches_are_the_same_on_every_layout_with_any_change_of_world_size() -> None:
     """Random sizes and seeds; at every step another number of ranks and another micro-batch reads on."""
     random_numbers = random.Random(2)
-    for _ in range(80):
+    for _ in range(40):
         size = random_numbers.randint(1, 300)
         batch = random_numbers.randint(1, 48)
         order = Order(size, seed=random_numbers.randint(0, 2**31))
@@ -139,18 +133,14 @@ def test_sizes_that_divide_need_no_padding() -> None:
 
 def test_automatic_micro_batch_is_the_largest_divisor_of_the_share_up_to_eight() -> None:
     for share, expected in {1: 1, 6: 6, 7: 7, 8: 8, 9: 3, 11: 1, 24: 8, 30: 6, 26: 2}.items():
-        plan = BatchPlan(
-            global_batch_size=share * 4, micro_batch_size="auto", data_rank=0, data_ranks=4
-        )
-        assert (plan.micro_batch_size, plan.accumulation) == (expected, share // expected)
+        found = plan(share * 4, "auto", 0, 4)
+        assert (found.micro_batch_size, found.accumulation) == (expected, share // expected)
 
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
     def message(batch: int, micro: int | str, ranks: int) -> str:
         with pytest.raises(ConfigError) as caught:
-            BatchPlan(
-                global_batch_size=batch, micro_batch_size=micro, data_rank=0, data_ranks=ranks
-            )
+            plan(batch, micro, 0, ranks)
         return str(caught.value)
 
     assert message(24, 4, 4) == (
@@ -168,8 +158,6 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
 
 
 def test_padding_gives_missing_sequences_no_position() -> None:
-    plan = BatchPlan(
-        global_batch_size=5, micro_batch_size=2, data_rank=1, data_ranks=2, allow_padding=True
-    )
-    assert plan.accumulation == 2
-    assert plan.positions(100) == [[102, 103], [None, None]]
+    found = plan(5, 2, 1, 2, padding=True)
+    assert found.accumulation == 2
+    assert found.positions(100) == [[102, 103], [None, None]]

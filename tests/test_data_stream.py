@@ -12,9 +12,8 @@ import torch
 
 from parallel2d.data import IGNORED, Batch
 from parallel2d.data.batch import SampleHash, token_sequences
-from parallel2d.data.mixture import MAXIMUM_PERIOD, Schedule
-from parallel2d.data.samples import PackedSamples, PaddedSamples
-from parallel2d.data.stream import Samples, SampleStream
+from parallel2d.data.order import MAXIMUM_PERIOD, Schedule
+from parallel2d.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
 from parallel2d.data.token_shards import ShardWriter, TokenSplit
 from parallel2d.errors import ConfigError
 
@@ -29,16 +28,13 @@ def write_split(
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for number, documents in enumerate(shards):
-        writer = ShardWriter(folder, f"train-{number:05d}", "<u2")
         flags = masks[number] if masks is not None else [None] * len(documents)
-        for document, mask in zip(
-            documents, flags, strict=True
-        ):  # one at a time: the hardest case for the writer
-            writer.add(
-                [np.array([*document, END], np.uint16)],
-                [None if mask is None else np.array([*mask, 1], np.uint8)],
-            )
-        entries.append(writer.finish())
+        with ShardWriter(folder, f"train-{number:05d}", "<u2") as writer:
+            # One at a time: the hardest case for the writer
+            for document, mask in zip(documents, flags, strict=True):
+                marked = None if mask is None else np.array([*mask, 1], np.uint8)
+                writer.add([(np.array([*document, END], np.uint16), marked)])
+            entries.append(writer.finish())
     return TokenSplit(folder, "<u2", entries)
 
 
@@ -69,54 +65,44 @@ def packed_stream(
     return SampleStream([PackedSamples(split, seq_len, END)], Schedule([1]), seed=seed, **options)  # type: ignore[arg-type]
 
 
-def test_packing_makes_each_token_a_target_exactly_once_across_documents_and_shards(
-    tmp_path: Path,
-) -> None:
+def test_packing_makes_each_token_a_target_exactly_once_across_documents_and_shards(tmp_path):
     generator = random.Random(1)
-    for case in range(25):
+    for case in range(12):
         shards = random_shards(generator)
-        flat = [
-            token for documents in shards for document in documents for token in [*document, END]
-        ]
+        documents = [[*document, END] for shard in shards for document in shard]
+        flat = [token for document in documents for token in document]
         split = write_split(tmp_path / str(case), shards)
         rows = read_all(PackedSamples(split, generator.choice([1, 3, 8, 33]), END))
-        assert split.tokens == len(flat)
         valid = [targets != IGNORED for _, targets, _ in rows]
-        assert [
-            int(t) for (_, targets, _), mask in zip(rows, valid, strict=True) for t in targets[mask]
-        ] == flat[1:]
-        assert [
-            int(t) for (inputs, _, _), mask in zip(rows, valid, strict=True) for t in inputs[mask]
-        ] == flat[:-1]
+        pairs = list(zip(rows, valid, strict=True))
+        assert split.tokens == len(flat)
+        assert np.concatenate([row[1][mask] for row, mask in pairs]).tolist() == flat[1:]
+        assert np.concatenate([row[0][mask] for row, mask in pairs]).tolist() == flat[:-1]
         assert all(mask.all() for mask in valid[:-1])
         assert set(rows[-1][0][~valid[-1]].tolist()) <= {END}
 
 
-def test_intra_document_masking_numbers_documents_and_never_predicts_across_them(
-    tmp_path: Path,
-) -> None:
+def test_intra_document_masking_numbers_documents_and_never_predicts_across_them(tmp_path):
     generator = random.Random(2)
-    for case in range(25):
+    for case in range(12):
         shards = random_shards(generator)
         documents = [document for shard in shards for document in shard]
-        owner = [
-            number for number, document in enumerate(documents) for _ in range(len(document) + 1)
-        ]
+        lengths = [len(document) + 1 for document in documents]
+        owner = np.repeat(np.arange(len(documents)), lengths)
         split = write_split(tmp_path / str(case), shards)
         seq_len = generator.choice([1, 4, 16, 50])
         plain = read_all(PackedSamples(split, seq_len, END))
-        for row, (inputs, targets, ids) in enumerate(
-            read_all(PackedSamples(split, seq_len, END, True), ids=True)
-        ):
-            start = row * seq_len
-            for place in range(min(seq_len, len(owner) - 1 - start)):
-                assert ids[place] == owner[start + place] - owner[start]
-                same = owner[start + place] == owner[start + place + 1]
-                assert targets[place] == (plain[row][1][place] if same else IGNORED)
+        masked = read_all(PackedSamples(split, seq_len, END, True), ids=True)
+        for row, (inputs, targets, ids) in enumerate(masked):
             np.testing.assert_array_equal(inputs, plain[row][0])
+            here = owner[row * seq_len : (row + 1) * seq_len + 1]
+            count = len(here) - 1
+            np.testing.assert_array_equal(ids[:count], here[:-1] - here[0])
+            expected = np.where(here[1:] == here[:-1], plain[row][1][:count], IGNORED)
+            np.testing.assert_array_equal(targets[:count], expected)
 
 
-def test_padded_samples_hold_one_document_each_cut_at_the_length(tmp_path: Path) -> None:
+def test_padded_samples_hold_one_document_each_cut_at_the_length(tmp_path):
     split = write_split(tmp_path, [[[1, 2, 3], [4]], [[5, 6, 7, 8, 9, 10]]])
     rows = read_all(PaddedSamples(split, 4, END), ids=True)
     assert [row[0].tolist() for row in rows] == [[1, 2, 3, END], [4, END, END, END], [5, 6, 7, 8]]
@@ -143,7 +129,7 @@ def test_only_what_the_loss_mask_allows_is_a_target(tmp_path: Path, kind: type) 
     assert {12, 14, 16, END} <= found
 
 
-def test_a_stream_is_the_same_whatever_the_batches_it_is_read_in(tmp_path: Path) -> None:
+def test_a_stream_is_the_same_whatever_the_batches_it_is_read_in(tmp_path):
     stream = packed_stream(write_split(tmp_path, random_shards(random.Random(3))))
     together = stream.read(list(range(60)))
     assert together.inputs.dtype == together.targets.dtype == torch.int64
@@ -155,7 +141,7 @@ def test_a_stream_is_the_same_whatever_the_batches_it_is_read_in(tmp_path: Path)
     assert sum(part.valid_tokens for part in parts) == together.valid_tokens
 
 
-def test_the_hash_tells_tokens_targets_positions_and_data_apart(tmp_path: Path) -> None:
+def test_the_hash_tells_tokens_targets_positions_and_data_apart(tmp_path):
     generator = random.Random(4)
     shards = random_shards(generator)
     stream = packed_stream(write_split(tmp_path / "a", shards))
@@ -175,7 +161,7 @@ def test_the_hash_tells_tokens_targets_positions_and_data_apart(tmp_path: Path) 
     assert stream.read([3, None]).hash == stream.read([3]).hash
 
 
-def test_the_hashes_of_sequences_are_those_of_every_earlier_version() -> None:
+def test_the_hashes_of_sequences_are_those_of_every_earlier_version():
     """Histories of runs are compared by them."""
     inputs = np.arange(15, dtype=np.int64).reshape(3, 5) * 37
     targets = inputs + 1
@@ -184,7 +170,7 @@ def test_the_hashes_of_sequences_are_those_of_every_earlier_version() -> None:
     assert found.tolist() == [1216195562, 2252616011, 367690317]
 
 
-def test_a_missing_position_has_weight_zero(tmp_path: Path) -> None:
+def test_a_missing_position_has_weight_zero(tmp_path):
     stream = packed_stream(write_split(tmp_path, [[[1] * 100]]), intra_document_masking=True)
     batch = stream.read([None, 2, None])
     assert batch.document_ids is not None
@@ -199,43 +185,28 @@ def test_a_missing_position_has_weight_zero(tmp_path: Path) -> None:
     ("policy", "batches", "missing", "repeated"),
     [("drop", 2, 0, 0), ("pad", 3, 2, 0), ("wrap", 3, 0, 2)],
 )
-def test_the_end_is_exact(
-    tmp_path: Path, policy: str, batches: int, missing: int, repeated: int
-) -> None:
-    """13 samples in global batches of 5: dropped, padded with weight zero, or wrapped; nothing repeats
-    silently.
-    """
-    split = write_split(tmp_path, [[[number % 256 for number in range(13 * 8)]]])
-    stream = packed_stream(split, epochs=1, end=policy)
-    assert len(stream) == 13
-    assert [stream.ends_before(first, 5) for first in range(0, 25, 5)] == [
-        step >= batches for step in range(5)
-    ]
-    rows = [
-        row
-        for first in range(0, 5 * batches, 5)
-        for batch in [stream.read(list(range(first, first + 5)))]
-        for row, targets in zip(batch.inputs.tolist(), batch.targets, strict=True)
-        if targets.ne(IGNORED).any()
-    ]
-    counts = Counter(tuple(row) for row in rows)
+def test_the_end_is_exact(tmp_path, policy, batches, missing, repeated):
+    """13 samples in global batches of 5: dropped, padded with weight zero, or wrapped."""
+    stream = packed_stream(write_split(tmp_path, [[list(range(13 * 8))]]), epochs=1, end=policy)
+    assert (len(stream), stream.global_batches(5)) == (13, batches)
+    ends = [stream.ends_before(first, 5) for first in range(0, 25, 5)]
+    assert ends == [step >= batches for step in range(5)]
+    read = stream.read(range(5 * batches))
+    rows = [tuple(row) for row in read.inputs[read.targets.ne(IGNORED).any(1)].tolist()]
     assert len(rows) == 5 * batches - missing
-    assert sum(count - 1 for count in counts.values()) == repeated
+    assert sum(count - 1 for count in Counter(rows).values()) == repeated
 
 
-def test_a_shard_that_falls_out_of_the_open_maps_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_falls_out_of_the_open_maps_is_opened_again(tmp_path, monkeypatch):
     monkeypatch.setattr("parallel2d.data.token_shards._OPEN_FILES", 2)
     split = write_split(tmp_path, [[[number] * 9] for number in range(6)])
     stream = packed_stream(split, seq_len=5)
-    first = stream.read(list(range(len(stream))))
-    again = stream.read(list(range(len(stream))))
+    first, again = (stream.read(range(len(stream))) for _ in range(2))
     assert torch.equal(first.inputs, again.inputs)
-    assert len(split._maps) <= 2
+    assert split._array.cache_info().currsize <= 2
 
 
-def test_mixture_weights_are_exact_in_every_window() -> None:
+def test_mixture_weights_are_exact_in_every_window():
     generator = random.Random(5)
     for _ in range(40):
         weights = [float(generator.randint(1, 30)) for _ in range(generator.randint(1, 6))]
@@ -253,31 +224,20 @@ def test_mixture_weights_are_exact_in_every_window() -> None:
             assert set(whole.tolist()) == {weight}  # any window of one period: exact
 
 
-def test_mixture_reads_its_components_in_proportion_and_each_sample_once(tmp_path: Path) -> None:
-    parts = [
-        write_split(tmp_path / str(part), [[[part] * (8 * count)]])
-        for part, count in enumerate([30, 10])
+def test_a_mixture_reads_in_proportion_and_each_sample_once_per_own_epoch(tmp_path):
+    tokens, schedule = list(range(200)), Schedule([0.25, 0.75])
+    splits = [
+        write_split(tmp_path / name, [[ids]]) for name, ids in (("a", tokens), ("b", [255] * 900))
     ]
-    schedule = Schedule([0.8, 0.2])
-    stream = SampleStream(
-        [PackedSamples(part, 8, END) for part in parts], schedule, seed=0, epochs=1, end="drop"
-    )
-    assert len(stream) == 37  # the 31st sample of the first component would be the first repetition
-    batch = stream.read(list(range(35)))
-    first = batch.inputs[:, 0].tolist()
-    assert (first.count(0), first.count(1)) == (28, 7)
-
-
-def test_a_component_of_a_mixture_reads_each_sample_once_per_own_epoch(tmp_path: Path) -> None:
-    tokens = list(range(200))
-    part = write_split(tmp_path / "a", [[tokens]])
-    other = write_split(tmp_path / "b", [[[255] * 900]])
-    stream = SampleStream(
-        [PackedSamples(split, 4, END) for split in (part, other)], Schedule([1, 3]), seed=9
-    )
-    inputs = stream.read(list(range(4 * 100))).inputs
-    mine = [tuple(row) for row in inputs.tolist() if 255 not in row and row[0] != END]
+    parts = [PackedSamples(split, 4, END) for split in splits]
+    # The epoch of a mixture ends before the first repetition, here of the 50 samples of `a`.
+    length = len(SampleStream(parts, schedule, seed=9, epochs=1, end="drop"))
+    chosen, local = schedule.locate(np.arange(length + 1))
+    assert (chosen[-1], local[-1]) == (0, 50)
+    inputs = SampleStream(parts, schedule, seed=9).read(range(4 * 100)).inputs.tolist()
+    mine = [tuple(row) for row in inputs if 255 not in row and row[0] != END]
     assert Counter(mine) == {tuple(tokens[begin : begin + 4]): 2 for begin in range(0, 200, 4)}
+    assert [255 in row for row in inputs[:40]].count(False) == 10
 
 
 @pytest.mark.parametrize(
@@ -294,15 +254,11 @@ def test_impossible_weights_are_refused(weights: list[float], message: str) -> N
         Schedule(weights)
 
 
-def test_a_batch_moves_as_a_whole(tmp_path: Path) -> None:
+def test_a_batch_moves_as_a_whole(tmp_path):
     split = write_split(tmp_path, [[[1] * 100]])
     batch = packed_stream(split, intra_document_masking=True).read([0, 1])
     moved = batch.to("meta", non_blocking=True)
     assert isinstance(moved, Batch)
-    assert moved.document_ids is not None
-    assert {
-        moved.inputs.device.type,
-        moved.targets.device.type,
-        moved.document_ids.device.type,
-    } == {"meta"}
+    tensors = (moved.inputs, moved.targets, moved.document_ids)
+    assert all(tensor.is_meta for tensor in tensors)
     assert (moved.hash, moved.valid_tokens) == (batch.hash, batch.valid_tokens)

@@ -2,8 +2,7 @@
 
 `open_data` opens the sample streams that a `DataConfig` describes, `BatchPlan` gives the positions
 that a rank reads, and `BatchFeed` reads them ahead of the training step. The names below are
-imported when they are first used, so that preparing data (and each of its worker processes) does
-not load torch.
+imported when they are first used, so that preparing data does not load torch.
 """
 
 from __future__ import annotations
@@ -13,21 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.data.batch import IGNORED, Batch
-    from parallel2d.data.batch_plan import BatchPlan
-    from parallel2d.data.feed import BatchFeed, EndOfData, StepBatch
+    from parallel2d.data.feed import BatchFeed, BatchPlan, EndOfData, StepBatch
     from parallel2d.data.opening import OpenData, open_data
     from parallel2d.data.stream import SampleStream
 
-_MODULES = {
-    "IGNORED": "batch",
-    "Batch": "batch",
-    "BatchFeed": "feed",
-    "BatchPlan": "batch_plan",
-    "EndOfData": "feed",
-    "OpenData": "opening",
-    "SampleStream": "stream",
-    "StepBatch": "feed",
-    "open_data": "opening",
+_NAMES = {
+    "batch": ("IGNORED", "Batch"),
+    "feed": ("BatchFeed", "BatchPlan", "EndOfData", "StepBatch"),
+    "opening": ("OpenData", "open_data"),
+    "stream": ("SampleStream",),
 }
 
 __all__ = [
@@ -44,6 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

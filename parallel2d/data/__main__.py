@@ -14,16 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from parallel2d.config import DataConfig
 from parallel2d.config.checks import check_data
 from parallel2d.data import token_shards as store
-from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
-from parallel2d.data.lock import folder_lock
-from parallel2d.data.prepare import prepare
+from parallel2d.data.prepare import folder_lock, prepare
+from parallel2d.data.reading import find_units
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
+
+# Keys of data.* that are options of `prepare`
+_OPTIONS = {
+    "tokenizer": "bytes, or the path of a tokenizer.json",
+    "end_token": "ends a document; default: the tokenizer's usual one",
+    "text_field": "of a row; default: %(default)s",
+    "document_kib": "longer text files are cut",
+    "subset": "configuration of a data set",
+    "split": "part of a data set; default: %(default)s",
+    "validation_fraction": "default: %(default)s",
+    "max_bad_rows": "default: %(default)s",
+    "workers": "processes; default: one per core",
+}
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.data") -> int:
@@ -43,36 +55,19 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Token shards for data=tokens.")
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect | verify")
-    command = commands.add_parser(
-        "prepare", help="turn text, rows or a data set into a folder of token shards"
-    )
+    text = "turn text, rows or a data set into a folder of token shards"
+    command = commands.add_parser("prepare", help=text)
     command.set_defaults(run=_prepare)
-    command.add_argument(
-        "path", nargs="?", help="file, folder, glob or data set; not given with --from stdlib"
-    )
-    command.add_argument(
-        "--output", required=True, type=Path, help="folder to write; started again, it is resumed"
-    )
-    kinds = ["text", "hf", "stdlib"]
-    command.add_argument(
-        "--from", dest="name", default="text", choices=kinds, help="default: %(default)s"
-    )
-    described = {
-        "tokenizer": "bytes, or the path of a tokenizer.json",
-        "end_token": "ends a document; default: the tokenizer's usual one",
-        "text_field": "of a row; default: %(default)s",
-        "document_kib": "longer text files are cut",
-        "subset": "configuration of a data set",
-        "split": "part of a data set; default: %(default)s",
-        "validation_fraction": "default: %(default)s",
-        "max_bad_rows": "default: %(default)s",
-    }
-    default = DataConfig()
-    for key, text in described.items():
-        value = getattr(default, key)
+    text = "file, folder, glob or data set; not given with --from stdlib"
+    command.add_argument("path", nargs="?", help=text)
+    text = "folder to write; started again, it is resumed"
+    command.add_argument("--output", required=True, type=Path, help=text)
+    kinds = ("text", "hf", "stdlib")
+    command.add_argument("--from", dest="name", default="text", choices=kinds, help="default: text")
+    for key, text in _OPTIONS.items():
+        value = getattr(DataConfig(), key)
         kind = str if value is None else type(value)
         command.add_argument(f"--{key.replace('_', '-')}", type=kind, default=value, help=text)
-    command.add_argument("--workers", default="auto", help="processes; default: one per core")
     for name, function, text in (
         ("inspect", _inspect, "print what a prepared folder holds"),
         ("verify", _verify, "read every file of a prepared folder against its checksum"),
@@ -84,51 +79,32 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    workers = int(options.workers) if str(options.workers).isdecimal() else options.workers
-    given = {key: value for key, value in vars(options).items() if key not in ("run", "output")}
-    config = DataConfig(**{**given, "workers": workers})
+    given = {key: getattr(options, key) for key in ("name", "path", *_OPTIONS)}
+    if options.workers.isdecimal():
+        given["workers"] = int(options.workers)
+    config = DataConfig(**given)
     check_data(config)
-    units, _, source = prepare_units(config)
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} units"),
-    ]
-    read = 0
-    with (
-        folder_lock(options.output) as lock,
-        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar,
-    ):
+    units, identity = find_units(config)
+    with folder_lock(options.output) as lock, Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("preparing", total=len(units))
 
-        def show(done: int, _: int, record: dict[str, Any]) -> None:
-            nonlocal read
-            read += record["bytes"]
-            bar.update(task, completed=done, description=f"preparing, {read / 1e6:,.0f} MB")
+        def show(done: int) -> None:
+            bar.update(task, completed=done)
 
-        prepared = prepare(
-            units,
-            prepare_options(config),
-            options.output,
-            source=source,
-            workers=worker_count(workers),
-            lock=lock,
-            progress=show,
-        )
-        bar.update(task, completed=len(units))
+        prepared = prepare(config, units, identity, options.output, lock, show)
+        show(len(units))
     print(_summary(prepared.manifest, options.output))
 
 
 def _summary(manifest: dict[str, Any], folder: Path) -> str:
-    splits = ", ".join(
+    splits = [
         f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents"
         for name, split in manifest["splits"].items()
+    ]
+    return (
+        f"{folder}: {', '.join(splits)}; {manifest['bytes'] / 1e6:,.1f} MB of text; omitted: "
+        f"{manifest['bad_rows']:,} bad rows, {manifest['empty_documents']:,} empty documents"
     )
-    skipped = (
-        f"{manifest['bad_rows']:,} bad rows and {manifest['empty_documents']:,} empty documents "
-        "left out"
-    )
-    return f"{folder}: {splits}; {manifest['bytes'] / 1e6:,.1f} MB of text, {skipped}"
 
 
 def _inspect(options: argparse.Namespace) -> None:

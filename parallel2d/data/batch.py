@@ -39,8 +39,7 @@ class SampleShape:
     def example(
         self, samples: int, device: torch.device | str, floating: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros in the shapes of a batch's inputs and targets. ``floating`` is the dtype of inputs
-        that are not whole numbers."""
+        """Zeros as inputs and targets. ``floating``: dtype of inputs that are not whole numbers."""
         dtype = floating if self.dtype.is_floating_point else self.dtype
         targets = torch.zeros(samples, *self.targets, dtype=torch.int64, device=device)
         return torch.zeros(samples, *self.inputs, dtype=dtype, device=device), targets
@@ -76,13 +75,11 @@ class Batch:
     valid_tokens: int  # targets that are not -100
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on a device. With ``non_blocking``, the copy from pinned memory is
-        asynchronous."""
+        """The batch on a device; ``non_blocking`` copies from pinned memory are asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which copies to a GPU run in the
-        background."""
+        """The batch in page-locked memory, from which copies to a GPU run in the background."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -108,14 +105,13 @@ class SampleHash:
     def __call__(
         self, inputs: NDArray[Any], targets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.uint64]:
-        """uint64 [n], each below 2**32, of inputs and targets of n samples and int64 [n]
-        positions."""
+        """uint64 [n], each below 2**32, of n samples at int64 [n] positions."""
         words = _products(inputs, self._input_factors) + _products(targets, self._target_factors)
         return mix(words + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN) >> np.uint64(32)
 
 
 def _products(values: NDArray[Any], factors: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """uint64 [n], modulo 2**64: the words of each of n samples times ``factors``."""
+    """uint64 [n], modulo 2**64."""
     rows = values.reshape(len(values), len(factors))
     if rows.dtype == np.int64:
         return rows.view(np.uint64) @ factors

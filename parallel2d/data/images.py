@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel2d.data.batch import labelled_images
-from parallel2d.data.documents import HASH_RANGE, content_hash
+from parallel2d.data.reading import HASH_RANGE, content_hash
 from parallel2d.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")

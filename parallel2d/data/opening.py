@@ -5,27 +5,25 @@ Raw text is prepared into the cache. A prepared folder and a folder of images ar
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from parallel2d.config import DataConfig
 from parallel2d.config.checks import check_data
 from parallel2d.config.model_and_data import validation_set
-from parallel2d.data.cache import cache_root, open_cached, options_key
-from parallel2d.data.images import ImageFolder, ImageSamples, find_images
-from parallel2d.data.inputs import prepare_options, prepare_units, worker_count
-from parallel2d.data.mixture import Schedule
-from parallel2d.data.prepare import prepare
-from parallel2d.data.samples import PackedSamples, PaddedSamples
-from parallel2d.data.stream import Samples, SampleStream
-from parallel2d.data.token_shards import TokenStore
+from parallel2d.data.images import ImageSamples, find_images
+from parallel2d.data.order import Schedule
+from parallel2d.data.prepare import content_key, folder_lock, prepare, worker_count
+from parallel2d.data.reading import find_units
+from parallel2d.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
+from parallel2d.data.token_shards import MANIFEST, TokenSplit, TokenStore
+from parallel2d.data.tokenizer import load_tokenizer
 from parallel2d.errors import ConfigError
 
 # Validation samples are read once, in the same order in every run
@@ -42,8 +40,8 @@ class OpenData:
     # Finite, in an order that does not depend on the seed; None if nothing is held out
     validation: SampleStream | None
     vocab_size: int  # targets are below it: token ids, or class ids of images
-    # Hex; equal on two machines exactly if every position reads the same sample on both (for images
-    # see `open_data`)
+    # Hex; equal on two machines exactly if every position reads the same sample on both. Of images
+    # it covers the names and sizes of files, not their content.
     fingerprint: str
     description: str  # one line
     classes: tuple[str, ...] = ()  # of images, by class id
@@ -55,15 +53,6 @@ class OpenData:
     tokenizer: tuple[str, str] = ("", "")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One component of a mixture, or the only data set."""
-
-    name: str
-    store: TokenStore
-    weight: float
-
-
 def open_data(
     config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0
 ) -> OpenData:
@@ -73,223 +62,220 @@ def open_data(
     The targets of the first ``context`` positions of every sequence are ignored. Raises
     `ConfigError` that names what is wrong: a missing path, empty or undecodable input, too few
     tokens for one sample, a cache that cannot be written.
-
-    The fingerprint of images covers their paths below ``data.path``, the sizes of their files,
-    image size, channels, split and seed. It does not change when a file changes without changing
-    its size, or when another version of Pillow decodes differently; ``data/batch_hash`` does.
     """
     check_data(config)
+    source = _source(config, seq_len, context)
+    sets: dict[str, SampleStream] = {}
+    set_fingerprints = []
+    for name, entry in sorted(config.validation.items()):
+        try:
+            own = _source(validation_set(config, entry), seq_len, context)
+            own.check_like(source)
+            # All is read where nothing is held out.
+            sets[name] = own.validation() or own.stream("train", **_VALIDATION)
+        except ConfigError as error:
+            raise ConfigError(f"data.validation.{name}: {error}") from None
+        set_fingerprints.append([name, own.fingerprint(seed)])
+    if isinstance(source, _Tokens):
+        source.check_length()
+    how = {"seed": seed, "name": "train", "epochs": config.epochs, "end": config.end}
+    train = source.stream("train", **how)
+    return OpenData(
+        train,
+        source.validation(),
+        vocab_size=source.vocab_size,
+        fingerprint=source.fingerprint(seed),
+        description=source.describe(len(train)),
+        classes=source.classes,
+        named_validation=sets,
+        validation_fingerprint=_digest(set_fingerprints) if sets else "",
+        tokenizer=source.tokenizer,
+    )
+
+
+def _source(config: DataConfig, seq_len: int | None, context: int) -> _Tokens | _Images:
     if config.name == "images":
-        return _open_images(config, seed)
+        return _Images(config)
     if seq_len is None:
         raise ConfigError(
             f"open_data needs seq_len, the tokens of a sequence, with data={config.name}"
         )
-    parts = _open_parts(config)
-    tokenizer = parts[0].store.manifest["tokenizer"]
-
-    def open_set(own: DataConfig) -> tuple[SampleStream, str]:
-        return _open_validation_set(own, tokenizer, seq_len, context)
-
-    named, named_fingerprint = _open_named(config, open_set)
-    train = _training_stream(config, parts, seq_len, seed, context)
-    validation = _validation_stream(config, parts, "validation", seq_len, context)
-    identity = [[part.store.content, part.weight] for part in parts]
-    options = [seq_len, seed, config.packing, config.intra_document_masking]
-    # Only where there is one, so that fingerprints of earlier runs stay true.
-    options += [context] if context else []
-    return OpenData(
-        train,
-        validation,
-        vocab_size=tokenizer["vocab_size"],
-        fingerprint=hashlib.sha256(json.dumps([identity, options]).encode()).hexdigest(),
-        description=_describe(config, parts, train, seq_len),
-        named_validation=named,
-        validation_fingerprint=named_fingerprint,
-        tokenizer=(tokenizer["name"], tokenizer["fingerprint"]),
-    )
+    return _Tokens(config, seq_len, context)
 
 
-def _open_parts(config: DataConfig) -> list[_Part]:
-    """The components of a mixture, or the only data set. Raises `ConfigError` for two
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+class _Tokens:
+    """The prepared folders that ``config`` names. Raises `ConfigError` for a mixture of two
     tokenizers."""
-    if not config.mixture:
-        name = config.name if config.path is None else f"{config.name} {config.path}"
-        return [_Part(name, _open_store(config), 1)]
-    parts = [
-        _Part(entry["path"], _prepared(entry["path"]), entry["weight"]) for entry in config.mixture
-    ]
-    tokenizer = parts[0].store.manifest["tokenizer"]
-    for part in parts[1:]:
-        other = part.store.manifest["tokenizer"]
-        if other["fingerprint"] != tokenizer["fingerprint"]:
+
+    classes: tuple[str, ...] = ()
+
+    def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
+        self._config, self._seq_len, self._context = config, seq_len, context
+        if config.mixture:
+            self._names = [entry["path"] for entry in config.mixture]
+            self._weights = [entry["weight"] for entry in config.mixture]
+            self._stores = [TokenStore(Path(name).expanduser()) for name in self._names]
+        else:
+            self._names = [config.name if config.path is None else f"{config.name} {config.path}"]
+            self._weights = [1]
+            self._stores = [_open_store(config)]
+        tokenizer = self._stores[0].manifest["tokenizer"]
+        self.vocab_size, self._end_id = tokenizer["vocab_size"], tokenizer["end_id"]
+        self.tokenizer = (tokenizer["name"], tokenizer["fingerprint"])
+        for name, store in zip(self._names, self._stores, strict=True):
+            other = store.manifest["tokenizer"]
+            if other["fingerprint"] != tokenizer["fingerprint"]:
+                raise ConfigError(
+                    f"data.mixture has two tokenizers: {self._names[0]} was prepared with "
+                    f"{tokenizer['name']} and {name} with {other['name']} (another one, or another "
+                    "end token)"
+                )
+
+    def check_like(self, training: _Tokens | _Images) -> None:
+        """Raises `ConfigError` for another tokenizer than that of the training data."""
+        if self.tokenizer[1] != training.tokenizer[1]:
             raise ConfigError(
-                f"data.mixture has two tokenizers: {parts[0].name} was prepared with "
-                f"{tokenizer['name']} and {part.name} with {other['name']} (another one, or "
-                "another end token)"
+                f"prepared with the tokenizer {self.tokenizer[0]}, the training data with "
+                f"{training.tokenizer[0]} (another one, or another end token)"
             )
-    return parts
 
+    def check_length(self) -> None:
+        """Raises `ConfigError` for a folder whose training split is less than one sample."""
+        needed = self._seq_len + 1 if self._config.packing == "packed" else 1
+        for name, store in zip(self._names, self._stores, strict=True):
+            tokens = store.splits["train"].tokens
+            if tokens < needed:
+                raise ConfigError(
+                    f"{name} holds {tokens} training tokens, fewer than one sample needs: "
+                    f"train.seq_len={self._seq_len} + 1"
+                )
 
-def _open_named(
-    config: DataConfig, open_set: Callable[[DataConfig], tuple[SampleStream, str]]
-) -> tuple[dict[str, SampleStream], str]:
-    """The sets of ``data.validation`` by name, and their fingerprint. ``open_set``: a stream and
-    its identity. Raises `ConfigError` that names the set."""
-    streams, identities = {}, []
-    for name, entry in sorted(config.validation.items()):
-        try:
-            streams[name], identity = open_set(validation_set(config, entry))
-        except ConfigError as error:
-            raise ConfigError(f"data.validation.{name}: {error}") from None
-        identities.append([name, identity])
-    if not streams:
-        return {}, ""
-    return streams, hashlib.sha256(json.dumps(identities).encode()).hexdigest()
+    def validation(self) -> SampleStream | None:
+        """The documents that are held out; None where there are none."""
+        held_out = any(store.splits["validation"].tokens for store in self._stores)
+        return self.stream("validation", **_VALIDATION) if held_out else None
 
-
-def _open_validation_set(
-    config: DataConfig, tokenizer: Mapping[str, str], seq_len: int, context: int
-) -> tuple[SampleStream, str]:
-    """All documents that ``config`` names, or those of them that are held out, where some are."""
-    parts = _open_parts(config)
-    other = parts[0].store.manifest["tokenizer"]
-    if other["fingerprint"] != tokenizer["fingerprint"]:
-        raise ConfigError(
-            f"prepared with the tokenizer {other['name']}, the training data with "
-            f"{tokenizer['name']} (another one, or another end token)"
+    def stream(self, split: str, **how: Any) -> SampleStream:
+        """One split of all folders that have it. Raises `ConfigError` where none has."""
+        samples = [self._samples(store.splits[split]) for store in self._stores]
+        filled = [number for number, each in enumerate(samples) if len(each)]
+        if not filled:
+            raise ConfigError(f"{self._names[0]} holds no document with two tokens")
+        return SampleStream(
+            [samples[number] for number in filled],
+            Schedule([self._weights[number] for number in filled]),
+            intra_document_masking=self._config.intra_document_masking,
+            context=self._context,
+            **how,
         )
-    held_out = any(part.store.splits["validation"].tokens for part in parts)
-    split = "validation" if held_out else "train"
-    stream = _validation_stream(config, parts, split, seq_len, context)
-    if stream is None:
-        raise ConfigError(f"{parts[0].name} holds no document with two tokens")
-    identity = [[part.store.content, part.weight] for part in parts]
-    return stream, json.dumps([identity, split, config.packing])
+
+    def _samples(self, split: TokenSplit) -> Samples:
+        if self._config.packing == "padded":
+            return PaddedSamples(split, self._seq_len, self._end_id)
+        masking = self._config.intra_document_masking
+        return PackedSamples(split, self._seq_len, self._end_id, masking)
+
+    def fingerprint(self, seed: int) -> str:
+        """Of all that decides which sample is at a position."""
+        contents = [store.content for store in self._stores]
+        identity = list(zip(contents, self._weights, strict=True))
+        masking = self._config.intra_document_masking
+        # A context only where there is one, so that fingerprints of earlier runs stay true.
+        context = [self._context] if self._context else []
+        return _digest([identity, [self._seq_len, seed, self._config.packing, masking, *context]])
+
+    def describe(self, samples: int) -> str:
+        """One line for the log. ``samples``: how many are trained on."""
+        size, documents, bad, cut = 0, 0, 0, 0
+        for store in self._stores:
+            size += store.manifest["bytes"]
+            bad += store.manifest["bad_rows"]
+            for split in store.splits.values():
+                documents += split.documents
+                if self._config.packing == "padded":
+                    cut += split.documents_longer_than(self._seq_len + 1)
+        name = self._names[0]
+        if self._config.mixture:
+            pairs = zip(self._weights, self._names, strict=True)
+            name = " + ".join(f"{weight} {each}" for weight, each in pairs)
+        text = f"{name} {size / 1e6:,.1f} MB, {documents:,} documents, {samples:,} samples of "
+        text += f"{self._seq_len} tokens"
+        text += f", {cut:,} documents cut to that length" if cut else ""
+        return text + (f", {bad:,} bad rows omitted" if bad else "")
 
 
-def _validation_stream(
-    config: DataConfig, parts: list[_Part], split: str, seq_len: int, context: int
-) -> SampleStream | None:
-    """Reads a split once, in an order that does not depend on the seed; None where it is empty."""
-    read = [(part, _samples(config, part, split, seq_len)) for part in parts]
-    filled = [(part, samples) for part, samples in read if len(samples)]
-    return _stream(config, filled, context, **_VALIDATION) if filled else None
+class _Images:
+    """The images of a folder; as `_Tokens`."""
 
+    tokenizer = ("", "")
 
-def _open_images(config: DataConfig, seed: int) -> OpenData:
-    if config.image_size is None:
-        raise ConfigError(
-            "data.image_size is required with data=images and a model that does not name its own"
-        )
-    size, channels = config.image_size, config.channels or 3
-    folder = find_images(str(config.path))
-    training, held_out = folder.split(config.validation_fraction)
-    threads = worker_count(config.workers)
-    if config.workers == "auto":
-        threads = min(threads, _MOST_THREADS)
+    def __init__(self, config: DataConfig) -> None:
+        if config.image_size is None:
+            raise ConfigError(
+                "data.image_size is required with data=images and a model that does not name its "
+                "own"
+            )
+        self._config, self._size, self._channels = config, config.image_size, config.channels or 3
+        self._folder = find_images(str(config.path))
+        self._training, self._held_out = self._folder.split(config.validation_fraction)
+        self.classes = self._folder.classes
+        self.vocab_size = len(self.classes)
 
-    def stream(source: ImageFolder, indices: NDArray[np.int64], **how: Any) -> SampleStream:
-        samples = ImageSamples(source, indices, channels, size)
+    def check_like(self, training: _Tokens | _Images) -> None:
+        """Raises `ConfigError` for other classes than those of the training images."""
+        if self.classes != training.classes:
+            raise ConfigError(
+                f"{self._config.path} has the classes {', '.join(self.classes)}, and the training "
+                f"images {', '.join(training.classes)}"
+            )
+
+    def validation(self) -> SampleStream | None:
+        return self.stream("validation", **_VALIDATION) if len(self._held_out) else None
+
+    def stream(self, split: str, **how: Any) -> SampleStream:
+        """The training images, or those that are held out."""
+        indices = self._held_out if split == "validation" else self._training
+        samples = ImageSamples(self._folder, indices, self._channels, self._size)
+        threads = worker_count(self._config.workers)
+        if self._config.workers == "auto":
+            threads = min(threads, _MOST_THREADS)
         return SampleStream([samples], Schedule([1]), threads=threads, **how)
 
-    def open_set(own: DataConfig) -> tuple[SampleStream, str]:
-        found = find_images(str(own.path))
-        if found.classes != folder.classes:
-            raise ConfigError(
-                f"{own.path} has the classes {', '.join(found.classes)}, and the training images "
-                f"{', '.join(folder.classes)}"
-            )
-        everything, held_out = found.split(own.validation_fraction)
-        indices = held_out if len(held_out) else everything
-        identity = json.dumps([found.content, own.validation_fraction])
-        return stream(found, indices, **_VALIDATION), identity
+    def fingerprint(self, seed: int) -> str:
+        fraction = self._config.validation_fraction
+        content = self._folder.content
+        return _digest(["images", content, self._size, self._channels, fraction, seed])
 
-    named, named_fingerprint = _open_named(config, open_set)
-    identity = ["images", folder.content, size, channels, config.validation_fraction, seed]
-    return OpenData(
-        stream(folder, training, seed=seed, name="train", epochs=config.epochs, end=config.end),
-        stream(folder, held_out, **_VALIDATION) if len(held_out) else None,
-        vocab_size=len(folder.classes),
-        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
-        description=folder.describe(len(training), channels, size),
-        classes=folder.classes,
-        named_validation=named,
-        validation_fingerprint=named_fingerprint,
-    )
-
-
-def _training_stream(
-    config: DataConfig, parts: list[_Part], seq_len: int, seed: int, context: int
-) -> SampleStream:
-    read = [(part, _samples(config, part, "train", seq_len)) for part in parts]
-    for part, samples in read:
-        _check_length(config, part, samples, seq_len)
-    how = {"seed": seed, "name": "train", "epochs": config.epochs, "end": config.end}
-    return _stream(config, read, context, **how)
-
-
-def _stream(
-    config: DataConfig, read: list[tuple[_Part, Samples]], context: int, **how: Any
-) -> SampleStream:
-    return SampleStream(
-        [samples for _, samples in read],
-        Schedule([part.weight for part, _ in read]),
-        intra_document_masking=config.intra_document_masking,
-        context=context,
-        **how,
-    )
-
-
-def _samples(config: DataConfig, part: _Part, name: str, seq_len: int) -> Samples:
-    split = part.store.splits[name]
-    end_id = part.store.manifest["tokenizer"]["end_id"]
-    if config.packing == "padded":
-        return PaddedSamples(split, seq_len, end_id)
-    return PackedSamples(split, seq_len, end_id, config.intra_document_masking)
-
-
-def _check_length(config: DataConfig, part: _Part, samples: Samples, seq_len: int) -> None:
-    tokens = part.store.splits["train"].tokens
-    if not len(samples) or (config.packing == "packed" and tokens < seq_len + 1):
-        raise ConfigError(
-            f"{part.name} holds {tokens} training tokens, fewer than one sample needs: "
-            f"train.seq_len={seq_len} + 1"
-        )
-
-
-def _describe(config: DataConfig, parts: list[_Part], train: SampleStream, seq_len: int) -> str:
-    size = sum(part.store.manifest["bytes"] for part in parts) / 1e6
-    splits = [split for part in parts for split in part.store.splits.values()]
-    documents = sum(split.documents for split in splits)
-    bad = sum(part.store.manifest["bad_rows"] for part in parts)
-    name = parts[0].name
-    if config.mixture:
-        name = " + ".join(f"{part.weight} {part.name}" for part in parts)
-    text = (
-        f"{name} {size:,.1f} MB, {documents:,} documents, {len(train):,} samples of {seq_len} "
-        "tokens"
-    )
-    if config.packing == "padded":
-        cut = sum(split.documents_longer_than(seq_len + 1) for split in splits)
-        text += f", {cut:,} documents cut to that length" if cut else ""
-    return text + (f", {bad:,} bad rows left out" if bad else "")
-
-
-def _prepared(path: str) -> TokenStore:
-    return TokenStore(Path(path).expanduser())
+    def describe(self, samples: int) -> str:
+        return self._folder.describe(samples, self._channels, self._size)
 
 
 def _open_store(config: DataConfig) -> TokenStore:
+    """The prepared folder of the input that ``config`` names. In the cache it is prepared under a
+    lock where it is missing or damaged. Raises `ConfigError` if the cache cannot be written."""
     if config.name == "tokens":
-        return _prepared(str(config.path))
-    options = prepare_options(config)
-    units, identity, source = prepare_units(config)
-
-    def make(folder: Path, lock: int) -> TokenStore:
-        workers = worker_count(config.workers)
-        return prepare(units, options, folder, source=source, workers=workers, lock=lock)
-
-    return open_cached(
-        cache_root(config.cache_dir), config.name, options_key(options, identity), make
-    )
+        return TokenStore(Path(str(config.path)).expanduser())
+    units, identity = find_units(config)
+    key = content_key(config, identity, load_tokenizer(config.tokenizer, config.end_token))
+    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "parallel2d")
+    root = Path(config.cache_dir or cache).expanduser()
+    folder = root / f"{config.name}-{key}"
+    with contextlib.suppress(ConfigError):
+        return TokenStore(folder)
+    try:
+        with folder_lock(folder) as lock:
+            # Another process may have prepared it while this one waited for the lock.
+            with contextlib.suppress(ConfigError):
+                return TokenStore(folder)
+            # A damaged folder must not look finished while it is prepared again.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            return prepare(config, units, identity, folder, lock)
+    except OSError as error:
+        raise ConfigError(
+            f"the data cache {root} is not writable ({error.strerror or error}: "
+            f"{error.filename or folder}); set data.cache_dir to a folder that can"
+        ) from error

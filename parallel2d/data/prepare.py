@@ -1,4 +1,4 @@
-"""Tokenizes documents into token shards (see `token_shards`): `prepare`.
+"""Prepares raw input into a folder of token shards (see `token_shards`): `prepare`.
 
 Preparation is resumable, and its output has the same bytes whatever the number of workers. Work is
 done in units: the shards of a unit are moved into place and then its record ``unit-00007.json`` is
@@ -9,349 +9,365 @@ without it is not readable.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import os
-from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parallel2d import files
+from parallel2d.config import DataConfig
+from parallel2d.data import reading
 from parallel2d.data import token_shards as store
-from parallel2d.data.documents import HASH_RANGE, BadRow, Document, ReadOptions, SourceFile, Unit
-from parallel2d.data.preparation_pool import run_in_workers
-from parallel2d.data.reading import read_unit
 from parallel2d.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.errors import ConfigError
-from parallel2d.files import flush_folder
 
-_BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at a time: bounds memory
-_BATCH_DOCUMENTS = 1024
-_REPORTED_ROWS = 10
+logger = logging.getLogger(__name__)
+
+_REPORTED_ROWS = 3
+_MORE_BAD_ROWS = 1000  # than are allowed: the rest of a unit is not read
+_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 1024  # given to the tokenizer at a time: bounds memory
 
 Record = dict[str, Any]
-Progress = Callable[[int, int, Record], None]
 
 
 @dataclass(frozen=True)
-class PrepareOptions:
-    """The options that, with the input, decide the content of a prepared folder."""
+class UnitJob:
+    """One unit, and everything that its shards depend on."""
 
-    tokenizer: str = "bytes"
-    end_token: str | None = None
-    validation_fraction: float = 0.02
-    max_bad_rows: int = 0
-    read: ReadOptions = field(default_factory=ReadOptions)
+    folder: Path
+    number: int
+    unit: reading.Unit
+    config: DataConfig
+    threshold: int  # documents whose hash is below it are held out
+    signature: str  # of the input and the options
+
+    @property
+    def record(self) -> Path:
+        """The file that is written when the shards of the unit are in place."""
+        return self.folder / f"unit-{self.number:05d}.json"
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[int]:
+    """Creates the folder and holds its lock, among the processes of all machines that share the
+    file system. Yields the lock's file descriptor.
+
+    A flock(2) belongs to the open file: the kernel releases it when the last process that inherited
+    the descriptor has ended. The next holder also waits for the workers of a killed parent.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for the process that prepares %s", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
+    """A hex digest of the identity of the input and of all that decides what is made of it."""
+    cut = {"text_field": config.text_field, "document_bytes": reading.document_bytes(config)}
+    options = {
+        "tokenizer": tokenizer.fingerprint,
+        "end_token": config.end_token,
+        "validation_fraction": config.validation_fraction,
+        "max_bad_rows": _allowed_bad_rows(config),
+        "read": cut,
+        "version": store.VERSION,
+    }
+    return hashlib.sha256(json.dumps([identity, options], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _allowed_bad_rows(config: DataConfig) -> int:
+    # Of the standard library, some files may be unreadable in some version of Python.
+    return 100 if config.name == "stdlib" else config.max_bad_rows
+
+
+def worker_count(workers: int | str) -> int:
+    """Processes that prepare; ``auto`` is one per core that this process may use."""
+    if workers != "auto":
+        return int(workers)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(
-    units: list[Unit],
-    options: PrepareOptions,
+    config: DataConfig,
+    units: list[reading.Unit],
+    identity: str,
     folder: Path,
-    *,
-    source: str,
-    workers: int = 1,
-    lock: int | None = None,
-    progress: Progress | None = None,
+    lock: int,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> store.TokenStore:
-    """Prepares ``units`` into ``folder`` and opens it. The caller holds the folder's lock.
+    """Prepares the input of ``config`` into ``folder`` and opens it.
 
     Args:
-        source: how messages name the input, e.g. ``data.path=corpus/``.
-        workers: number of processes; with 1 this process does the work.
-        lock: descriptor of the folder's lock, which workers inherit (see `lock.folder_lock`).
-        progress: called with (units done, units, record) after each unit.
+        units, identity: of the input; see `reading.find_units`.
+        lock: descriptor of the folder's lock (`folder_lock`), which the caller holds.
+        progress: called with the number of units that are done.
 
     Raises `ConfigError` for input that is empty or has more bad rows than allowed. Nothing is
     published then.
     """
-    tokenizer = load_tokenizer(options.tokenizer, options.end_token)
-    folder.mkdir(parents=True, exist_ok=True)
-    threshold = int(options.validation_fraction * HASH_RANGE)
-    jobs = [
-        Preparation(number, unit, options, threshold, tokenizer.fingerprint)
-        for number, unit in enumerate(units)
-    ]
-    signature = hashlib.sha256("".join(job.signature for job in jobs).encode()).hexdigest()
+    tokenizer = load_tokenizer(config.tokenizer, config.end_token)
+    # How many bad rows are allowed changes no shard.
+    signature = content_key(replace(config, max_bad_rows=0), identity, tokenizer)
     if (folder / store.MANIFEST).exists():
-        return _kept(folder, signature)
+        finished = store.TokenStore(folder)
+        if finished.manifest["signature"] != signature:
+            raise ConfigError(
+                f"{folder} already holds data prepared from other input or with other options; "
+                "remove it or choose another folder"
+            )
+        _clean(folder, finished.manifest)
+        return finished
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
-    records = _run(jobs, folder, source, workers, lock, progress, tokenizer)
-    documents = {
-        name: sum(record[name]["documents"] for record in records) for name in store.SPLITS
-    }
-    if threshold and not documents["validation"] and documents["train"] >= 2:
+    threshold = int(config.validation_fraction * reading.HASH_RANGE)
+    jobs = [
+        UnitJob(folder, number, unit, config, threshold, signature)
+        for number, unit in enumerate(units)
+    ]
+    records: list[Record] = []
+    with contextlib.closing(_records(jobs, tokenizer, lock)) as found:  # it ends its workers
+        for record in found:
+            records.append(record)
+            progress(len(records))
+            if record["bad_rows"]:
+                _check_bad_rows(config, records)
+    splits = _splits(records)
+    if threshold and not splits["validation"]["documents"] and splits["train"]["documents"] >= 2:
         # There are few documents and the fraction selected none. Hold out the one with the lowest
         # hash, which depends on the content only.
-        number = min(range(len(records)), key=lambda index: records[index]["lowest_hash"])
-        job = Preparation(
-            number,
-            units[number],
-            options,
-            records[number]["lowest_hash"] + 1,
-            tokenizer.fingerprint,
-        )
-        records[number] = _run([job], folder, source, 1, lock, None, tokenizer)[0]
-    _publish(records, options, tokenizer, folder, source, signature)
-    _clean(folder)
+        chosen = min(jobs, key=lambda job: records[job.number]["lowest_hash"])
+        again = replace(chosen, threshold=records[chosen.number]["lowest_hash"] + 1)
+        (records[chosen.number],) = _records([again], tokenizer, lock)
+        splits = _splits(records)
+    _check_splits(config, splits)
+    manifest = _manifest(signature, tokenizer, records, splits)
+    files.flush_folder(str(folder))
+    store.write_json(folder / store.MANIFEST, manifest)
+    _clean(folder, manifest)
     return store.TokenStore(folder)
 
 
-def _kept(folder: Path, signature: str) -> store.TokenStore:
-    finished = store.TokenStore(folder)
-    if finished.manifest["signature"] != signature:
-        raise ConfigError(
-            f"{folder} already holds data prepared from other input or with other options; remove "
-            "it or choose another folder"
-        )
-    _clean(folder)
-    return finished
+def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
+    """Yields the record of each job, in order. Units that an earlier run finished are kept; the
+    others are read by workers, or here."""
+    left = [job for job in jobs if _record(job) is None]
+    with contextlib.ExitStack() as stack:
+        workers = _start_workers(stack, left, lock)
+        turns = dict(zip((job.number for job in left), itertools.cycle(workers), strict=False))
+        for job in jobs:
+            # A worker writes a line after each of its units. If it has ended, and was not killed,
+            # what ended it happens here again.
+            worker = turns.get(job.number)
+            if worker is not None and not worker.stdout.readline() and worker.wait() < 0:
+                raise RuntimeError(
+                    f"the process that prepared {job.unit.files[0].name} was killed by signal "
+                    f"{-worker.returncode}; what is finished is kept, start again to go on"
+                )
+            record = _record(job)
+            if record is None:
+                run_unit(job, tokenizer)
+                record = _record(job)
+            assert record is not None, job.record
+            yield record
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """One unit, and everything that its shards depend on."""
-
-    number: int
-    unit: Unit
-    options: PrepareOptions
-    threshold: int
-    tokenizer: str
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Preparation:
-        """The job that ``asdict`` converted to ``values``."""
-        unit, options = values["unit"], values["options"]
-        files = [SourceFile(**file) for file in unit["files"]]
-        return cls(
-            values["number"],
-            Unit(**{**unit, "files": files}),
-            PrepareOptions(**{**options, "read": ReadOptions(**options["read"])}),
-            values["threshold"],
-            values["tokenizer"],
-        )
-
-    @cached_property
-    def signature(self) -> str:
-        """Equal exactly if a finished record of an earlier run can be kept."""
-        stats = [os.stat(file.path) for file in self.unit.files if os.path.exists(file.path)]
-        # How many bad rows are allowed changes no record.
-        content = replace(self, options=replace(self.options, max_bad_rows=0))
-        state = [
-            asdict(content),
-            store.VERSION,
-            [(stat.st_size, stat.st_mtime_ns) for stat in stats],
-        ]
-        return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _run(
-    jobs: list[Preparation],
-    folder: Path,
-    source: str,
-    workers: int,
-    lock: int | None,
-    progress: Progress | None,
-    tokenizer: Tokenizer,
-) -> list[Record]:
-    """The records of all jobs, in order; those that an earlier run finished are kept."""
-    records: dict[int, Record] = {}
-    for job in jobs:
-        record = _finished(job, folder)
-        if record is not None:
-            records[job.number] = record
-    left = [job for job in jobs if job.number not in records]
-    bad = BadRows(source, jobs[0].options.max_bad_rows if jobs else 0)
-    for record in records.values():
-        bad.add(record)
-    with contextlib.closing(_results(left, folder, workers, lock, tokenizer)) as results:
-        for number, record in results:
-            records[number] = record
-            if progress is not None:
-                progress(len(records), len(jobs), record)
-            bad.add(record)
-    return [records[job.number] for job in jobs]
-
-
-def _results(
-    jobs: list[Preparation], folder: Path, workers: int, lock: int | None, tokenizer: Tokenizer
-) -> Generator[tuple[int, Record]]:
-    if min(workers, len(jobs)) <= 1:
-        return ((job.number, run_unit(job, folder, tokenizer)) for job in jobs)
-    return run_in_workers([{**asdict(job), "folder": str(folder)} for job in jobs], workers, lock)
-
-
-def _finished(job: Preparation, folder: Path) -> Record | None:
+def _record(job: UnitJob) -> Record | None:
+    """What was written when a unit was finished; None if it was not, or if a file is missing."""
     try:
-        record: Record = json.loads(_record_path(folder, job.number).read_text(encoding="utf-8"))
-        complete = record["signature"] == job.signature and all(
-            (folder / name).stat().st_size == entry["bytes"]
-            for split in store.SPLITS
-            for name, entry in record[split]["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        record: Record = files.read_json(str(job.record))
+        store.check_sizes(job.folder, record)
+        same = (record["signature"], record["threshold"]) == (job.signature, job.threshold)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return record if complete else None
+    return record if same else None
 
 
-def _record_path(folder: Path, number: int) -> Path:
-    return folder / f"unit-{number:05d}.json"
+def _start_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -> list[Any]:
+    """Processes that take turns at the jobs; none for one job or one worker. They are programs of
+    their own: they have none of this process's threads and sockets, and do not import the caller's
+    main module. One whose parent was killed finishes its unit."""
+    count = min(worker_count(jobs[0].config.workers), len(jobs)) if jobs else 0
+    workers: list[Any] = []
+    for _ in range(count if count > 1 else 0):
+        worker = subprocess.Popen(
+            [sys.executable, "-c", "from parallel2d.data.prepare import work; work()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # The path on which this process found its modules
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=[lock],
+        )
+        workers.append(stack.enter_context(worker))
+        stack.callback(worker.kill)
+    for number, worker in enumerate(workers):
+        # One that has ended is noticed when its first unit is waited for.
+        with contextlib.suppress(BrokenPipeError), worker.stdin:
+            pickle.dump(jobs[number::count], worker.stdin)
+    return workers
 
 
-def run_unit(job: Preparation, folder: Path, tokenizer: Tokenizer) -> Record:
-    """Tokenizes one unit into a shard per split and returns (and writes) its record."""
+def work() -> None:
+    """The program of a worker, which runs jobs that its parent has pickled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops its workers
+    lines = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no line of ours
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    jobs: list[UnitJob] = pickle.load(sys.stdin.buffer)
+    tokenizer = load_tokenizer(jobs[0].config.tokenizer, jobs[0].config.end_token)
+    # These errors happen to the parent again, or mean that it has ended.
+    with contextlib.suppress(ConfigError, OSError):
+        for job in jobs:
+            run_unit(job, tokenizer)
+            os.write(lines, b"\n")
+
+
+def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
+    """Writes one shard per split, and then the record of the unit."""
+    record: Record = {"signature": job.signature, "threshold": job.threshold}
+    record |= {**dict.fromkeys(store.COUNTS, 0), "lowest_hash": reading.HASH_RANGE}
+    bad: list[tuple[str, int, str]] = []
+    most = _allowed_bad_rows(job.config) + _MORE_BAD_ROWS
+
+    def report(file: str, line: int, reason: str) -> None:
+        record["bad_rows"] += 1
+        if len(bad) < _REPORTED_ROWS:
+            bad.append((file, line, reason))
+        if record["bad_rows"] > most:
+            _check_bad_rows(job.config, [{**record, "first_bad": _places(job.unit, bad)}])
+
     dtype = store.token_dtype(tokenizer.vocab_size)
-    writers = {
-        name: store.ShardWriter(folder, f"{name}-{job.number:05d}", dtype) for name in store.SPLITS
-    }
-    record: Record = {"signature": job.signature, "lowest_hash": HASH_RANGE, "bytes": 0, "empty": 0}
-    bad_rows: list[BadRow] = []
-    bad_count = 0
-    batch: list[Document] = []
-    characters = 0
-    try:
-        for item in read_unit(job.unit, job.options.read):
-            if isinstance(item, BadRow):
-                bad_count += 1
-                bad_rows = [*bad_rows, item][:_REPORTED_ROWS]
-                continue
-            if not item.text:
-                record["empty"] += 1
-                continue
-            record["lowest_hash"] = min(record["lowest_hash"], item.hash)
-            batch.append(item)
-            characters += len(item.text)
-            # The tokenizer works on a batch in parallel; all of a unit would take much memory.
-            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-                record["bytes"] += _write(batch, writers, tokenizer, job.threshold)
-                batch, characters = [], 0
-        record["bytes"] += _write(batch, writers, tokenizer, job.threshold)
-        for name, writer in writers.items():
-            record[name] = writer.finish()
-    except BaseException:
-        for writer in writers.values():
-            writer.abandon()
-        raise
-    record["bad_rows"] = {"count": bad_count, "first": [asdict(row) for row in bad_rows]}
-    store.write_json(_record_path(folder, job.number), record)
-    return record
+    names = [f"{split}-{job.number:05d}" for split in store.SPLITS]
+    train, validation = (store.ShardWriter(job.folder, name, dtype) for name in names)
+    with train, validation:
+        for batch in _batches(reading.read_unit(job.unit, job.config, report)):
+            documents = [document for document in batch if document.utf8]
+            record["empty_documents"] += len(batch) - len(documents)
+            rows: tuple[list[store.MarkedTokens], list[store.MarkedTokens]] = ([], [])
+            for document, row in zip(documents, _encoded(documents, tokenizer), strict=True):
+                number = reading.content_hash(document.utf8)
+                rows[number < job.threshold].append(row)
+                record["lowest_hash"] = min(record["lowest_hash"], number)
+                record["bytes"] += len(document.utf8)
+            train.add(rows[0])
+            validation.add(rows[1])
+        shards = {"train": train.finish(), "validation": validation.finish()}
+    record["splits"] = {name: {"shards": [shard]} for name, shard in shards.items()}
+    record["first_bad"] = _places(job.unit, bad)
+    store.write_json(job.record, record)
 
 
-def _write(
-    batch: list[Document],
-    writers: dict[str, store.ShardWriter],
-    tokenizer: Tokenizer,
-    threshold: int,
-) -> int:
-    """Appends a batch to the shards of its splits; returns the bytes of text."""
-    pieces = [document.segments or [(document.text, True)] for document in batch]
+def _places(unit: reading.Unit, bad: list[tuple[str, int, str]]) -> list[str]:
+    before = reading.lines_before(unit) if bad else 0
+    return [f"{file}:{before + line}: {reason}" for file, line, reason in bad]
+
+
+def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Document]]:
+    """A tokenizer reads many documents in parallel; all of a unit would take much memory."""
+    batch: list[reading.Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.utf8)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[store.MarkedTokens]:
+    """Yields the ids of each document and its end, and which may be targets if not all may."""
     texts: list[str] = []
-    for segments in pieces:
-        texts += [text for text, _ in segments]
-    encoded = iter(tokenizer.encode(texts))
+    for document in batch:
+        texts += [text for text, _ in document.parts]
+    ids = iter(tokenizer.encode(texts))
     end = np.array([tokenizer.end_id], dtype=np.uint32)
-    rows: dict[str, list[NDArray[Any]]] = {name: [] for name in writers}
-    masks: dict[str, list[NDArray[np.uint8] | None]] = {name: [] for name in writers}
-    for document, segments in zip(batch, pieces, strict=True):
-        parts = [*itertools.islice(encoded, len(segments)), end]
-        name = "validation" if document.hash < threshold else "train"
-        rows[name].append(np.concatenate(parts))
-        # All of a document without segments may be a target.
-        masks[name].append(_target_mask(segments, parts) if document.segments else None)
-    for name, writer in writers.items():
-        writer.add(rows[name], masks[name])
-    return sum(len(text.encode("utf-8")) for text in texts)
+    for document in batch:
+        parts = [*itertools.islice(ids, len(document.parts)), end]
+        flags = [target for _, target in document.parts]
+        mask = None
+        if not all(flags):
+            # The end of the document is a target if the part before it is one.
+            flags.append(flags[-1])
+            mask = np.repeat(np.array(flags, np.uint8), [len(part) for part in parts])
+        yield np.concatenate(parts), mask
 
 
-class BadRows:
-    """Counts bad rows over units. Above the limit it raises `ConfigError` with files and lines of
-    the first ones."""
-
-    def __init__(self, source: str, limit: int) -> None:
-        self._source, self._limit = source, limit
-        self.count = 0
-        self.first: list[dict[str, Any]] = []
-
-    def add(self, record: Record) -> None:
-        """Counts the bad rows of one unit."""
-        self.count += record["bad_rows"]["count"]
-        self.first = [*self.first, *record["bad_rows"]["first"]][:_REPORTED_ROWS]
-        if self.count > self._limit:
-            places = "; ".join(
-                f"{row['file']}:{row['line']}: {row['reason']}" for row in self.first[:3]
-            )
-            more = f" (and {self.count - 3} more)" if self.count > 3 else ""
-            raise ConfigError(
-                f"{self._source} has {self.count} bad rows, data.max_bad_rows={self._limit} are "
-                f"allowed: {places}{more}"
-            )
+def _check_bad_rows(config: DataConfig, records: list[Record]) -> None:
+    count, allowed = sum(record["bad_rows"] for record in records), _allowed_bad_rows(config)
+    if count <= allowed:
+        return
+    places: list[str] = []
+    for record in records:
+        places += record["first_bad"]
+    more = f" (and {count - _REPORTED_ROWS} more)" if count > _REPORTED_ROWS else ""
+    raise ConfigError(
+        f"{_source(config)} has {count} bad rows, data.max_bad_rows={allowed} are allowed: "
+        f"{'; '.join(places[:_REPORTED_ROWS])}{more}"
+    )
 
 
-def _publish(
-    records: list[Record],
-    options: PrepareOptions,
-    tokenizer: Tokenizer,
-    folder: Path,
-    source: str,
-    signature: str,
-) -> None:
-    splits = {name: _split_entry([record[name] for record in records]) for name in store.SPLITS}
+def _check_splits(config: DataConfig, splits: Record) -> None:
     held_out = splits["validation"]["documents"]
     if not splits["train"]["documents"]:
-        missing = "training document" if held_out else "document with text"
-        raise ConfigError(f"{source} has no {missing}")
-    if options.validation_fraction and not held_out:
+        raise ConfigError(f"{_source(config)} has no document with text to train on")
+    if config.validation_fraction and not held_out:
         raise ConfigError(
-            f"{source} is one document, which cannot be split; "
-            f"data.validation_fraction={options.validation_fraction} must be 0 here"
+            f"{_source(config)} is one document, which cannot be split; "
+            f"data.validation_fraction={config.validation_fraction} must be 0 here"
         )
-    manifest: dict[str, Any] = {
+
+
+def _source(config: DataConfig) -> str:
+    return "data=stdlib" if config.name == "stdlib" else f"data.path={config.path}"
+
+
+def _splits(records: list[Record]) -> Record:
+    """The shards of each split, in order, with their sums."""
+    splits = {}
+    for name in store.SPLITS:
+        found = [record["splits"][name]["shards"][0] for record in records]
+        shards = [shard for shard in found if shard["documents"]]
+        totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")}
+        splits[name] = {**totals, "shards": shards}
+    return splits
+
+
+def _manifest(
+    signature: str, tokenizer: Tokenizer, records: list[Record], splits: Record
+) -> Record:
+    manifest: Record = {
         "format": store.FORMAT,
         "version": store.VERSION,
         "dtype": store.token_dtype(tokenizer.vocab_size),
-        "tokenizer": {
-            "name": tokenizer.name,
-            "vocab_size": tokenizer.vocab_size,
-            "end_id": tokenizer.end_id,
-            "fingerprint": tokenizer.fingerprint,
-        },
+        "tokenizer": {key: getattr(tokenizer, key) for key in store.TOKENIZER},
         "signature": signature,
-        "bytes": sum(record["bytes"] for record in records),
-        "empty_documents": sum(record["empty"] for record in records),
-        "bad_rows": sum(record["bad_rows"]["count"] for record in records),
         "splits": splits,
     }
+    manifest |= {key: sum(record[key] for record in records) for key in store.COUNTS}
     digests = [(name, entry["sha256"]) for name, entry in store.shard_files(manifest)]
     state = json.dumps([manifest["dtype"], tokenizer.fingerprint, digests])
-    manifest["content"] = hashlib.sha256(state.encode()).hexdigest()
-    flush_folder(str(folder))
-    store.write_json(folder / store.MANIFEST, manifest)
+    return {**manifest, "content": hashlib.sha256(state.encode()).hexdigest()}
 
 
-def _target_mask(segments: list[tuple[str, bool]], parts: list[NDArray[Any]]) -> NDArray[np.uint8]:
-    """uint8 per token of ``parts``: those of the segments and the end of the document."""
-    flags = [loss for _, loss in segments]
-    # The end-of-document id is a target if the segment before it is one.
-    flags.append(flags[-1])
-    return np.repeat(np.array(flags, np.uint8), [len(part) for part in parts])
-
-
-def _split_entry(shards: list[Record]) -> Record:
-    filled = [shard for shard in shards if shard["documents"]]
-    totals = {key: sum(shard[key] for shard in filled) for key in ("tokens", "documents")}
-    return {**totals, "shards": filled}
-
-
-def _clean(folder: Path) -> None:
-    """Removes the files that a published folder does not need: records, and shards of an attempt
-    with other input."""
-    needed = {name for name, _ in store.shard_files(store.read_manifest(folder))}
+def _clean(folder: Path, manifest: Record) -> None:
+    """Removes records, and shards of an attempt with other input."""
+    needed = {name for name, _ in store.shard_files(manifest)}
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):
             if path.name not in needed:

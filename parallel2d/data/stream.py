@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parallel2d.data.batch import IGNORED, Batch, SampleHash, SampleShape
-from parallel2d.data.batch_plan import Position
-from parallel2d.data.mixture import Schedule
-from parallel2d.data.order import Order
+from parallel2d.data.batch import IGNORED, Batch, SampleHash, SampleShape, token_sequences
+from parallel2d.data.order import Order, Schedule
+from parallel2d.data.token_shards import TokenSplit
 
 Array = NDArray[np.int64]
+Position = int | None
 # Positions whose order is computed at once: permuting many costs little more than permuting one
 _BLOCK = 1024
 
 
 class Samples(Protocol):
-    """A list of samples in storage order: see `samples` and `images`."""
+    """A list of samples in storage order."""
 
     shape: SampleShape
 
@@ -39,19 +39,77 @@ class Samples(Protocol):
     ) -> None:
         """Fills ``inputs`` and ``targets``, of the shapes of `shape`, with the sample at ``index``.
         Any thread may call it."""
-        ...
+
+
+class _TokenSamples:
+    def __init__(self, split: TokenSplit, seq_len: int, end_id: int) -> None:
+        self._split, self.seq_len, self._end_id = split, seq_len, end_id
+        self.shape = token_sequences(seq_len)
+
+    def _fill(self, start: int, count: int, inputs: Array, targets: Array) -> None:
+        """``count`` tokens as inputs, those that follow them as targets, and the end id for the
+        rest of the row."""
+        tokens = self._split.ids(start, count + 1)
+        inputs[:count], targets[:count] = tokens[:-1], tokens[1:]
+        inputs[count:], targets[count:] = self._end_id, IGNORED
+        if self._split.masked:
+            targets[:count][~self._split.may_be_target(start + 1, count)] = IGNORED
+
+
+class PackedSamples(_TokenSamples):
+    """Sample i reads tokens i·T .. (i+1)·T of the split: each token but the first is a target
+    exactly once.
+
+    The last sample is padded with the end id, without targets. With ``intra_document_masking`` the
+    first token of a document is not a target either: it would be predicted from another document.
+    """
+
+    def __init__(
+        self, split: TokenSplit, seq_len: int, end_id: int, intra_document_masking: bool = False
+    ) -> None:
+        super().__init__(split, seq_len, end_id)
+        self._respect_documents = intra_document_masking
+
+    def __len__(self) -> int:
+        return -(-max(0, self._split.tokens - 1) // self.seq_len)
+
+    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
+        """Fills int64 [T] rows with sample ``index``."""
+        start = index * self.seq_len
+        count = min(self.seq_len, self._split.tokens - 1 - start)
+        self._fill(start, count, inputs, targets)
+        if self._respect_documents:
+            # In 1 .. count: where the next document starts
+            ends = self._split.document_ends(start, count) - start
+            targets[ends - 1] = IGNORED
+            if document_ids is not None:
+                starts = np.zeros(self.seq_len, np.int64)
+                starts[ends[ends < self.seq_len]] = 1
+                np.cumsum(starts, out=document_ids)
+
+
+class PaddedSamples(_TokenSamples):
+    """Sample i is document i, cut to T + 1 tokens. The rest of the row is padded with the end id,
+    without targets."""
+
+    def __len__(self) -> int:
+        return self._split.documents
+
+    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
+        """Fills int64 [T] rows with sample ``index``."""
+        begin, end = self._split.document_span(index)
+        count = min(self.seq_len, end - begin - 1)
+        self._fill(begin, count, inputs, targets)
+        if document_ids is not None:
+            document_ids[:count], document_ids[count:] = 0, 1
 
 
 @dataclass(frozen=True)
 class End:
-    """Where a finite stream ends.
+    """Where a finite stream ends, and what happens to a last global batch that is not full."""
 
-    ``positions`` samples are read. ``policy`` decides what happens to a last global batch that they
-    do not fill: ``drop`` omits it, ``pad`` gives the missing samples weight zero, ``wrap`` fills it
-    from the next epoch.
-    """
-
-    positions: int
+    positions: int  # samples that are read
+    # drop omits it, pad gives the missing samples weight zero, wrap fills it from the next epoch
     policy: str
 
 
@@ -83,33 +141,26 @@ class SampleStream:
         end: str = "wrap",
         threads: int = 1,
     ) -> None:
-        assert all(len(component) for component in components)
+        lengths = [len(component) for component in components]
         assert len({component.shape for component in components}) == 1
-        assert len(components) == schedule.components
         self._components, self._schedule = components, schedule
         self._orders = [
-            Order(len(component), seed, f"{name}/{number}")
-            for number, component in enumerate(components)
+            Order(length, seed, f"{name}/{number}") for number, length in enumerate(lengths)
         ]
+        self._length = schedule.positions_before_repeat(lengths)
         self.shape = components[0].shape
         self._hash = SampleHash(self.shape)
         # The executor starts no thread before it is used
         self._pool = ThreadPoolExecutor(threads, "parallel2d-read") if threads > 1 else None
         self._with_ids, self._context = intra_document_masking, context
-        self._length = schedule.positions_before_repeat(
-            [len(component) for component in components]
-        )
         # Positions that are read together are in few blocks of the order.
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
-        # There are no samples at positions from here on
-        self._limit = math.inf
-        if self.end is not None and end != "wrap":
-            self._limit = self.end.positions
+        # There are no samples at positions from here on.
+        self._limit = epochs * self._length if epochs and end != "wrap" else math.inf
 
     def __len__(self) -> int:
-        """Samples in one epoch. Of a mixture: positions until the first of its components is
-        exhausted."""
+        """Samples in one epoch; of a mixture, positions until its first component is exhausted."""
         return self._length
 
     def global_batches(self, global_batch_size: int) -> int | None:
@@ -179,10 +230,9 @@ class SampleStream:
             row, component, index = sample
             component.read(index, inputs[row], targets[row, ...], None if ids is None else ids[row])
 
-        for _ in map(read, found) if self._pool is None else self._pool.map(read, found):
-            pass  # the first exception, in the order of the rows, is raised here
+        # The first exception, in the order of the rows, is raised here.
+        list(map(read, found) if self._pool is None else self._pool.map(read, found))
 
     def _compute_block(self, number: int, block: int) -> Array:
-        """Indices, in component ``number``, of the samples at its positions block · _BLOCK and
-        following."""
+        """Indices of the samples at positions block · _BLOCK and following of a component."""
         return self._orders[number].index(np.arange(block * _BLOCK, (block + 1) * _BLOCK))

@@ -10,57 +10,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parallel2d.errors import ConfigError
 
-_END_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<|im_end|>",
-)
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer that preparation uses."""
-
-    name: str
-    vocab_size: int  # ids are below it; the end-of-document id included
-    end_id: int  # follows each document
-    fingerprint: str  # equal exactly when the same text gives the same ids
-
-    def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        """One 1-D array of ids per text, without the end-of-document id."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; ids without a text are left out."""
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255, and 256 for the end of a document."""
+class Tokenizer:
+    """The tokenizer ``bytes``: UTF-8 bytes as ids 0-255, and 256 for the end of a document."""
 
     name = "bytes"
-    vocab_size = 257
-    end_id = 256
-    fingerprint = "bytes"
+    vocab_size = 257  # ids are below it; the end-of-document id included
+    end_id = 256  # follows each document
+    fingerprint = "bytes"  # equal exactly when the same text gives the same ids
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        """uint8 arrays."""
+        """One 1-D array of unsigned ids per text, without the end-of-document id."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are no UTF-8 become the replacement character."""
+        """The text of ``ids``; ids without a text are omitted. Bytes that are not UTF-8 become the
+        replacement character."""
         return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(Tokenizer):
     """A ``tokenizer.json``. Its template never adds special tokens; ``end_token`` ends a document.
 
     If ``end_token`` is not given, the first of the usual names in the vocabulary is used. If it has
@@ -85,15 +63,14 @@ class LibraryTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(
-                f"data.tokenizer={path} is not a readable tokenizer.json: {error}"
-            ) from None
+            problem = f"is not a readable tokenizer.json: {error}"
+            raise ConfigError(f"data.tokenizer={path} {problem}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
         if end_token is None:
-            end_token = next((token for token in _END_TOKENS if token in vocabulary), None)
+            end_token = next((token for token in _ENDS if token in vocabulary), None)
         elif end_token not in vocabulary:
             raise ConfigError(f"data.end_token={end_token} is not in the vocabulary of {path}")
         self.name = file.name
@@ -102,7 +79,6 @@ class LibraryTokenizer:
         self.fingerprint = hashlib.sha256(content + f"/{self.end_id}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        """uint32 arrays."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
@@ -114,11 +90,9 @@ class LibraryTokenizer:
 
 def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
     """The tokenizer that ``data.tokenizer`` names. Raises `ConfigError` if there is none."""
-    if name == "bytes":
-        if end_token is not None:
-            raise ConfigError(
-                f"data.end_token={end_token} has no meaning with data.tokenizer=bytes, whose end "
-                "id is 256"
-            )
-        return ByteTokenizer()
-    return LibraryTokenizer(name, end_token)
+    if name != "bytes":
+        return LibraryTokenizer(name, end_token)
+    if end_token is not None:
+        problem = "has no meaning with data.tokenizer=bytes, whose end id is 256"
+        raise ConfigError(f"data.end_token={end_token} {problem}")
+    return Tokenizer()

@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +33,9 @@ import torch.distributed as dist
 
 from parallel2d.config import DataConfig
 from parallel2d.data import BatchFeed, BatchPlan, open_data
-from parallel2d.data.documents import Document, ReadOptions
 from parallel2d.data.order import Order
-from parallel2d.data.prepare import PrepareOptions, prepare
-from parallel2d.data.reading import plan_units, read_unit, standard_library
+from parallel2d.data.prepare import folder_lock, prepare
+from parallel2d.data.reading import find_units, read_unit
 from parallel2d.data.tokenizer import load_tokenizer
 
 ROUNDS = 5
@@ -138,13 +138,12 @@ def preparing(folder: Path) -> None:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=4096, special_tokens=special, show_progress=False
     )
-    units = plan_units(standard_library())
-    options = ReadOptions(document_bytes=1 << 30)
+    config = DataConfig(workers=1)
+    units, identity = find_units(config)
     texts = [
-        item.text
+        document.utf8.decode()
         for unit in units
-        for item in read_unit(unit, options)
-        if isinstance(item, Document)
+        for document in read_unit(unit, config, lambda *bad_row: None)
     ]
     library.train_from_iterator(texts[:100], trainer)
     library.save(str(folder / "tokenizer.json"))
@@ -163,7 +162,8 @@ def preparing(folder: Path) -> None:
             alone.append(cpu_seconds() - begin)
             begin = cpu_seconds()
             output = folder / f"prepared-{tokenizer.name}-{repetition}"
-            prepare(units, PrepareOptions(name, read=options), output, source="stdlib")
+            with folder_lock(output) as lock:
+                prepare(replace(config, tokenizer=name), units, identity, output, lock)
             whole.append(cpu_seconds() - begin)
         one, other = statistics.median(alone), statistics.median(whole)
         print(
