@@ -1,7 +1,7 @@
 """Initial values that depend on a seed and on names alone: `build_on_meta` builds a model without
 values, `plan_weights` and `InitialWeights.write` give it their slices after it was sharded.
 
-[Note: mesh-independent weights] A module's initial values depend on the seed and on canonical names
+[Note: mesh-independent weights] A module's initial values depend on the seed and on FQNs
 alone. Before any transform a blueprint of the model (structure without storage) is kept. After
 sharding it is filled one unit at a time, where a unit is a repeated block or the rest of the model:
 storage on CPU, each module's own initializer in post-order, under a generator seeded from a hash of
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel2d.errors import ConfigError
 from parallel2d.model_structure import (
-    canonical_name,
+    fqn_of,
     held_parameters,
     join_names,
     owns_itself,
@@ -113,9 +113,9 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
 
 
 def module_seed(seed: int, name: str) -> int:
-    """The generator seed of the module called ``name``: 63 bits of SHA-256 over seed and canonical
-    name."""
-    text = f"{seed}/{canonical_name(name)}"
+    """The generator seed of the module ``name``: 63 bits of SHA-256 over seed and
+    FQN."""
+    text = f"{seed}/{fqn_of(name)}"
     digest = hashlib.sha256(text.encode()).digest()
     # torch's generators take a seed of 64 bits with a sign.
     return int.from_bytes(digest[:8], "big") >> 1
@@ -148,7 +148,7 @@ class InitialWeights:
         """Allocates what is still on meta on this rank's device and fills it with its slice of the
         initial values.
 
-        What ``given`` names (canonically) keeps its value; a unit of which everything is given
+        What ``given`` names (FQN) keeps its value; a unit of which everything is given
         costs nothing. Raises `ConfigError` naming every other parameter that no initializer sets.
         """
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -157,7 +157,7 @@ class InitialWeights:
         # Ids of the parameters that have their values: a tied one is drawn under its first name.
         written: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            called = canonical_name(name)
+            called = fqn_of(name)
             parameters[called] = parameter
             if called in given:
                 written.add(id(parameter))
@@ -192,7 +192,7 @@ class InitialWeights:
             if buffer.is_meta:
                 return False
         for name, _ in module.named_parameters(prefix=unit, remove_duplicate=False):
-            called = canonical_name(name)
+            called = fqn_of(name)
             if called.startswith(blocks):
                 continue
             if id(parameters[called]) not in written:
@@ -293,7 +293,7 @@ class InitialWeights:
         # Seeded anew for each module: its values depend on no other module's draws.
         torch.default_generator.manual_seed(module_seed(seed, name))
         if self.init is not None:
-            self.init(module, canonical_name(name))
+            self.init(module, fqn_of(name))
         else:
             _reset(module)
 
@@ -323,7 +323,7 @@ def check_initializers(model: nn.Module, init: Initializer | None) -> None:
         owner = name.rpartition(".")[0]
         around = {owner, *_names_around(owner)}
         if parameter.is_meta and not any(_initializer_of(modules[each]) for each in around):
-            unset.append(canonical_name(name))
+            unset.append(fqn_of(name))
     if unset:
         raise _no_initializer(unset)
 
@@ -351,7 +351,7 @@ def _write_parameters(
     there; returns the names of those that no initializer set."""
     unset = []
     for name, value in filled.named_parameters(prefix=unit, remove_duplicate=False):
-        parameter = parameters[canonical_name(name)]
+        parameter = parameters[fqn_of(name)]
         # On meta: it belongs to another unit.
         if value.is_meta:
             continue

@@ -24,7 +24,7 @@ class Keeper(Protocol):
     """Whether each replica has parameters of its own."""
 
     def kept(self) -> Mapping[str, Tensor]:
-        """By canonical name of the parameter, for those that have one."""
+        """By FQN of the parameter, for those that have one."""
 
     def kept_was_loaded(self) -> None:
         """Makes the parameters what the kept values imply. Collective."""
@@ -55,7 +55,7 @@ def keepers_in(model: nn.Module) -> list[Keeper]:
 
 
 def kept_values(model: nn.Module) -> dict[str, Tensor]:
-    """By canonical name, the kept values of ``model``."""
+    """By FQN, the kept values of ``model``."""
     found: dict[str, Tensor] = {}
     # Their names are those of the whole model.
     for keeper in vars(model).get(_KEPT_BY, []):

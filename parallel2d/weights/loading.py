@@ -16,7 +16,7 @@ from parallel2d.exchange import broadcast
 from parallel2d.weights.geometry import copy_slice
 from parallel2d.weights.kept import keepers_in
 from parallel2d.weights.named_tensors import (
-    by_canonical_name,
+    by_fqn,
     model_tensors,
     parameters_by_name,
     reshard,
@@ -36,7 +36,7 @@ from parallel2d.weights.whole_tensors import fill_tensor
 
 @torch.no_grad()
 def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: int = 0) -> None:
-    """Loads ``state``, canonical name -> tensor, into a parallelized ``model``. Collective.
+    """Loads ``state``, FQN -> tensor, into a parallelized ``model``. Collective.
 
     Whole tensors are needed on rank ``source`` alone; the others pass None and get their parts
     piece by piece (`parallel2d.weights.scatter.PIECE_BYTES`), so none of them ever holds a
@@ -47,15 +47,15 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
     """
     given: dict[str, Tensor] | None = None
     if state is not None:
-        given = by_canonical_name(state.items())
+        given = by_fqn(state.items())
         if any(isinstance(tensor, DTensor) for tensor in given.values()):
             _load_parts(model, given)
             _take_over(model)
             return
     # Every rank calls `state_dict`, although the source alone needs the names: after a forward, it
     # also frees gathered parameters, and `scatter` must find sharded ones on all ranks.
-    persistent = by_canonical_name(model.state_dict().items())
-    buffers = by_canonical_name(model.named_buffers())
+    persistent = by_fqn(model.state_dict().items())
+    buffers = by_fqn(model.named_buffers())
     if given is not None:
         # A state dict has no buffers that are not persistent. The source sends its own.
         transient = buffers.keys() - persistent.keys()
@@ -71,7 +71,7 @@ def _take_over(model: nn.Module) -> None:
 
 
 def _load_parts(model: nn.Module, given: Mapping[str, Tensor]) -> None:
-    """Copies this rank's parts of a sharded state dict, canonical name -> tensor."""
+    """Copies this rank's parts of a sharded state dict, FQN -> tensor."""
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
     parameters = parameters_by_name(model)
@@ -84,7 +84,7 @@ def _load_parts(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         copy_part(parameter, given[name])
     # Buffers are optional: a state dict has the persistent ones alone.
-    buffers = by_canonical_name(model.named_buffers())
+    buffers = by_fqn(model.named_buffers())
     for name, buffer in buffers.items():
         if name in given:
             buffer.copy_(given[name])

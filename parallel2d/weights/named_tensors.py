@@ -1,4 +1,4 @@
-"""Tensors of a model and of its optimizer by canonical name, the same on every rank and layout."""
+"""Tensors of a model and of its optimizer by FQN, the same on every rank and layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel2d.model_structure import canonical_name, join_names, updated_as
+from parallel2d.model_structure import fqn_of, join_names, updated_as
 from parallel2d.weights.kept import kept_values
 from parallel2d.weights.optimizer_settings import plain_settings
 
@@ -27,18 +27,18 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def by_canonical_name(named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
+def by_fqn(named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
     """What ``named_parameters()`` and its like list, without what wrappers add to the names."""
-    return {canonical_name(name): value for name, value in named}
+    return {fqn_of(name): value for name, value in named}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name -> parameter; a shared one once, under its first name."""
-    return by_canonical_name(model.named_parameters())
+    """FQN -> parameter; a shared one once, under its first name."""
+    return by_fqn(model.named_parameters())
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> what is saved and loaded: a parameter, or what is kept in its place
+    """FQN -> what is saved and loaded: a parameter, or what is kept in its place
     (`parallel2d.weights.kept`), or a persistent buffer. A shared one is listed once, under its
     first name."""
     found: dict[str, Tensor] = {**parameters_by_name(model), **kept_values(model)}
@@ -46,7 +46,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, buffer in model.named_buffers():
         if name in transient:
             continue
-        found[canonical_name(name)] = buffer
+        found[fqn_of(name)] = buffer
     return found
 
 
@@ -61,13 +61,13 @@ def _transient_buffers(model: nn.Module) -> set[str]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further canonical names of shared parameters -> the name they are stored under."""
+    """Further FQNs of shared parameters -> the name they are stored under."""
     first: dict[int, str] = {}
     for name, parameter in parameters_by_name(model).items():
         first[id(parameter)] = name
     further: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        called = canonical_name(name)
+        called = fqn_of(name)
         stored_as = first[id(parameter)]
         # Its first name is the one it is stored under.
         if called == stored_as:
@@ -77,13 +77,13 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name -> what an optimizer updates: the parameter, or the part of it that this
+    """FQN -> what an optimizer updates: the parameter, or the part of it that this
     replica owns."""
     return {name: updated_as(value) for name, value in parameters_by_name(model).items()}
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Canonical name -> parameter, or the part of it that the optimizer has, for those that it
+    """FQN -> parameter, or the part of it that the optimizer has, for those that it
     steps; in the model's order."""
     stepped: set[int] = set()
     for group in optimizer.param_groups:

@@ -29,7 +29,7 @@ from parallel2d.files.tensor_file import (
     read_header,
     read_rows,
 )
-from parallel2d.model_structure import canonical_name
+from parallel2d.model_structure import fqn_of
 from parallel2d.models import adapters, huggingface
 from parallel2d.weights.geometry import Region, local_part, local_region
 from parallel2d.weights.scatter import PIECE_BYTES
@@ -85,7 +85,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Target:
-    """A parameter or persistent buffer of the model: its canonical names (several where it is
+    """A parameter or persistent buffer of the model: its FQNs (several where it is
     tied), and the names under which a folder may have it."""
 
     tensor: Tensor
@@ -99,14 +99,14 @@ class _Target:
 @torch.no_grad()
 def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -> set[str]:
     """Fills ``model``, sharded or not, with the tensors of the folder ``path``; returns the
-    canonical names that it had.
+    FQNs that it had.
 
     No communication: every rank reads the byte ranges of its own rows, `PIECE_BYTES` at once.
     Values are cast to the dtype of the parameter. A name may carry, or lack, the prefix of the
     model's base (``transformer.``, ``model.``), as published weights do; names and forms that the
     ``transformers`` library changes between file and model (experts stored one by one) are changed
     alike. Parameters outside of the base that the folder does not have, a new head, are left to the
-    caller and logged; so are those whose canonical names match a pattern of ``fresh``: adapters.
+    caller and logged; so are those whose FQNs match a pattern of ``fresh``: adapters.
     The base of a model of the ``peft`` library is filled, its adapters are left to the caller.
 
     Raises `ConfigError` for shapes that differ, for other parameters of the base that the folder
@@ -170,7 +170,7 @@ def _base_prefixes(model: nn.Module) -> tuple[str, str]:
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
     """Everything in the model's state dict, tied parameters once. ``adapted``: what names begin
     with in a model with adapters."""
-    persistent = {canonical_name(name) for name in model.state_dict()}
+    persistent = {fqn_of(name) for name in model.state_dict()}
     # After `state_dict`, which frees gathered parameters: the sharded ones are to be filled.
     named = chain(
         model.named_parameters(remove_duplicate=False),
@@ -178,7 +178,7 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
     )
     found: dict[int, _Target] = {}
     for wrapped_name, tensor in named:
-        name = canonical_name(wrapped_name)
+        name = fqn_of(wrapped_name)
         if name not in persistent:
             continue
         # Tied parameters are one tensor with several names.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.exchange import broadcast, raise_together
-from parallel2d.model_structure import canonical_name, held_parameters
+from parallel2d.model_structure import fqn_of, held_parameters
 from parallel2d.weights.equality import parameters_in
 from parallel2d.weights.geometry import local_part, local_region
 from parallel2d.weights.named_tensors import parameters_by_name
@@ -26,7 +26,7 @@ PIECE_BYTES = 16 * 2**20  # of a tensor that travel at once, or are read at once
 
 def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     """Takes the weights out of ``model``, which is on meta afterwards; returns them on rank
-    ``source``, canonical name -> tensor.
+    ``source``, FQN -> tensor.
 
     Elsewhere what was there is dropped, on meta or not; parameters that are tied on the source are
     tied, because ``model.to("meta")`` takes ties apart. Collective. Raises `ConfigError` on every
@@ -51,12 +51,12 @@ def hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
 
 
 def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> parameter or buffer, tied ones under every name."""
+    """FQN -> parameter or buffer, tied ones under every name."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[canonical_name(name)] = parameter.detach()
+        found[fqn_of(name)] = parameter.detach()
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        found[canonical_name(name)] = buffer.detach()
+        found[fqn_of(name)] = buffer.detach()
     return found
 
 
@@ -117,13 +117,13 @@ def scatter(
     """Fills a sharded model, which has storage, from whole tensors that rank ``source`` alone needs
     to have. Collective.
 
-    ``full``: canonical name -> whole tensor of any floating-point dtype, on any device. Raises
+    ``full``: FQN -> whole tensor of any floating-point dtype, on any device. Raises
     `ConfigError` on every rank, before anything is written, when names or shapes differ.
     """
     here: dict[str, Tensor] = {**parameters_by_name(model)}
     if buffers:
         for name, buffer in model.named_buffers():
-            here[canonical_name(name)] = buffer
+            here[fqn_of(name)] = buffer
     # Whatever the other ranks pass is ignored.
     is_source = dist.get_rank() == source
     given: Mapping[str, Tensor] = {}

@@ -44,11 +44,11 @@ def full_state(
     Args:
         rank0_only: the other ranks get an empty dict and keep nothing.
         cpu: each tensor is moved to CPU memory as soon as it is whole.
-        key_by: how the optimizer's parameters are called: by canonical name, or by number, as
+        key_by: how the optimizer's parameters are called: by FQN, or by number, as
             ``torch.optim``'s own ``load_state_dict`` wants it; `rekey_optimizer_state` converts.
 
     ``state["model"]`` is what the bare module's ``load_state_dict`` takes: parameters and
-    persistent buffers by canonical name. Gathered tensor by tensor: the peak beside what is kept is
+    persistent buffers by FQN. Gathered tensor by tensor: the peak beside what is kept is
     one whole tensor. Raises `ConfigError` for another ``key_by``.
     """
     if key_by not in ("name", "id"):
@@ -78,7 +78,7 @@ def sharded_state(
     sharded. No communication.
 
     The tensors are the live ones, which the next step changes; ``copy=True`` copies them. The
-    optimizer's parameters are called by canonical name.
+    optimizer's parameters are called by FQN.
     """
 
     def take(tensor: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _state(
     optimizer: torch.optim.Optimizer | None,
     take: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": ...}`` by canonical name, with ``take`` of each tensor."""
+    """``{"model": ..., "optimizer": ...}`` by FQN, with ``take`` of each tensor."""
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
     tensors = {name: take(tensor) for name, tensor in model_tensors(model).items()}

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import broadcast
-from parallel2d.model_structure import canonical_name
+from parallel2d.model_structure import fqn_of
 from parallel2d.weights.kept import keepers_in
 from parallel2d.weights.named_tensors import reshard
 from parallel2d.weights.whole_tensors import fill_tensor, gather_tensor
@@ -90,7 +90,7 @@ def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.
 
 
 def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(canonical name, module) of the modules with a hook that gathers parameters, ``model`` itself
+    """(FQN, module) of the modules with a hook that gathers parameters, ``model`` itself
     (name ``""``) included.
 
     One per bucket, and one per module of a bucket of several. The order is that of
@@ -101,7 +101,7 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         # `fully_shard` has replaced the module's class by a subclass of it and of `FSDPModule`.
         is_sharded = isinstance(module, FSDPModule)
         if is_sharded:
-            found.append((canonical_name(name), module))
+            found.append((fqn_of(name), module))
     return found
 
 
