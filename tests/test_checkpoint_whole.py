@@ -332,63 +332,43 @@ def test_a_scheduler_of_torch_goes_on_where_it_was(ranks, way):
     assert found[6:] == found[3:6]
 
 
+def shown(optimizer, *keys):
+    return [tuple(group[key] for key in keys) for group in optimizer.param_groups]
+
+
 def test_settings_of_groups_are_matched_by_their_parameters():
     model = build_llama()
-
-    def ours(**more):
-        matrices, vectors = (
-            [p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False)
-        )
-        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, **more}], lr=0.5)
-
-    theirs = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75), fused=True)
-    state = full_state(model, stepped(model, theirs)[1])
-    optimizer = ours(weight_decay=0.5)
-    load_full_state(model, optimizer, state, settings=False)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
-        (0.5, 0.01),
-        (0.5, 0.5),
-    ]
-    load_full_state(model, optimizer, state)
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (
-            0.25,
-            (0.5, 0.75),
-            0.01,
-            None,
-        )
-    two = full_state(model, stepped(model, ours(weight_decay=0.5))[1])
-    with pytest.raises(
-        ConfigError,
-        match="its groups have weight_decay=0.01 and weight_decay=0.5 for parameters that are one group here",
-    ):
-        load_full_state(model, theirs, two)
-    load_full_state(model, theirs, two, settings=False)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.5}]
+    two = torch.optim.AdamW(groups, lr=0.5)
+    state_of_two = full_state(model, stepped(model, torch.optim.AdamW(groups, lr=0.5))[1])
+    one = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75), fused=True)
+    state = full_state(model, stepped(model, one)[1])
+    load_full_state(model, two, state, settings=False)
+    assert shown(two, "lr", "weight_decay") == [(0.5, 0.01), (0.5, 0.5)]
+    load_full_state(model, two, state)
+    assert (
+        shown(two, "lr", "betas", "weight_decay", "fused") == [(0.25, (0.5, 0.75), 0.01, None)] * 2
+    )
+    load_full_state(model, one, state_of_two, settings=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other_class = "is of another class: it has amsgrad, betas, eps, and SGD here has dampening"
     for load in (load_full_state, load_sharded_state):
         for settings in (True, False):
-            with pytest.raises(
-                ConfigError,
-                match="is of another class: it has amsgrad, betas, eps, and SGD here has dampening",
-            ):
-                load(
-                    model,
-                    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-                    state,
-                    settings=settings,
-                )
+            with pytest.raises(ConfigError, match=other_class):
+                load(model, sgd, state, settings=settings)
+
+    def changed(**settings):
+        group = {**state["optimizer"]["param_groups"][0], **settings}
+        return {**state, "optimizer": {**state["optimizer"], "param_groups": [group]}}
+
     for wrong, says in (
-        ({"lr": "high"}, "its lr is 'high', no number"),
-        ({"betas": 0.5}, "its betas is 0.5, no list"),
-        ({"betas": [0.5, 0.6, 0.7]}, "its betas is .0.5, 0.6, 0.7., no list of 2"),
+        (state_of_two, "weight_decay=0.01 and weight_decay=0.5 for parameters that are one group"),
+        (changed(lr="high"), "its lr is 'high', no number"),
+        (changed(betas=0.5), "its betas is 0.5, no list"),
+        (changed(betas=[0.5, 0.6, 0.7]), "its betas is .0.5, 0.6, 0.7., no list of 2"),
+        (model.state_dict(), r'it has no model: give a state dict as \{"model": state_dict\}'),
     ):
-        groups = [{**state["optimizer"]["param_groups"][0], **wrong}]
         with pytest.raises(ConfigError, match=says):
-            load_full_state(
-                model,
-                theirs,
-                {**state, "optimizer": {**state["optimizer"], "param_groups": groups}},
-            )
-    with pytest.raises(
-        ConfigError, match=r'it has no model: give a state dict as \{"model": state_dict\}'
-    ):
-        load_full_state(model, None, model.state_dict())
+            load_full_state(model, one, wrong)

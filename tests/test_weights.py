@@ -354,6 +354,15 @@ SUMMONED = (
 )
 
 
+def values_of(model):
+    """Whole parameters, and whole gradients, by name."""
+    named = dict(model.named_parameters())
+    return tuple(
+        {name: training.whole(each).clone() for name, each in tensors.items()}
+        for tensors in (named, {name: p.grad for name, p in named.items()})
+    )
+
+
 def _summon(sizes):
     """By options, whether parameters and gradients are what was written to the whole ones."""
     mesh = build_mesh(MeshSpec(**sizes), "hybrid")
@@ -367,8 +376,7 @@ def _summon(sizes):
     model(tokens).square().mean().backward()
     found = []
     for options, _ in SUMMONED:
-        before = {name: training.whole(p).clone() for name, p in model.named_parameters()}
-        gradients = {name: training.whole(p.grad).clone() for name, p in model.named_parameters()}
+        before, gradients = values_of(model)
         here = not options.get("rank0_only") or dist.get_rank() == 0
         with summon_full_params(model, **options):
             inside = dict(model.named_parameters())
@@ -385,14 +393,9 @@ def _summon(sizes):
                     parameter.grad.mul_(2)
                 with torch.no_grad():
                     parameter.add_(1)
-        changed = {
-            bool(torch.equal(training.whole(p), before[name] + 1))
-            for name, p in model.named_parameters()
-        }
-        doubled = {
-            bool(torch.allclose(training.whole(p.grad), 2 * gradients[name]))
-            for name, p in model.named_parameters()
-        }
+        after, gradients_after = values_of(model)
+        changed = {torch.equal(after[name], value + 1) for name, value in before.items()}
+        doubled = {torch.allclose(gradients_after[name], 2 * g) for name, g in gradients.items()}
         found.append((changed, doubled))
         model(tokens)  # still works
     with summon_full_params(model), pytest.raises(ConfigError, match="is whole already"):

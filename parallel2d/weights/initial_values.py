@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,13 +105,8 @@ def plan_weights(
     return InitialWeights(copy.deepcopy(model), [name for name, _ in blocks], init)
 
 
-class _Place(NamedTuple):
-    """Where a module of the blueprint holds a tensor that is on meta."""
-
-    fqn: str
-    held: dict[str, Any]  # the module's parameters, or its buffers
-    attribute: str
-    on_meta: Tensor
+# Of a tensor on meta: its FQN, the parameters or buffers of its module, its key there, and itself.
+_Place = tuple[str, dict[str, Any], str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -175,30 +170,29 @@ class InitialWeights:
         yet; adds it there. Returns the FQNs of what no initializer set."""
         places = list(_places_on_meta(modules))
         # Nothing is drawn for a unit whose values were all loaded.
-        if all(id(here.get(place.fqn)) in written for place in places):
+        if all(id(here.get(fqn)) in written for fqn, *_ in places):
             return []
         storage: dict[int, Tensor] = {}
-        for place in places:
+        for _, held, key, on_meta in places:
             # A tied parameter has several places, which get the same storage.
-            key = id(place.on_meta)
-            if key not in storage:
-                storage[key] = _without_values(place.on_meta)
-            place.held[place.attribute] = storage[key]
+            if id(on_meta) not in storage:
+                storage[id(on_meta)] = _without_values(on_meta)
+            held[key] = storage[id(on_meta)]
         # Values are made on CPU, so only its generator is seeded, and restored afterwards.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for name, module in modules:
                 self._initialize(module, name, seed)
         unset = []
-        for place in places:
-            value = place.held[place.attribute]
+        for fqn, held, key, on_meta in places:
+            value = held[key]
             # Back on meta: no other unit is held beside this one.
-            place.held[place.attribute] = place.on_meta
-            tensor = here.get(place.fqn)
+            held[key] = on_meta
+            tensor = here.get(fqn)
             # The transforms may have taken a buffer out of the model.
             if tensor is None or id(tensor) in written:
                 continue
             if _is_unset(value):
-                unset.append(place.fqn)
+                unset.append(fqn)
             written.add(id(tensor))
             copy_part(tensor, value)
         return unset
@@ -266,9 +260,9 @@ def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place
         held: dict[str, Any]
         # Buffers are real under `build_on_meta`, and keep what the constructor computed.
         for held in (module._parameters, module._buffers):
-            for attribute, tensor in held.items():
+            for key, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
-                    yield _Place(fqn_of(join_names(name, attribute)), held, attribute, tensor)
+                    yield fqn_of(join_names(name, key)), held, key, tensor
 
 
 def _initializer_of(module: nn.Module) -> Callable[[], object] | None:

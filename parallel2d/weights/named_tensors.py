@@ -102,14 +102,17 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Further FQNs of shared parameters -> the one they are stored under, the first."""
+    return {fqn_of(name): fqn_of(first) for name, first in ties_of(model).items()}
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """As `tied_names`, by names as they are in ``model``."""
     first: dict[int, str] = {}
-    further: dict[str, str] = {}
+    ties: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        fqn = fqn_of(name)
-        stored_as = first.setdefault(id(parameter), fqn)
-        if fqn != stored_as:
-            further[fqn] = stored_as
-    return further
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return ties
 
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -21,7 +21,8 @@ from parallel2d.weights.initial_values import (
     has_meta_parameters,
     plan_weights,
 )
-from parallel2d.weights.whole_tensors import scatter
+from parallel2d.weights.named_tensors import ties_of
+from parallel2d.weights.whole_tensors import fill
 
 
 class WeightSource:
@@ -81,7 +82,7 @@ class WeightSource:
             here |= model.named_buffers()
             weights = self._received
             pairs = [(each, weights.get(fqn_of(name))) for name, each in here.items()]
-            scatter(pairs, self._source)
+            fill(pairs, self._source)
         if self._initial is not None:
             assert self._seed is not None
             # Weights that are loaded into the allocated model are not drawn.
@@ -111,7 +112,7 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     raise_together(problem, source)
     # `model.to("meta")`, with which the other ranks may have been built, takes ties apart.
     named = dict(model.named_parameters(remove_duplicate=False))
-    for name, first in broadcast(_ties(model), source).items():
+    for name, first in broadcast(ties_of(model), source).items():
         # What differs here is reported by the check that all ranks have one structure.
         if {name, first} <= named.keys() and named[name].shape == named[first].shape:
             path, _, attribute = name.rpartition(".")
@@ -123,21 +124,19 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     return weights
 
 
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Name of each tied parameter, as it is here -> the first name of the same parameter."""
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            ties[name] = first[id(parameter)]
-    return ties
-
-
 def check_same_structure(model: nn.Module) -> None:
     """Raises `ConfigError` when a rank's model has other parameters, shapes, ties or frozen
     parameters than rank 0's: sooner or later its collectives would wait for, or be filled with,
     something else. Collective."""
-    own = _structure(model)
+    ties = ties_of(model)
+    # Dtypes of parameters may differ: they are cast alike.
+    own = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        training = "trained" if parameter.requires_grad else "frozen"
+        tie = f" tied to {ties[name]}" if name in ties else ""
+        own.append(f"{name}, {training}, of shape {tuple(parameter.shape)}{tie}")
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}")
     # Every rank compares its model with rank 0's; all show what the first that differs has found.
     first = broadcast(own)
     more = sorted(set(own) - set(first)) or ["the same in another order"]
@@ -151,27 +150,18 @@ def check_same_structure(model: nn.Module) -> None:
         )
 
 
-def _structure(model: nn.Module) -> list[str]:
-    """What ranks must agree on about each parameter and buffer. Dtypes of parameters may differ:
-    they are cast alike."""
-    ties = _ties(model)
-    found = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        training = "trained" if parameter.requires_grad else "frozen"
-        tie = f" tied to {ties[name]}" if name in ties else ""
-        found.append(f"{name}, {training}, of shape {tuple(parameter.shape)}{tie}")
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        found.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}")
-    return found
-
-
 def check_equal_on_all_ranks(model: nn.Module) -> None:
     """Raises `ConfigError` when ranks hold different weights, which sharding would mix silently.
     Collective."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        text = f"{name} {tuple(parameter.shape)} {_sums(parameter.detach())}"
-        digest.update(text.encode())
+        data = parameter.detach()
+        if data.is_complex():
+            data = torch.view_as_real(data.resolve_conj())
+        # Sums of narrower dtypes would overflow, or be too coarse to show a difference.
+        wide = data.double() if data.is_floating_point() else data.long()
+        sums = wide.sum().item(), wide.square().sum().item()
+        digest.update(f"{name} {tuple(parameter.shape)} {sums}".encode())
     digests = all_gather(digest.hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
@@ -179,12 +169,3 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
             f"ranks {different} hold other weights than rank 0: build the model under the same "
             "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed="
         )
-
-
-def _sums(data: Tensor) -> tuple[float, float]:
-    """The sums of the values and of their squares, in 64 bits."""
-    if data.is_complex():
-        data = torch.view_as_real(data.resolve_conj())
-    # Sums of narrower dtypes would overflow, or be too coarse to show a difference.
-    wide = data.double() if data.is_floating_point() else data.long()
-    return wide.sum().item(), wide.square().sum().item()

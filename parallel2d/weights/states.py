@@ -31,7 +31,6 @@ from parallel2d.weights.named_tensors import (
     reshard,
     tied_names,
     trained_parameters,
-    updated_by_name,
 )
 from parallel2d.weights.optimizer_settings import (
     Settings,
@@ -60,12 +59,12 @@ def full_state(
     Args:
         rank0_only: the other ranks get an empty dict and keep nothing.
         cpu: each tensor is moved to CPU memory as soon as it is whole.
-        key_by: the keys of the optimizer's parameters: FQNs, or numbers, as ``torch.optim``'s own
-            ``load_state_dict`` wants them; `rekey_optimizer_state` converts.
+        key_by: the keys of the optimizer's parameters: FQNs, or numbers (``id``), as
+            ``torch.optim``'s own ``load_state_dict`` wants them; `rekey_optimizer_state` converts.
 
-    ``state["model"]`` is what the bare module's ``load_state_dict`` takes: parameters and
-    persistent buffers by FQN. Gathered tensor by tensor: the peak beside what is kept is one whole
-    tensor. Raises `ConfigError` for another ``key_by``.
+    ``state["model"]`` is what the bare module's ``load_state_dict`` takes. Gathered tensor by
+    tensor: the peak beside what is kept is one whole tensor. Raises `ConfigError` for another
+    ``key_by``.
     """
     if key_by not in ("name", "id"):
         raise ConfigError(f"key_by={key_by} is not one of name, id")
@@ -188,9 +187,8 @@ def load_full_state(
             is false.
         from_rank0: rank 0's tensors are sent to the others piece by piece; False: every rank takes
             its part of its own, and nothing is sent.
-        settings: parameter groups take those of the state (lr, betas, weight decay), as with
-            torch's own ``load_state_dict``, which is what a scheduler of torch goes on from; False:
-            they keep theirs.
+        settings: parameter groups take those of the state (lr, betas, weight decay), from which a
+            scheduler of torch goes on; False: they keep theirs.
 
     Optimizer state that does not exist yet is created. Raises `ConfigError` on every rank, before
     anything is written, when names, shapes or the class of the optimizer differ; with
@@ -260,7 +258,7 @@ def _load(
     masters_were_loaded(model)
     if optimizer is not None:
         put_settings(optimizer, new_settings)
-        parameters = updated_by_name(model)
+        parameters = trained_parameters(model, optimizer)
         fill(_tensors_to_fill(optimizer, parameters, described, entries), source)
 
 

@@ -46,17 +46,6 @@ def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
     return whole
 
 
-def fill(pairs: Pairs, source: int | None) -> None:
-    """Fills this rank's part of each tensor: by `scatter` from rank ``source``, or, for None, by
-    `copy_part` from this rank's own whole one."""
-    if source is not None:
-        scatter(pairs, source)
-        return
-    for tensor, whole in pairs:
-        assert whole is not None
-        copy_part(tensor, whole)
-
-
 @torch.no_grad()
 def copy_part(tensor: Tensor, other: Tensor) -> None:
     """Copies this rank's part of ``other``, of the same whole shape and on any device, into
@@ -78,23 +67,27 @@ def copy_part(tensor: Tensor, other: Tensor) -> None:
 
 
 @torch.no_grad()
-def scatter(pairs: Pairs, source: int) -> None:
-    """Fills this rank's part of each tensor from the whole one, which rank ``source`` alone needs,
-    on any device. Collective: all ranks go through the same tensors in the same order.
+def fill(pairs: Pairs, source: int | None) -> None:
+    """Fills this rank's part of each tensor from the whole one: that of rank ``source``, or, for
+    None, this rank's own, by `copy_part`. Collective in the first case: all ranks go through the
+    same tensors in the same order.
 
     Values are sent `PIECE_BYTES` at a time, in the dtype of the tensor they are for, whatever its
     shape: other ranks never hold more than one piece beside their part.
     """
-    is_source = dist.get_rank() == source
     # Pieces arrive in one buffer: with one of its own each, a process group that lets go of them
     # late would hold many.
     buffer = torch.empty(0, dtype=torch.uint8)
     for tensor, whole in pairs:
+        if source is None:
+            assert whole is not None
+            copy_part(tensor, whole)
+            continue
         local = local_part(tensor)
         kept = local_region(tensor)
         size = tensor.dtype.itemsize
         for piece in Region.whole(tensor.shape).pieces(tensor.shape, PIECE_BYTES // size):
-            if is_source:
+            if dist.get_rank() == source:
                 assert whole is not None
                 values = whole[piece.slices].to(device=local.device, dtype=local.dtype).contiguous()
             else:
