@@ -52,9 +52,14 @@ if TYPE_CHECKING:
     )
     from parallel2d.topology import Topology
     from parallel2d.weights import load_pretrained, load_state, summon_full_params
-    from parallel2d.weights.loading import load_full_state, load_sharded_state
-    from parallel2d.weights.states import full_state, rekey_optimizer_state, sharded_state
-    from parallel2d.weights.summon import apply_full, sharded_modules
+    from parallel2d.weights.states import (
+        full_state,
+        load_full_state,
+        load_sharded_state,
+        rekey_optimizer_state,
+        sharded_state,
+    )
+    from parallel2d.weights.whole_tensors import apply_full, sharded_modules
 
     __version__: str
 
@@ -78,7 +83,7 @@ _MODULES = {
     "Runtime": "runtime",
     "Topology": "topology",
     "accumulate": "sync",
-    "apply_full": "weights.summon",
+    "apply_full": "weights.whole_tensors",
     "attach_optimizer": "sync",
     "barrier": "runtime",
     "build_mesh": "mesh",
@@ -94,9 +99,9 @@ _MODULES = {
     "finish_updates": "sync",
     "full_state": "weights.states",
     "limit_waiting": "runtime",
-    "load_full_state": "weights.loading",
+    "load_full_state": "weights.states",
     "load_pretrained": "weights",
-    "load_sharded_state": "weights.loading",
+    "load_sharded_state": "weights.states",
     "load_state": "weights",
     "mesh_shape": "mesh",
     "model_sharded_context": "parallelize.context",
@@ -110,7 +115,7 @@ _MODULES = {
     "set_learning_rate": "optimizer",
     "set_step": "sync",
     "setup": "runtime",
-    "sharded_modules": "weights.summon",
+    "sharded_modules": "weights.whole_tensors",
     "sharded_state": "weights.states",
     "summon_full_params": "weights",
     "teardown": "runtime",

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from parallel2d.chunked_loss import cross_entropy_from_hidden
 from parallel2d.errors import ConfigError
 from parallel2d.loss import IGNORED, cross_entropy_sum
-from parallel2d.model_structure import canonical_name, find_blocks
+from parallel2d.model_structure import find_blocks, fqn_of
 
 _COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
 # By the dtype of the logits: largest relative difference of the two losses.
@@ -231,13 +231,13 @@ def _refused(what: str) -> ConfigError:
 
 
 def find_head(model: nn.Module) -> str:
-    """Canonical name of the Linear that computes the logits: the one that
+    """FQN of the Linear that computes the logits: the one that
     ``model.get_output_embeddings()`` returns, or else the last Linear that is in no repeated block.
 
     Raises `ConfigError` when there is none. Whether it really is the head shows in the first
     forward of a `ChunkedHead`.
     """
-    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
     ask = getattr(model, "get_output_embeddings", None)
     if callable(ask):
         head = ask()
@@ -283,7 +283,7 @@ def _modules_around(model: nn.Module, head: nn.Module) -> dict[str, nn.Module]:
             parts = path.split(".")
             for length in range(len(parts) + 1):
                 outer = ".".join(parts[:length])
-                found[canonical_name(outer)] = model.get_submodule(outer)
+                found[fqn_of(outer)] = model.get_submodule(outer)
     return found
 
 
@@ -302,7 +302,7 @@ class ChunkedHead:
     Args:
         model: plain, or after `parallel2d.parallelize`.
         chunk: rows, that is tokens, of which logits exist at a time.
-        name: canonical name of the head; default: `find_head`.
+        name: FQN of the head; default: `find_head`.
         z_loss: as in `cross_entropy_sum`, while the model is in training mode.
 
     ``model(tokens)`` returns logits as before. Raises `ConfigError` when there is no such head.
@@ -317,7 +317,7 @@ class ChunkedHead:
         self.chunk = chunk
         self.z_loss = z_loss
         self.name = name if name is not None else find_head(model)
-        by_name = {canonical_name(path): module for path, module in model.named_modules()}
+        by_name = {fqn_of(path): module for path, module in model.named_modules()}
         if not _is_plain_linear(by_name.get(self.name)):
             raise ConfigError(f"{self.name} is no plain Linear of {_class_name(model)}")
         self._head: Any = by_name[self.name]

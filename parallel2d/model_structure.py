@@ -24,8 +24,8 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped
 _IsBlock = Callable[[nn.Module, nn.Module], bool]
 
 
-def canonical_name(name: str) -> str:
-    """A parameter's or module's name without what wrappers add to it."""
+def fqn_of(name: str) -> str:
+    """The fully qualified name (FQN) of a parameter or module: without what wrappers add to it."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     # The name of a wrapped module itself ends with what its wrapper calls it.
@@ -141,7 +141,7 @@ def find_blocks(
 
     With ``class_names``: every outermost module of those classes. With ``policy``, a callable or
     ``package.module:function``: every outermost module with parameters for which
-    ``policy(module, canonical name)`` is true. Without: repeated structure is detected, as it would
+    ``policy(module, FQN)`` is true. Without: repeated structure is detected, as it would
     be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own;
     failing that, siblings of one class; failing that, sibling layers of one class. May be empty
     when nothing repeats.
@@ -162,7 +162,7 @@ def _blocks_of_policy(
     chosen = policy
     if isinstance(chosen, str):
         chosen = load_reference(f"{section}.policy", chosen)
-    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
 
     def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
         # A policy is asked about modules with parameters alone: dropout is no block.

@@ -203,9 +203,9 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     masters = outer = 0
     for engine in gradient_syncs(model):
         if engine.method.owners is not None:
-            masters = sum(map(_bytes, engine.method.owners.kept().values()))
+            masters = sum(map(_bytes, engine.method.owners.masters().values()))
         if engine.method.outer is not None:
-            outer = sum(map(_bytes, engine.method.outer.kept().values()))
+            outer = sum(map(_bytes, engine.method.outer.masters().values()))
             outer += sum(map(_bytes, engine.method.outer.momenta.values()))
             residuals = [
                 parameter.residual for parameter in engine.method.outer.parameters.values()

@@ -14,13 +14,13 @@ from parallel2d.checkpoint.manifest import StoredFile
 from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import DamagedCheckpointError
 from parallel2d.store.address import PortTaken
-from parallel2d.weights.equality import ParameterInfo
 from parallel2d.weights.geometry import Region
+from parallel2d.weights.states import TensorEntry
 
 VALUES = (
     None, True, 0, -(2**70), 1.5, float("-inf"), "", "ü\n", b"\0\xff", [], [1, [2]], (), (1, ("a", b"b")), {}, {1: {2: 3}, "a": (None,)},
     {(1, "x"): [b"y"]}, set(), {1, "b"}, torch.Size([2, 3]), torch.float8_e4m3fn, Region((0, 1), (2, 3)), [("f", StoredFile(3, "00"))],
-    ParameterInfo("a", (1, 2), torch.bfloat16, True), {"dict": 1}, {"tuple": [1]},
+    TensorEntry(torch.Size([1, 2]), torch.bfloat16), {"dict": 1}, {"tuple": [1]},
 )  # fmt: skip
 
 

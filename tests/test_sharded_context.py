@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
-import torch.distributed as dist
 import training
 from torch import nn
 from torch.distributed.tensor import DTensor
-from workers import WorkerError
 
 from parallel2d import (
     MeshSpec,
@@ -19,19 +19,17 @@ from parallel2d import (
     model_sharded_context,
     parallelize,
 )
+from parallel2d.errors import ConfigError
 from parallel2d.models.llama import tensor_plan
 
 
 def built(sizes):
     """The same model built in the context and by `parallelize`; whole weights of both."""
     mesh = build_mesh(MeshSpec(**sizes), "hybrid")
+    config = ParallelConfig("hybrid")
     plan = (lambda model: tensor_plan(model, 2)) if sizes.get("tensor") else None
     with model_sharded_context(
-        mesh,
-        ParallelConfig("hybrid"),
-        seed=3,
-        init=lambda m, name: model.init_weights(m, name),
-        tensor_plan=plan,
+        mesh, config, seed=3, init=lambda m, name: model.init_weights(m, name), tensor_plan=plan
     ):
         model = training.build_llama()
         nn.Linear(4, 4)  # dropped
@@ -40,19 +38,14 @@ def built(sizes):
     with build_on_meta():
         other = training.build_llama()
     given = tensor_plan(other, 2) if plan else None
-    other = parallelize(
-        other, mesh, ParallelConfig("hybrid"), seed=3, init=other.init_weights, tensor_plan=given
-    )
+    other = parallelize(other, mesh, config, seed=3, init=other.init_weights, tensor_plan=given)
     first, second = (full_state(m, rank0_only=False)["model"] for m in (model, other))
     sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return sharded, first.keys() == second.keys() and all(
-        torch.equal(first[key], second[key]) for key in first
-    )
+    same = all(torch.equal(value, second[key]) for key, value in first.items())
+    return sharded, same and first.keys() == second.keys()
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2, "tensor": 2}]
-)
+@pytest.mark.parametrize("sizes", [{"replicate": 1, "shard": 2, "tensor": 2}])
 def test_a_model_built_in_the_context_is_the_one_that_parallelize_makes(ranks, sizes):
     assert ranks.run(4, built, sizes) == [(True, True)] * 4
 
@@ -123,22 +116,9 @@ class Adapted(nn.Module):
         return self.adapter(self.base(x))
 
 
-def left_out(how, config, meta):
-    """Losses of three steps with the base left out; which parameters are plain; bytes are the same with and without a mesh."""
-    mesh = build_mesh(MeshSpec(), "hybrid")
-    torch.manual_seed(0)
-    if meta:
-        with build_on_meta():
-            model = Adapted()
-    else:
-        model = Adapted()
-    ignored = [model.base] if how == "module" else [how]
-    model = parallelize(
-        model, mesh, ParallelConfig("hybrid", **config), seed=0 if meta else None, ignored=ignored
-    )
-    kinds = {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
-    dtypes = {str(p.dtype) for name, p in model.named_parameters() if name.startswith("base.")}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+def trained(model, parameters):
+    """Losses of three steps."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
     losses = []
     for _ in range(3):
         loss = model(torch.linspace(-1, 1, 32).view(2, 16)).float().square().mean()
@@ -146,94 +126,87 @@ def left_out(how, config, meta):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def left_out(how, config, meta):
+    """Losses of three steps with the base left out; which parameters are sharded; dtypes of the base; the state."""
+    mesh = build_mesh(MeshSpec(), "hybrid")
+    torch.manual_seed(0)
+    with build_on_meta() if meta else contextlib.nullcontext():
+        model = Adapted()
+    ignored = [model.base] if how == "module" else [how]
+    model = parallelize(
+        model, mesh, ParallelConfig("hybrid", **config), seed=0 if meta else None, ignored=ignored
+    )
+    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    dtypes = {p.dtype for p in model.base.parameters()}
+    losses = trained(model, [p for p in model.parameters() if p.requires_grad])
     state = full_state(model, rank0_only=False)["model"]
-    return losses, kinds, dtypes, {name: value.double().numpy() for name, value in state.items()}
+    return losses, sharded, dtypes, {name: value.double().numpy() for name, value in state.items()}
 
 
 @pytest.mark.parametrize("how", ["module", "base", "base.*"])
 def test_frozen_parameters_can_be_left_out_of_sharding(ranks, how):
-    results = ranks.run(4, left_out, how, {}, False)
     torch.manual_seed(0)
     model = Adapted()
-    optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.linspace(-1, 1, 32).view(2, 16)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    for found, kinds, _, state in results:
+    losses = trained(model, model.adapter.parameters())
+    for found, sharded, _, state in ranks.run(4, left_out, how, {}, False):
         assert found == pytest.approx(losses, rel=1e-6)
-        assert all(sharded == name.startswith("adapter.") for name, sharded in kinds.items())
+        assert sharded == {"adapter.weight", "adapter.bias"}
         assert state.keys() == model.state_dict().keys()
 
 
 def test_ignored_weights_do_not_depend_on_the_mesh_and_compute_in_the_param_dtype(ranks):
-    wide = ranks.run(4, left_out, "base*", {"precision": "bf16"}, True)
-    alone = ranks.run(1, left_out, "base*", {"precision": "bf16"}, True)[0]
-    for losses, _, dtypes, state in wide:
-        assert dtypes == {"torch.bfloat16"}
-        assert all(
-            (state[name] == value).all()
-            for name, value in alone[3].items()
-            if name.startswith("base.")
-        )
-        assert losses[0] == pytest.approx(alone[0][0], rel=1e-2)
+    ((alone, _, _, expected),) = ranks.run(1, left_out, "base*", {"precision": "bf16"}, True)
+    for losses, _, dtypes, state in ranks.run(4, left_out, "base*", {"precision": "bf16"}, True):
+        assert dtypes == {torch.bfloat16}
+        assert losses[0] == pytest.approx(alone[0], rel=1e-2)
+        for name in expected:
+            assert name.startswith("adapter.") or (state[name] == expected[name]).all()
 
 
-def refused(ignored):
+REFUSED = {
+    "module": "adapter.weight, adapter.bias are trainable, and nothing averages the gradient",
+    "adapter.weight": "adapter.weight is trainable",
+    "bsae.0.weight": "pattern bsae.0.weight chooses no parameter of Adapted; near: base.0.weight",
+}
+
+
+def refused():
+    """What is said of each; and of one that the tensor plan has."""
+    said = []
     mesh = build_mesh(MeshSpec(), "zero3")
-    torch.manual_seed(0)
-    model = Adapted()
-    parallelize(
-        model,
-        mesh,
-        ParallelConfig("zero3"),
-        ignored=[getattr(model, ignored) if ignored == "adapter" else ignored],
-    )
-
-
-@pytest.mark.parametrize(
-    ("ignored", "says"),
-    [
-        (
-            "adapter",
-            "adapter.weight, adapter.bias are trainable, and nothing averages the gradient",
-        ),
-        ("adapter.weight", "adapter.weight is trainable"),
-        (
-            "bsae.0.weight",
-            "pattern bsae.0.weight chooses no parameter of Adapted; near: base.0.weight",
-        ),
-    ],
-)
-def test_what_cannot_be_left_out_is_refused(ranks, ignored, says):
-    with pytest.raises(WorkerError) as error:
-        ranks.run(2, refused, ignored)
-    assert error.value.kind == "ConfigError"
-    assert says in error.value.message
-
-
-def ignored_in_the_tensor_plan():
-    mesh = build_mesh(MeshSpec(replicate=1, shard=1, tensor=2), "hybrid")
+    for ignored in REFUSED:
+        torch.manual_seed(0)
+        model = Adapted()
+        with pytest.raises(ConfigError) as error:
+            parallelize(
+                model,
+                mesh,
+                ParallelConfig("zero3"),
+                ignored=[model.adapter if ignored == "module" else ignored],
+            )
+        said.append(str(error.value))
     with build_on_meta():
-        model = training.build_llama()
-    model.requires_grad_(False)
-    model.output.requires_grad_(True)
-    plan = tensor_plan(model, dist.get_world_size())
-    parallelize(
-        model,
-        mesh,
-        ParallelConfig("hybrid"),
-        seed=0,
-        init=model.init_weights,
-        tensor_plan=plan,
-        ignored=["layers.*"],
-    )
+        llama = training.build_llama()
+    llama.requires_grad_(False)
+    llama.output.requires_grad_(True)
+    with pytest.raises(ConfigError) as error:
+        parallelize(
+            llama,
+            build_mesh(MeshSpec(replicate=1, shard=1, tensor=2), "hybrid"),
+            ParallelConfig("hybrid"),
+            seed=0,
+            init=llama.init_weights,
+            tensor_plan=tensor_plan(llama, 2),
+            ignored=["layers.*"],
+        )
+    return said, str(error.value)
 
 
-def test_an_ignored_parameter_in_the_tensor_plan_is_refused(ranks):
-    with pytest.raises(WorkerError) as error:
-        ranks.run(2, ignored_in_the_tensor_plan)
-    assert "is in the tensor plan" in error.value.message
+def test_what_cannot_be_left_out_is_refused(ranks):
+    for said, planned in ranks.run(2, refused):
+        for text, expected in zip(said, REFUSED.values(), strict=True):
+            assert expected in text
+        assert "is in the tensor plan" in planned

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from test_checkpoint_whole import Held
+from test_no_sync import Reductions
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerError
 
 from parallel2d import (
     MeshSpec,
@@ -23,12 +23,20 @@ from parallel2d import (
     build_on_meta,
     clip_gradient_norm,
     clip_gradient_value,
+    full_state,
+    load_full_state,
     load_pretrained,
     load_state,
     parallelize,
     summon_full_params,
 )
+from parallel2d.config import SyncConfig
 from parallel2d.errors import ConfigError
+from parallel2d.files.tensor_file import Entry
+from parallel2d.models.huggingface import StoredForm
+from parallel2d.weights.geometry import Region, local_region
+from parallel2d.weights.pretrained import _put_together
+from parallel2d.weights.whole_tensors import PIECE_BYTES
 
 
 class Tabled(nn.Module):
@@ -49,45 +57,30 @@ class Tabled(nn.Module):
         return x
 
 
-def _broadcast(how, source, sizes):
-    mesh = build_mesh(MeshSpec(**sizes), "hybrid")
+def equals(model, whole):
+    """Whether the parameters of a sharded model are those of a bare one, or of its state dict."""
+    expected = whole.state_dict() if isinstance(whole, nn.Module) else whole
+    return all(
+        torch.equal(training.whole(p), expected[name]) for name, p in model.named_parameters()
+    )
+
+
+def _broadcast(how, source):
     torch.manual_seed(dist.get_rank())
-    if how == "meta" and dist.get_rank() != source:
-        with torch.device("meta"):
-            model = Tabled()
-    else:
+    with torch.device("meta" if how == "meta" and dist.get_rank() != source else "cpu"):
         model = Tabled()
+    if how == "real":
         model.saved.fill_(dist.get_rank())
+    mesh = build_mesh(MeshSpec(), "hybrid")
     model = parallelize(model, mesh, ParallelConfig("hybrid"), broadcast_from=source)
     torch.manual_seed(source)
-    expected = Tabled()
-    same = all(
-        torch.equal(training.whole(p), q)
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
-    )
-    return same, model.saved.tolist(), model.table.tolist()
+    return equals(model, Tabled()), model.saved.tolist(), model.table.tolist()
 
 
-@pytest.mark.parametrize("how", ["real", "meta"])
-@pytest.mark.parametrize("source", [0, 3])
-def test_all_ranks_start_from_one_ranks_weights_and_buffers(ranks, how, source):
-    assert (
-        ranks.run(4, _broadcast, how, source, {})
-        == [(True, [source] * 3, [0.0, 1.0, 2.0, 3.0, 4.0])] * 4
-    )
-
-
-def _broadcast_nothing():
-    with torch.device("meta"):
-        model = Tabled()
-    parallelize(model, build_mesh(MeshSpec(), "hybrid"), broadcast_from=1)
-
-
-def test_broadcasting_from_a_rank_without_weights_is_an_error(ranks):
-    with pytest.raises(
-        WorkerError, match="broadcast_from=1: that rank has no values for layers.0.0.weight"
-    ):
-        ranks.run(2, _broadcast_nothing)
+@pytest.mark.parametrize(("how", "source", "saved"), [("real", 3, 3.0), ("meta", 0, 1.0)])
+def test_all_ranks_start_from_one_ranks_weights_and_buffers(ranks, how, source, saved):
+    found = ranks.run(4, _broadcast, how, source)
+    assert found == [(True, [saved] * 3, [0.0, 1.0, 2.0, 3.0, 4.0])] * 4
 
 
 class Tied(nn.Module):
@@ -108,75 +101,70 @@ class Tied(nn.Module):
 def _broadcast_tied():
     torch.manual_seed(0)
     model = Tied()
-    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     if dist.get_rank():
         model = model.to("meta")  # takes the tie apart
     model = parallelize(model, build_mesh(MeshSpec(), "hybrid"), broadcast_from=0)
     assert model.head.weight is model.embedding.weight
     model(torch.arange(8)).sum().backward()
-    return all(
-        torch.equal(training.whole(p), q) for p, q in zip(model.parameters(), expected, strict=True)
-    )
+    return equals(model, expected)
 
 
 def test_weights_tied_on_the_rank_they_come_from_are_tied_on_all(ranks):
     assert ranks.run(2, _broadcast_tied) == [True, True]
 
 
-def _other_model(how, options):
-    torch.manual_seed(0)
-    odd = dist.get_rank() == 1
-    with build_on_meta() if "seed" in options else contextlib.nullcontext():
-        model = Tabled(
-            dim=16 if odd and how == "shape" else 8, layers=4 if odd and how == "more" else 3
-        )
-    if odd and how == "frozen":
-        model.layers[1].requires_grad_(False)
-    if odd and how == "tied":
+def change(model, how):
+    """Makes a `Tabled` another model."""
+    if how == "shape":
+        model.layers[0][0] = nn.Linear(16, 16, bias=False)
+    elif how == "more":
+        model.register_parameter("more", nn.Parameter(torch.ones(1)))
+    elif how == "frozen":
+        model.layers[1][0].weight.requires_grad_(False)
+    elif how == "tied":
         model.layers[2][0].weight = model.layers[0][0].weight
-    if odd and how == "buffer":
+    elif how == "buffer":
         model.saved = model.saved.double()
-    parallelize(model, build_mesh(MeshSpec(), "hybrid"), **options)
+    elif how == "order":
+        model._buffers["saved"] = model._buffers.pop("saved")
+    elif how == "meta":
+        model.to("meta")
 
 
-@pytest.mark.parametrize(
-    ("how", "options", "message"),
-    [
-        ("shape", {"broadcast_from": 0}, r"layers.0.0.weight has shape \(16, 16\), not \(8, 8\)"),
-        ("more", {"broadcast_from": 0}, "layers.3.0.weight is not on rank 0"),
-        ("frozen", {"broadcast_from": 0}, "layers.1.0.weight is frozen, on rank 0 trained"),
-        ("frozen", {}, "layers.1.0.weight is frozen, on rank 0 trained"),
-        ("frozen", {"seed": 0}, "layers.1.0.weight is frozen, on rank 0 trained"),
-        ("tied", {"seed": 0}, "layers.2.0.weight is tied to layers.0.0.weight, on rank 0 not tied"),
-        ("buffer", {"broadcast_from": 0}, "saved is torch.float64, on rank 0 torch.float32"),
-    ],
-)
-def test_ranks_with_different_models_are_told_what_differs(ranks, how, options, message):
-    with pytest.raises(
-        WorkerError, match=rf"ranks \[1\] have another model than rank 0. On rank 1: {message}"
-    ):
-        ranks.run(2, _other_model, how, options)
+OTHER_MODELS = (
+    ("shape", {"broadcast_from": 0}, "layers.0.0.weight, trained, of shape (16, 16); not layers.0.0.bias, trained, of shape (8,); layers.0.0"),
+    ("more", {"broadcast_from": 0}, "more, trained, of shape (1,); not nothing"),
+    ("frozen", {}, "layers.1.0.weight, frozen, of shape (8, 8); not layers.1.0.weight, trained, of shape (8, 8)"),
+    ("frozen", {"seed": 0}, "layers.1.0.weight, frozen, of shape (8, 8); not"),
+    ("tied", {"seed": 0}, "layers.2.0.weight, trained, of shape (8, 8) tied to layers.0.0.weight; not"),
+    ("buffer", {"broadcast_from": 0}, "saved, a buffer in torch.float64 of shape (3,); not saved, a buffer in torch.float32"),
+    ("order", {}, "the same in another order"),
+    ("meta", {"broadcast_from": 1}, "broadcast_from=1: that rank has no values for layers.0.0.weight, layers.0.0.bias"),
+    (None, {"broadcast_from": 2}, "broadcast_from=2 is no rank: there are 2, counted from 0"),
+)  # fmt: skip
 
 
-class Allocations(TorchDispatchMode):
-    """The largest storage that an operator made, in bytes; those of ``kept`` are not counted."""
+def _models_that_differ():
+    """What is said where rank 1's model, or what it gives, is not what rank 0 has."""
+    told = []
+    for how, options, _ in OTHER_MODELS:
+        torch.manual_seed(0)
+        with build_on_meta() if "seed" in options else contextlib.nullcontext():
+            model = Tabled()
+            if dist.get_rank() == 1:
+                change(model, how)
+        with pytest.raises(ConfigError) as error:
+            parallelize(model, build_mesh(MeshSpec(), "hybrid"), **options)
+        told.append(str(error.value))
+    return told
 
-    def __init__(self, kept=()):
-        super().__init__()
-        self.kept = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        self.largest = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if (
-                type(tensor) is torch.Tensor and not tensor.is_meta
-            ):  # a DTensor's own storage is nominal
-                storage = tensor.untyped_storage()
-                self.largest = max(
-                    self.largest, storage.nbytes() if storage.data_ptr() not in self.kept else 0
-                )
-        return result
+def test_ranks_with_different_models_are_told_what_differs(ranks):
+    start = "ranks [1] have another model than rank 0. Rank 1 has "
+    for told in ranks.run(2, _models_that_differ):
+        for text, (how, _, expected) in zip(told, OTHER_MODELS, strict=True):
+            assert text.startswith(expected if how in ("meta", None) else start + expected)
 
 
 class LargeRows(nn.Module):
@@ -192,38 +180,25 @@ class LargeRows(nn.Module):
         nn.init.zeros_(self.deep)
 
 
-def _load_large(megabytes):
-    from parallel2d.weights import scatter as weights
-
-    rows = megabytes * 2**20 // 4096
+def _load_large(rows):
     with build_on_meta():
         model = LargeRows(rows)
     model = parallelize(model, build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3"), seed=0)
-    state = None
-    if dist.get_rank() == 0:
-        state = {
-            "matrix": torch.arange(rows * 1024.0).view(rows, 1024),
-            "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21),
-        }
-    with Allocations([parameter.to_local() for parameter in model.parameters()]) as allocated:
-        load_state(model, state)
-    first = dist.get_rank() * -(-rows // 4) * 1024
-    right = bool((model.matrix.to_local().flatten()[:5] == torch.arange(first, first + 5.0)).all())
-    if dist.get_rank() < 2:  # two rows for four ranks
-        right &= bool(
-            (
-                model.deep.to_local().flatten()
-                == torch.arange(3.0 * 2**21) + dist.get_rank() * 3 * 2**21
-            ).all()
-        )
-    return right, allocated.largest, weights.PIECE_BYTES
+    state = {"matrix": torch.arange(rows * 1024.0).view(rows, 1024), "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21)}  # fmt: skip
+    with Held() as held:
+        load_state(model, state if dist.get_rank() == 0 else None)
+    right = [
+        torch.equal(parameter.to_local(), state[name][local_region(parameter).slices])
+        for name, parameter in model.named_parameters()
+    ]
+    return right, held.peak
 
 
 def test_no_other_rank_ever_holds_what_rank_0_scatters(ranks):
-    for rank, (right, largest, piece) in enumerate(ranks.run(4, _load_large, 40)):
-        assert right
+    for rank, (right, peak) in enumerate(ranks.run(4, _load_large, 10_000)):
+        assert right == [True, True]
         if rank:
-            assert largest <= piece < 24 * 2**20
+            assert peak <= PIECE_BYTES + 2**16 < 24 * 2**20
 
 
 M_MMAP_THRESHOLD = -3  # in malloc.h
@@ -253,24 +228,23 @@ def _received(how, mebibytes, folder):
 
     rows, first = mebibytes * 256, dist.get_rank() == 0
     mesh = build_mesh(MeshSpec(), "zero3")
-    full = torch.arange(float(rows)).repeat_interleave(1024).view(rows, 1024) if first else None
-    if how == "load_pretrained" and full is not None:
-        safetensors.torch.save_file(
-            {"matrix": full, "deep": torch.ones(1, 4)}, f"{folder}/model.safetensors"
-        )
-    state = {"matrix": full, "deep": torch.ones(1, 4)} if first else None
     with torch.device("meta"):
         model = LargeRows(rows, (1, 4))
-    if how == "broadcast_from" and full is not None:
-        model.matrix, model.deep = nn.Parameter(full), nn.Parameter(torch.ones(1, 4))
-    options = {
-        "broadcast_from": {"broadcast_from": 0},
-        "load_state": {
-            "seed": 0,
-            "weights": lambda sharded: load_state(sharded, state) or {"matrix", "deep"},
-        },
-        "load_pretrained": {"seed": 0, "weights": functools.partial(load_pretrained, path=folder)},
-    }[how]
+    state = None
+    if first:
+        full = torch.arange(float(rows)).repeat_interleave(1024).view(rows, 1024)
+        state = {"matrix": full, "deep": torch.ones(1, 4)}
+    options = {"seed": 0}
+    if how == "load_pretrained":
+        if first:
+            safetensors.torch.save_file(state, f"{folder}/model.safetensors")
+        options["weights"] = functools.partial(load_pretrained, path=folder)
+    elif how == "load_state":
+        options["weights"] = lambda sharded: load_state(sharded, state) or {"matrix", "deep"}
+    else:
+        options = {"broadcast_from": 0}
+        if first:
+            model.load_state_dict(state, assign=True)
     dist.barrier()
     gc.collect()
     # what earlier tests freed would be used again, and not be seen
@@ -291,35 +265,18 @@ def _received(how, mebibytes, folder):
 SLACK = 30 * 2**20
 
 
-def check_receiving(ranks, tmp_path, how, mebibytes, record_property=None):
-    for rank, (risen, kept, right) in enumerate(
-        ranks.run(4, _receive, how, mebibytes, str(tmp_path))
-    ):
+@pytest.mark.parametrize("mebibytes", [pytest.param(128, marks=pytest.mark.slow), pytest.param(1024, marks=pytest.mark.soak)])  # fmt: skip
+@pytest.mark.parametrize("how", ["broadcast_from", "load_state", "load_pretrained"])
+def test_a_rank_that_receives_weights_holds_its_part_and_a_piece(
+    ranks, tmp_path, record_property, how, mebibytes
+):
+    results = ranks.run(4, _receive, how, mebibytes, str(tmp_path))
+    for rank, (risen, kept, right) in enumerate(results):
+        record_property(f"rank {rank}: bytes above the baseline, bytes kept", (risen, kept))
         assert right
         assert kept == mebibytes * 2**18
-        if record_property is not None:
-            record_property(
-                f"rank {rank}: MiB above the baseline, MiB kept", (risen / 2**20, kept / 2**20)
-            )
         if rank or how == "load_pretrained":
             assert kept // 2 < risen <= kept + SLACK < mebibytes * 2**20, rank
-
-
-RECEIVING = ("broadcast_from", "load_state", "load_pretrained")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", RECEIVING)
-def test_a_rank_that_receives_weights_holds_its_part_and_a_piece(ranks, tmp_path, how):
-    check_receiving(ranks, tmp_path, how, 128)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("how", RECEIVING)
-def test_a_rank_that_receives_a_gibibyte_holds_its_part_and_a_piece(
-    ranks, tmp_path, record_property, how
-):
-    check_receiving(ranks, tmp_path, how, 1024, record_property)
 
 
 def _load_both_ways():
@@ -327,121 +284,136 @@ def _load_both_ways():
     torch.manual_seed(1)
     source = Tabled()
     whole = {name: value.clone() for name, value in source.state_dict().items()}
-    a = parallelize(source, mesh, ParallelConfig("hybrid"))
-    sharded = a.state_dict()
+    sharded = parallelize(source, mesh, ParallelConfig("hybrid")).state_dict()
     found = []
-    for state in (sharded, whole if dist.get_rank() == 0 else None):
+    for strategy, state in (("hybrid", sharded), ("zero2", sharded), ("hybrid", whole)):
         with build_on_meta():
-            b = Tabled()
-        b = parallelize(b, mesh, ParallelConfig("hybrid", "layer"), seed=0)
-        load_state(b, state)
-        found.append(
-            all(torch.equal(training.whole(p), whole[name]) for name, p in b.named_parameters())
-        )
-    with pytest.raises(ValueError, match="do not fit: layers.0.0.weight is missing"):
-        load_state(b, {} if dist.get_rank() == 0 else None)
+            model = Tabled()
+        other = build_mesh(MeshSpec(), strategy)
+        model = parallelize(model, other, ParallelConfig(strategy, "layer"), seed=0)
+        model(torch.ones(2, 8))  # zero2 keeps the parameters gathered until backward
+        load_state(model, state if state is sharded or dist.get_rank() == 0 else None)
+        found.append(equals(model, whole))
+    for wrong in ({}, {**whole, "more": torch.ones(1)}):
+        with pytest.raises(ConfigError) as error:
+            load_state(model, wrong if dist.get_rank() == 0 else None)
+        found.append(str(error.value))
     return found
 
 
 def test_full_and_sharded_state_dicts_are_loaded(ranks):
-    assert ranks.run(4, _load_both_ways) == [[True, True]] * 4
+    for *same, missing, more in ranks.run(4, _load_both_ways):
+        assert same == [True] * 3
+        assert missing.startswith("the state does not fit: layers.0.0.weight is missing; ")
+        assert more == "the state does not fit: more is not in the model"
 
 
-def _summon(options, sizes):
+def _master_values(name, options, folder):
+    """Whole values given to a model whose replicas compute with others: what is saved of it then, and what it computes with."""
+    import safetensors.torch
+
+    config = ParallelConfig(name, sync=SyncConfig(**options))
+    mesh = build_mesh(MeshSpec(replicate=2, shard=2), name)
+    torch.manual_seed(0)
+    model = parallelize(Tabled(), mesh, config)
+    found = []
+    for load in ("load_state", "load_full_state", "load_pretrained"):
+        values = {key: torch.randn_like(value) for key, value in Tabled().state_dict().items()}
+        if load == "load_pretrained":
+            if dist.get_rank() == 0:
+                safetensors.torch.save_file(values, f"{folder}/model.safetensors")
+            dist.barrier()
+            load_pretrained(model, folder)
+        elif load == "load_state":
+            load_state(model, values)
+        else:
+            load_full_state(model, None, {"model": values})
+        saved = full_state(model, rank0_only=False)["model"]
+        kept = all(torch.equal(saved[key], value) for key, value in values.items())
+        rounded = {key: value.bfloat16().float() for key, value in values.items()}
+        found.append((kept, equals(model, values), equals(model, rounded)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rounded"),
+    [("hybrid_full", {"wire": "bf16"}, True), ("hybrid", {"name": "diloco", "every": 2}, False)],
+)
+def test_master_values_are_loaded_and_saved_and_parameters_follow(
+    ranks, tmp_path, name, options, rounded
+):
+    for found in ranks.run(4, _master_values, name, options, str(tmp_path)):
+        assert found == [(True, not rounded, rounded)] * 3
+
+
+SUMMONED = (
+    ({}, (True, False)),
+    ({"rank0_only": True, "offload_to_cpu": True, "with_grads": True}, (True, True)),
+    ({"writeback": False, "with_grads": True}, (False, False)),
+    ({"recurse": False}, (False, False)),
+)
+
+
+def values_of(model):
+    """Whole parameters, and whole gradients, by name."""
+    named = dict(model.named_parameters())
+    return tuple(
+        {name: training.whole(each).clone() for name, each in tensors.items()}
+        for tensors in (named, {name: p.grad for name, p in named.items()})
+    )
+
+
+def _summon(sizes):
+    """By options, whether parameters and gradients are what was written to the whole ones."""
     mesh = build_mesh(MeshSpec(**sizes), "hybrid")
     with build_on_meta():
         model = training.build_llama()
-    plan = training.tensor_plan(model, 2) if sizes.get("tensor") else None
+    plan = training.tensor_plan(model, 2) if sizes else None
     model = parallelize(
         model, mesh, ParallelConfig("hybrid"), seed=0, init=model.init_weights, tensor_plan=plan
     )
     tokens, _ = training.global_batch(0)
     model(tokens).square().mean().backward()
-    before = {name: training.whole(p).clone() for name, p in model.named_parameters()}
-    gradients = {name: training.whole(p.grad).clone() for name, p in model.named_parameters()}
-    here = not options.get("rank0_only") or dist.get_rank() == 0
-    with summon_full_params(model, **options):
-        inside = dict(model.named_parameters())
-        assert inside.keys() == before.keys()
-        for name, parameter in inside.items():
-            own = options.get("recurse", True) or "." not in name
-            assert (type(parameter) is nn.Parameter) == (here and own), name
-            if here and own:
+    found = []
+    for options, _ in SUMMONED:
+        before, gradients = values_of(model)
+        here = not options.get("rank0_only") or dist.get_rank() == 0
+        with summon_full_params(model, **options):
+            inside = dict(model.named_parameters())
+            assert inside.keys() == before.keys()
+            for name, parameter in inside.items():
+                own = options.get("recurse", True) or "." not in name
+                assert (type(parameter) is nn.Parameter) == (here and own), name
+                if not (here and own):
+                    continue
                 assert torch.equal(parameter, before[name])
                 assert (parameter.grad is not None) == options.get("with_grads", False)
-                if options.get("with_grads"):
+                if parameter.grad is not None:
                     assert torch.allclose(parameter.grad, gradients[name], rtol=1e-6, atol=0)
                     parameter.grad.mul_(2)
                 with torch.no_grad():
                     parameter.add_(1)
-    after = {name: training.whole(p) for name, p in model.named_parameters()}
-    doubled = {name: training.whole(p.grad) for name, p in model.named_parameters()}
-    model(tokens)  # still works
-    changed = all(torch.equal(after[name], before[name] + 1) for name in before)
-    kept = all(torch.equal(after[name], before[name]) for name in before)
-    return changed, kept, all(torch.allclose(doubled[n], 2 * gradients[n]) for n in before)
+        after, gradients_after = values_of(model)
+        changed = {torch.equal(after[name], value + 1) for name, value in before.items()}
+        doubled = {torch.allclose(gradients_after[name], 2 * g) for name, g in gradients.items()}
+        found.append((changed, doubled))
+        model(tokens)  # still works
+    with summon_full_params(model), pytest.raises(ConfigError, match="is whole already"):
+        summon_full_params(model).__enter__()
+    dropped = []
+    for rank0_only in (False, True):
+        model(tokens).square().mean().backward()
+        with summon_full_params(model, with_grads=True, rank0_only=rank0_only):
+            model.output.weight.grad = None
+        dropped.append([name for name, p in model.named_parameters() if p.grad is None])
+    return found, dropped
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2}])
-@pytest.mark.parametrize(("options", "expected"), [
-    ({}, (True, False, False)),
-    ({"rank0_only": True, "offload_to_cpu": True, "with_grads": True}, (True, False, True)),
-    ({"writeback": False}, (False, True, False)),
-    ({"recurse": False}, (False, True, False)),
-])  # fmt: skip
-def test_whole_parameters_for_a_moment(ranks, options, expected, sizes):
-    assert ranks.run(4, _summon, options, sizes) == [expected] * 4
-
-
-def _drop_gradients(options):
-    mesh = build_mesh(MeshSpec(), "hybrid")
-    model = parallelize(training.build_llama(), mesh, ParallelConfig("hybrid"), broadcast_from=0)
-    tokens, _ = training.global_batch(0)
-    model(tokens).square().mean().backward()
-    with summon_full_params(model, with_grads=True, **options):
-        for parameter in model.output.parameters():
-            parameter.grad = None
-    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
-
-
-@pytest.mark.parametrize("options", [{}, {"rank0_only": True}])
-def test_a_gradient_that_is_dropped_in_whole_parameters_is_dropped(ranks, options):
-    assert ranks.run(4, _drop_gradients, options) == [{"output.weight"}] * 4
-
-
-def _load_after_forward():
-    mesh = build_mesh(MeshSpec(), "zero2")
-    model = parallelize(Tabled(), mesh, ParallelConfig("zero2"), broadcast_from=0)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    model(torch.ones(2, 8))  # zero2 keeps the parameters gathered until backward
-    load_state(model, saved)
-    return all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
-
-
-def test_a_sharded_state_is_loaded_after_a_forward(ranks):
-    assert ranks.run(2, _load_after_forward) == [True] * 2
-
-
-class Bytes(TorchDispatchMode):
-    """Elements that reduce-scatters and all-reduces are given."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if (
-            function.namespace == "c10d"
-            and "reduce" in str(function)
-            and not training.is_agreement(function, args)
-        ):
-            flat = torch.utils._pytree.tree_leaves(
-                args[1] if "reduce_scatter" in str(function) else args[0]
-            )
-            self.elements += sum(
-                tensor.numel() for tensor in flat if isinstance(tensor, torch.Tensor)
-            )
-        return function(*args, **(kwargs or {}))
+def test_whole_parameters_for_a_moment(ranks, sizes):
+    for found, dropped in ranks.run(4, _summon, sizes):
+        assert found == [({changed}, {doubled}) for _, (changed, doubled) in SUMMONED]
+        assert dropped == [["output.weight"]] * 2
 
 
 class Adapted(nn.Module):
@@ -456,21 +428,20 @@ class Adapted(nn.Module):
         return x + self.base(x) + self.up(self.down(x))
 
 
-def _frozen(bucketing):
+def _frozen():
     torch.manual_seed(0)
     model = nn.Sequential(*(Adapted(16) for _ in range(3)))
-    model = parallelize(model, build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3", bucketing))
-    with Bytes() as counted:
+    model = parallelize(model, build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3"))
+    with Reductions() as counted:
         model(torch.ones(2, 16)).sum().backward()
     gradients = sum(p.grad.to_local().numel() for p in model.parameters() if p.grad is not None)
     held = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return counted.elements, trained, gradients, held
+    return counted.shard[1], trained, gradients, held
 
 
-@pytest.mark.parametrize("bucketing", ["block", "layer"])
-def test_frozen_parameters_cost_no_gradient_memory_or_traffic(ranks, bucketing):
-    for moved, trained, gradients, held in ranks.run(4, _frozen, bucketing):
+def test_frozen_parameters_cost_no_gradient_memory_or_traffic(ranks):
+    for moved, trained, gradients, held in ranks.run(4, _frozen):
         assert moved == trained  # sizes that 4 ranks divide: nothing is padded
         assert gradients == held
 
@@ -499,17 +470,48 @@ def test_clipping_by_value_is_that_of_a_single_process(ranks):
     assert ranks.run(4, _clip) == [(True, True)] * 4
 
 
-def test_parts_that_differ_in_a_dim_that_is_not_concatenated_are_refused():
-    from parallel2d.files.tensor_file import Entry
-    from parallel2d.models.huggingface import StoredForm
-    from parallel2d.weights.pretrained import _put_together
+def test_a_region_is_read_and_sent_in_contiguous_pieces():
+    shape, most = (3, 4, 5), 7
+    values = torch.arange(60).view(shape)
+    for region in (Region.whole(shape), Region((1, 2, 0), (2, 2, 3)), Region((2, 0, 4), (1, 4, 1))):
+        seen = torch.zeros(shape, dtype=torch.bool)
+        for piece in region.pieces(shape, most):
+            flat = values[piece.slices].flatten()
+            first = piece.position_in(shape)
+            assert flat.tolist() == list(range(first, first + piece.numel))
+            assert piece.numel <= most
+            assert not seen[piece.slices].any()
+            seen[piece.slices] = True
+        assert seen[region.slices].all()
+    assert list(Region((), ()).pieces((), most)) == [Region((), ())]
+    assert list(Region((0, 0), (0, 4)).pieces((0, 4), most)) == []
 
-    form = StoredForm([["gate"], ["up"]], False, 0)
-    headers = {
-        "gate": (None, Entry("F32", (4, 2), 0, 32)),
-        "up": (None, Entry("F32", (3, 2), 32, 56)),
-    }
-    assert _put_together("gate_up", form, headers).shape == (7, 2)
-    headers["up"] = (None, Entry("F32", (3, 4), 32, 80))
-    with pytest.raises(ConfigError, match=r"gate_up .* along dim 0 .* \[\(3, 4\), \(4, 2\)\]"):
-        _put_together("gate_up", form, headers)
+
+@pytest.mark.parametrize(
+    ("names", "stacked", "dim", "shapes", "whole"),
+    [
+        ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 2)}, (7, 2)),
+        ([["a", "b"], ["c", "d"]], True, 1, dict.fromkeys("abcd", (4, 2)), (2, 8, 2)),
+        ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 4)}, None),
+        ([["a", "b"], ["c"]], True, 1, dict.fromkeys("abc", (4, 2)), None),
+        ([["a", "b"]], True, None, {"a": (4, 2), "b": (3, 2)}, None),
+        ([["a"], ["b"]], False, 0, {"a": (), "b": ()}, None),
+        ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (0,)}, None),
+        ([["a", "b"]], False, None, dict.fromkeys("ab", (4, 2)), None),
+    ],
+)
+def test_stored_tensors_that_leave_a_hole_in_a_parameter_are_refused(
+    names, stacked, dim, shapes, whole
+):
+    headers = {name: (None, Entry("F32", shape, 0, 0)) for name, shape in shapes.items()}
+    form = StoredForm(names, stacked, dim)
+    if whole is None:
+        with pytest.raises(ConfigError, match="put together from tensors that do not fit together"):
+            _put_together("x", form, headers)
+        return
+    stored = _put_together("x", form, headers)
+    assert stored.shape == whole
+    seen = torch.zeros(whole)
+    for entry, begin in stored.parts.values():
+        seen[Region(begin, entry.shape).slices] += 1
+    assert (seen == 1).all()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from parallel2d.certification.output_norms import Norms, OutputNorms
 from parallel2d.config import PrecisionConfig
-from parallel2d.model_structure import canonical_name, owning_modules
+from parallel2d.model_structure import fqn_of, owning_modules
 from parallel2d.parallelize.precision import Precision, cast_storage
 from parallel2d.weights.initial_values import (
     Initializer,
@@ -223,7 +223,7 @@ def gathered_modules(model: nn.Module) -> list[str]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            found.append(canonical_name(name))
+            found.append(fqn_of(name))
     return found
 
 

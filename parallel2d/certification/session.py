@@ -41,7 +41,7 @@ from parallel2d.certification.steps import layout_of
 from parallel2d.config import ParallelConfig, TrainConfig
 from parallel2d.gradients import without_partial
 from parallel2d.mesh import data_coordinate, mesh_shape
-from parallel2d.model_structure import canonical_name
+from parallel2d.model_structure import fqn_of
 from parallel2d.sync.comparison import hashes_of
 from parallel2d.sync.outer import OuterSync
 from parallel2d.sync.updates import outer_sync
@@ -334,7 +334,7 @@ class Session:
         return dict(zip(buffers, hashes_of(list(buffers.values())), strict=True))
 
     def _buffers(self) -> dict[str, Tensor]:
-        return {canonical_name(name): value for name, value in self._model.named_buffers()}
+        return {fqn_of(name): value for name, value in self._model.named_buffers()}
 
     def _compare_buffers(self) -> None:
         """Those that a forward has changed."""

@@ -35,7 +35,7 @@ from parallel2d.config import CheckpointConfig
 from parallel2d.errors import ConfigError
 from parallel2d.files.folder import is_remote, open_folder
 from parallel2d.files.tensor_file import DamagedCheckpointError
-from parallel2d.weights.kept import keepers_in
+from parallel2d.weights.named_tensors import masters_were_loaded
 from parallel2d.weights.optimizer_settings import Settings, put_settings
 
 log = logging.getLogger(__name__)
@@ -280,8 +280,7 @@ class Resume:
                 restore_rng(self.group.rank, checkpoint)
 
         self.group.agree(fill)
-        for keeper in keepers_in(self.model):
-            keeper.kept_was_loaded()
+        masters_were_loaded(self.model)
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
         if passed_over:

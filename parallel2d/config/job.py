@@ -49,8 +49,8 @@ class OptimizerConfig:
     # Largest global 2-norm of the gradient; inf: never clipped, still measured
     clip_norm: float = option(1.0, above=0, infinite=True)
     # Other settings for some parameters: [{pattern: head.*, lr_scale: 0.5, weight_decay: 0}].
-    # Patterns are of canonical names; with muon an entry may hold algorithm (muon, adamw); the
-    # first match counts
+    # Patterns are of fully qualified names; with muon an entry may hold algorithm (muon,
+    # adamw); the first match counts
     groups: list[Any] = option([])
     # Kernels per update: fused = one for all; foreach = one per operation; loop = the least memory.
     # fused is one per dtype and device, loop one per operation and parameter. sgd: foreach or loop

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallel2d.config import ParallelConfig
 from parallel2d.fsdp_internals import GroupTraffic
-from parallel2d.model_structure import canonical_name, find_blocks
+from parallel2d.model_structure import find_blocks, fqn_of
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.precision import Precision, cast_storage
 from parallel2d.parallelize.tensor_parallel import split_layers
@@ -115,7 +115,7 @@ def collect_shapes(
 
     The same functions as in `parallelize` decide about dtypes, blocks and groups, on a copy without
     storage. ``mesh``, ``plan``: with a tensor axis, over which the copy is split; a mesh of a fake
-    process group will do (`parallel2d.cost.fake_group`). ``by_muon``: canonical names of the
+    process group will do (`parallel2d.cost.fake_group`). ``by_muon``: FQN of the
     parameters that Muon updates (`parallel2d.optimizer.muon_names`).
     Raises `ConfigError` for what `parallelize` would refuse there.
     """
@@ -174,7 +174,7 @@ class _Collector:
         self._taken: set[int] = set()
         self._muon: set[int] = set()
         for name, parameter in twin.named_parameters():
-            if canonical_name(name) in by_muon:
+            if fqn_of(name) in by_muon:
                 self._muon.add(id(parameter))
 
     def add(self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:

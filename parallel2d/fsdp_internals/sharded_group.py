@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import ConfigError
 from parallel2d.fsdp_internals.sharded_model import groups, in_backward
-from parallel2d.model_structure import canonical_name
+from parallel2d.model_structure import fqn_of
 from parallel2d.weights.geometry import first_position
 from parallel2d.weights.named_tensors import parameters_by_name
 
@@ -26,7 +26,7 @@ from parallel2d.weights.named_tensors import parameters_by_name
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     """The groups of ``model``, named by their modules, the last of `groups` first: the order in
     which backward ends them."""
-    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
+    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
     parameter_names = {id(value): name for name, value in parameters_by_name(model).items()}
     found = []
     # Backward goes through modules in about the reverse of the order of registration.

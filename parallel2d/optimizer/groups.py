@@ -4,9 +4,9 @@ of torch's optimizers.
 [Note: parameter groups] Every trainable parameter has default settings: weight decay on tensors of
 two and more dims, none on norms and biases; with Muon, the matrices of the repeated blocks are
 Muon's and all else is AdamW's. An entry of ``optimizer.groups`` changes the settings that it names
-for the parameters whose canonical name its pattern matches; the first entry that matches a name is
-the one that counts. Canonical names and shapes do not depend on the layout, so neither do the
-groups, their order and their numbers.
+for the parameters whose fully qualified name (FQN) its pattern matches; the first entry that
+matches a name is the one that counts. FQNs and shapes do not depend on the layout, so neither do
+the groups, their order and their numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from parallel2d.config import OptimizerConfig
 from parallel2d.errors import ConfigError, nearest_words
-from parallel2d.model_structure import canonical_name, find_blocks, has_structure, updated_as
+from parallel2d.model_structure import find_blocks, fqn_of, has_structure, updated_as
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -36,7 +36,7 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     """
     named: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        named[canonical_name(name)] = updated_as(parameter)
+        named[fqn_of(name)] = updated_as(parameter)
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trained:
         raise ConfigError("every parameter is frozen: there is nothing to train")
@@ -74,7 +74,7 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
 
 
 def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
-    """Canonical names of the parameters that Muon updates; empty with another optimizer. Raises
+    """FQNs of the parameters that Muon updates; empty with another optimizer. Raises
     `ConfigError` as `plan_groups`."""
     if config.name != "muon":
         return set()
@@ -85,7 +85,7 @@ def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
     names = set()
     for name, parameter in model.named_parameters():
         if id(updated_as(parameter)) in updated:
-            names.add(canonical_name(name))
+            names.add(fqn_of(name))
     return names
 
 
@@ -134,7 +134,7 @@ def describe_group(group: Mapping[str, Any]) -> str:
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> parameter of two dims inside the repeated blocks, embeddings left out: what
+    """FQN -> parameter of two dims inside the repeated blocks, embeddings left out: what
     Muon is meant for.
 
     Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,
@@ -154,7 +154,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
             continue
         for name, parameter in block.named_parameters(prefix=block_name):
             if parameter.ndim == 2 and id(parameter) not in embeddings:
-                found[canonical_name(name)] = parameter
+                found[fqn_of(name)] = parameter
     return found
 
 

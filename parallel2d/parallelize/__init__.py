@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.config import ParallelConfig
 from parallel2d.config.other_frameworks import refuse
 from parallel2d.mesh import mesh_shape
-from parallel2d.model_structure import canonical_name, find_blocks
+from parallel2d.model_structure import find_blocks, fqn_of
 from parallel2d.parallelize.activation_checkpointing import (
     checkpoint_activations,
     select_without_hooks,
@@ -64,7 +64,7 @@ def parallelize(
 
     Args:
         model: any ``nn.Module``. Built under `build_on_meta` its weights are drawn here, from
-            ``seed`` and the canonical names alone; built with real weights they are kept, after a
+            ``seed`` and the FQNs alone; built with real weights they are kept, after a
             check that all ranks hold the same.
         mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and
             optionally ``tensor``.
@@ -79,7 +79,7 @@ def parallelize(
         broadcast_from: the rank whose weights and buffers all ranks start from. The others may hold
             any, or be on meta; they never hold the whole model. None: no rank is asked.
         weights: for a model on meta: ``weights(model)`` fills what it has values for once the model
-            is sharded and has storage, and returns the canonical names; the rest is drawn from
+            is sharded and has storage, and returns the FQNs; the rest is drawn from
             ``seed``.
         topology: which rank is on which host, if known; otherwise the ranks are asked.
         ignored: modules, or patterns of names, whose frozen parameters stay whole and plain on
@@ -148,10 +148,10 @@ def parallelize_on_fake_tensors(
 
 
 def _all_names(model: nn.Module) -> set[str]:
-    """Canonical names of all parameters and buffers: nothing is left to be drawn."""
+    """FQNs of all parameters and buffers: nothing is left to be drawn."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    return set(map(canonical_name, names))
+    return set(map(fqn_of, names))
 
 
 def _lay_out(

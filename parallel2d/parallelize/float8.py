@@ -18,7 +18,7 @@ from torch import nn
 
 from parallel2d.config import PrecisionConfig
 from parallel2d.errors import ConfigError
-from parallel2d.model_structure import canonical_name
+from parallel2d.model_structure import fqn_of
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def _choose(
 def _linear_layers(
     blocks: Sequence[tuple[str, nn.Module]],
 ) -> Iterator[tuple[str, nn.Linear, bool]]:
-    """(canonical name, layer, whether it is a block itself) of each Linear in ``blocks``."""
+    """(FQN, layer, whether it is a block itself) of each Linear in ``blocks``."""
     for block_name, block in blocks:
         for inner, module in block.named_modules():
             if not isinstance(module, nn.Linear):
@@ -147,7 +147,7 @@ def _linear_layers(
             name = block_name
             if inner:
                 name = f"{block_name}.{inner}"
-            yield canonical_name(name), module, not inner
+            yield fqn_of(name), module, not inner
 
 
 def _obstacle(layer: nn.Linear, is_block: bool) -> str | None:

@@ -25,7 +25,7 @@ from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather
 from parallel2d.fsdp_internals import RunningForward
 from parallel2d.mesh import axis_names
-from parallel2d.model_structure import canonical_name
+from parallel2d.model_structure import fqn_of
 
 
 def guard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -59,7 +59,7 @@ def explain_calls(model: nn.Module) -> None:
     sharded = {path for path, module in model.named_modules() if isinstance(module, FSDPModule)}
     for path, module in model.named_modules():
         if path in sharded:
-            name = canonical_name(path)
+            name = fqn_of(path)
             _explain_methods(module, name)
             _refuse_changed_arguments(module, name)
             if path:

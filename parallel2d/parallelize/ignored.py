@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import ConfigError, nearest_words
-from parallel2d.model_structure import canonical_name
+from parallel2d.model_structure import fqn_of
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
-    """Canonical names of the parameters that ``ignored`` chooses, all names of a tied one, in the
+    """FQNs of the parameters that ``ignored`` chooses, all names of a tied one, in the
     model's order.
 
     A pattern (``*`` matches dots too) chooses the parameters or modules of that name, a module all
@@ -31,7 +31,7 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     """
     named: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        named[canonical_name(name)] = parameter
+        named[fqn_of(name)] = parameter
     in_model = set(named.values())
     chosen: set[nn.Parameter] = set()
     for entry in ignored:
@@ -67,7 +67,7 @@ def _matching(model: nn.Module, named: dict[str, nn.Parameter], pattern: str) ->
     # The root's name is empty, and no pattern is meant for it.
     del modules[""]
     for name, module in modules.items():
-        if fnmatch.fnmatchcase(canonical_name(name), pattern):
+        if fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
     return found
 
@@ -114,7 +114,7 @@ def cast_ignored(
             wanted = torch.promote_types(dtype, torch.float32)
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         for attribute, parameter in own:
-            name = canonical_name(f"{prefix}.{attribute}".removeprefix("."))
+            name = fqn_of(f"{prefix}.{attribute}".removeprefix("."))
             if name not in names:
                 continue
             # Quantized weights keep their integers.
@@ -133,11 +133,11 @@ def ignored_parameters(
     Raises `ConfigError` for one that the tensor plan has split."""
     found: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters():
-        if canonical_name(name) not in names:
+        if fqn_of(name) not in names:
             continue
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"ignored: {canonical_name(name)} is in the tensor plan, which splits or "
+                f"ignored: {fqn_of(name)} is in the tensor plan, which splits or "
                 "replicates it: choose one of both"
             )
         # On meta there is nothing to move; values come after sharding, on the right device.

@@ -42,8 +42,7 @@ from parallel2d.sync.method import method_for
 from parallel2d.sync.noise import RoundingKeys
 from parallel2d.sync.reduction import Hook
 from parallel2d.sync.used_parameters import UsedParameterAgreement
-from parallel2d.weights.kept import register_keeper
-from parallel2d.weights.named_tensors import parameters_by_name
+from parallel2d.weights.named_tensors import parameters_by_name, register_masters
 
 
 class GradientSync:
@@ -144,10 +143,10 @@ class GradientSync:
         """Called once, when the parameters have their values."""
         if self.method.owners is not None:
             self.method.owners.make()
-            register_keeper(self._model, self.method.owners)
+            register_masters(self._model, self.method.owners)
         if self.method.outer is not None:
             self.method.outer.make(parameters_by_name(self._model))
-            register_keeper(self._model, self.method.outer)
+            register_masters(self._model, self.method.outer)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets the method follow the updates of ``optimizer``; see

@@ -22,7 +22,7 @@ class GroupParameter(Protocol):
     """
 
     name: str
-    """Its canonical name."""
+    """Its fully qualified name (FQN)."""
 
     @property
     def start(self) -> int:

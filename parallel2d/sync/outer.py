@@ -193,16 +193,16 @@ class OuterSync:
         for parameter in self.parameters.values():
             show(parameter)
 
-    # As a `parallel2d.weights.kept.Keeper`
+    # As `parallel2d.weights.named_tensors.MasterValues`
 
     replicas_differ = True
 
-    def kept(self) -> dict[str, Tensor]:
+    def masters(self) -> dict[str, Tensor]:
         """The outer parameters, by name."""
         return {name: parameter.outer for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
-    def kept_was_loaded(self) -> None:
+    def masters_were_loaded(self) -> None:
         """All replicas start from the outer parameters, without momentum."""
         for parameter in self.parameters.values():
             parameter.take(0.0)

@@ -75,15 +75,15 @@ class OwnedParameters:
         """This replica's part."""
         return self._owned[id(parameter)]
 
-    # As a `parallel2d.weights.kept.Keeper`
+    # As `parallel2d.weights.named_tensors.MasterValues`
 
     replicas_differ = False
 
-    def kept(self) -> dict[str, Tensor]:
+    def masters(self) -> dict[str, Tensor]:
         """By name, the parts that are tensors of their own; none where they are views."""
         return {parameter.name: self.owned(parameter) for parameter in self._masters}
 
-    def kept_was_loaded(self) -> None:
+    def masters_were_loaded(self) -> None:
         """Sends the parts to all replicas. Collective."""
         if self._masters:
             self._gather(self._masters)

@@ -86,8 +86,8 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     # Parameters without dimensions are in no group.
     alone = {name: value for name, value in parameters_by_name(model).items() if value.ndim == 0}
     if alone and found:
-        kept = outer.kept() if outer is not None else {}
-        found["parameters without dimensions"] = {**alone, **_among(kept, alone)}
+        masters = outer.masters() if outer is not None else {}
+        found["parameters without dimensions"] = {**alone, **_among(masters, alone)}
     return found
 
 

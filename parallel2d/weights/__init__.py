@@ -4,8 +4,8 @@ of one rank, and gathered to be viewed or changed whole.
 What is written to survive the process is in `parallel2d.checkpoint`.
 """
 
-from parallel2d.weights.loading import load_state
 from parallel2d.weights.pretrained import load_pretrained
-from parallel2d.weights.summon import summon_full_params
+from parallel2d.weights.states import load_state
+from parallel2d.weights.whole_tensors import summon_full_params
 
 __all__ = ["load_pretrained", "load_state", "summon_full_params"]

@@ -6,12 +6,15 @@ Tensors are resharded by intersecting the rectangles of one layout with those of
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+# torch has no public names for these; its own distributed checkpoints rely on them too.
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
     compute_local_shape_and_global_offset,
@@ -38,34 +41,65 @@ class Region:
     def numel(self) -> int:
         return math.prod(self.lengths)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.offsets, self.lengths))
+
     def intersect(self, other: Region) -> Region | None:
         """The common part, or None when there is none."""
-        offsets = []
-        lengths = []
-        for ours, our_length, theirs, their_length in zip(
-            self.offsets, self.lengths, other.offsets, other.lengths, strict=True
-        ):
-            begin = max(ours, theirs)
-            end = min(ours + our_length, theirs + their_length)
-            offsets.append(begin)
-            lengths.append(end - begin)
+        assert len(self.offsets) == len(other.offsets)
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self.ends, other.ends)
+        lengths = tuple(map(operator.sub, ends, offsets))
         # Two scalars, which have no dims, have their one value in common.
         if min(lengths, default=1) <= 0:
             return None
-        return Region(tuple(offsets), tuple(lengths))
+        return Region(offsets, lengths)
 
     def slices_in(self, outer: Region) -> tuple[slice, ...]:
         """Indexes a tensor that holds ``outer``, giving this region, which must lie inside."""
-        slices = []
-        for begin, base, length in zip(self.offsets, outer.offsets, self.lengths, strict=True):
-            start = begin - base
-            slices.append(slice(start, start + length))
-        return tuple(slices)
+        inside = self.seen_from(outer.offsets)
+        return tuple(map(slice, inside.offsets, inside.ends))
 
     @property
     def slices(self) -> tuple[slice, ...]:
         """Indexes the whole tensor, giving this region."""
-        return self.slices_in(Region.whole([0] * len(self.offsets)))
+        return tuple(map(slice, self.offsets, self.ends))
+
+    def seen_from(self, origin: Sequence[int]) -> Region:
+        """The same rectangle with offsets counted from ``origin``."""
+        return Region(tuple(map(operator.sub, self.offsets, origin)), self.lengths)
+
+    def position_in(self, shape: Sequence[int]) -> int:
+        """The position of its first value in a flattened tensor of ``shape``."""
+        position = 0
+        for offset, length in zip(self.offsets, shape, strict=True):
+            position = position * length + offset
+        return position
+
+    def pieces(self, shape: Sequence[int], most: int) -> Iterator[Region]:
+        """Rectangles of at most ``most`` values that together hold this region of a tensor of
+        ``shape``. Each is contiguous in the whole tensor: full rows, or parts of one row."""
+        if not self.numel:
+            return
+        # A scalar has no rows.
+        if not shape:
+            yield self
+            return
+        begin = self.offsets[0]
+        end = begin + self.lengths[0]
+        row = math.prod(shape[1:])
+        # A row that is larger than a piece is split like a tensor with one dim less.
+        if row > most and len(shape) > 1:
+            inside = Region(self.offsets[1:], self.lengths[1:])
+            for index in range(begin, end):
+                for piece in inside.pieces(shape[1:], most):
+                    yield Region((index, *piece.offsets), (1, *piece.lengths))
+            return
+        rows = max(1, most // row)
+        for first in range(begin, end, rows):
+            length = min(rows, end - first)
+            yield Region((first, *[0] * (len(shape) - 1)), (length, *shape[1:]))
 
 
 def local_region(tensor: Tensor) -> Region:
@@ -80,9 +114,18 @@ def local_region(tensor: Tensor) -> Region:
         raise ValueError(
             f"a tensor placed as {tensor.placements} cannot be saved: a partial sum is no split"
         )
-    # torch has no public name for this; its own distributed checkpoints rely on it too.
     lengths, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Region(tuple(offsets), tuple(lengths))
+
+
+def region_of_replica(tensor: DTensor, replica: int) -> Region:
+    """As `local_region`, for the rank in this rank's place of another ``replica``."""
+    mesh = tensor.device_mesh
+    positions = axis_positions(mesh) | {"replicate": replica}
+    lengths, offsets = _compute_local_shape_and_global_offset(
+        tensor.shape, mesh.shape, list(positions.values()), tensor.placements
     )
     return Region(tuple(offsets), tuple(lengths))
 
@@ -100,23 +143,16 @@ def split_dims(tensor: Tensor) -> dict[str, int]:
     return found
 
 
-def region_of_replica(tensor: DTensor, replica: int) -> Region:
-    """As `local_region`, for the rank in this rank's place of another ``replica``."""
-    mesh = tensor.device_mesh
-    positions = axis_positions(mesh) | {"replicate": replica}
-    # torch has no public name for this.
-    lengths, offsets = _compute_local_shape_and_global_offset(
-        tensor.shape, mesh.shape, list(positions.values()), tensor.placements
-    )
-    return Region(tuple(offsets), tuple(lengths))
-
-
 def first_position(tensor: Tensor) -> int:
     """The position of this rank's first value in the whole tensor, flattened."""
-    position = 0
-    for offset, length in zip(local_region(tensor).offsets, tensor.shape, strict=True):
-        position = position * length + offset
-    return position
+    return local_region(tensor).position_in(tensor.shape)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``: everything when it is no `DTensor`."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -131,19 +167,3 @@ def pieces_of(flat: Tensor, shapes: Iterable[torch.Size]) -> Iterator[Tensor]:
         end = begin + shape.numel()
         yield flat[begin:end].view(shape)
         begin = end
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: everything when it is no `DTensor`."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
-
-
-@torch.no_grad()
-def copy_slice(parameter: Tensor, full: Tensor) -> None:
-    """Copies this rank's rectangle of ``full`` (the whole tensor, on any device) into
-    ``parameter``. No communication."""
-    local = local_part(parameter)
-    part = full[local_region(parameter).slices]
-    local.copy_(part.reshape(local.shape))

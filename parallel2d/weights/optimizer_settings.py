@@ -36,102 +36,75 @@ def plain_settings(group: Mapping[str, Any]) -> Settings:
 
 
 def match_settings(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], stored: Stored
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    stored: Stored,
+    *,
+    wanted: bool = True,
+    check_class: bool = False,
 ) -> tuple[list[Settings], list[str]]:
     """For each group of ``optimizer`` the settings that a state gives its parameters ({} where it
-    has none of them), and what is wrong.
+    has none of them, or where they are not ``wanted``), and what is wrong.
 
-    ``names``: of the parameters in each group of ``optimizer``.
+    ``names``: of the parameters in each group of ``optimizer``. ``check_class``: settings of
+    another class of optimizer are wrong too.
     """
+    index_of: dict[str, int] = {}
+    for index, (_, listed) in enumerate(stored):
+        index_of |= dict.fromkeys(listed, index)
     matched: list[Settings] = []
     problems: list[str] = []
-    for group, given in _pairs(optimizer, names, stored):
-        # Parameters that the state does not have keep their settings.
-        if not given:
+    for group, listed in zip(optimizer.param_groups, names, strict=True):
+        indices = [index_of[name] for name in listed if name in index_of]
+        # Each once, in the order of the parameters here: the first group decides.
+        given = [stored[index][0] for index in dict.fromkeys(indices)]
+        own = set(group) - _NOT_OF_A_CLASS
+        for settings in given if check_class else ():
+            problems += _other_class(optimizer, own, settings)
+        if not wanted or not given:
             matched.append({})
             continue
         # A setting that this class of optimizer does not have would stay in the group unused.
-        wanted = _of_class(group) | _OF_SCHEDULERS
-        settings = {key: value for key, value in given[0].items() if key in wanted}
-        # Parameters of several stored groups can share a group only if their settings are equal.
-        for other in given[1:]:
-            problems += _contradictions(settings, other)
-        problems += _wrong_kinds(settings, group)
-        matched.append(settings)
+        kept = own | _OF_SCHEDULERS
+        matched.append({key: value for key, value in given[0].items() if key in kept})
+        problems += _problems(matched[-1], given[1:], group)
     # Several groups may have the same problem, which is listed once.
     return matched, list(dict.fromkeys(problems))
 
 
-def _contradictions(settings: Settings, other: Settings) -> Iterator[str]:
-    for key, value in settings.items():
-        # A setting that the other group does not have contradicts nothing.
-        other_value = other.get(key, value)
-        if other_value != value:
-            yield (
-                f"its groups have {key}={value!r:.30} and {key}={other_value!r:.30} for parameters "
-                "that are one group here (settings=False keeps those here)"
-            )
+def _other_class(
+    optimizer: torch.optim.Optimizer, own: set[str], settings: Settings
+) -> Iterator[str]:
+    foreign = settings.keys() - own - _NOT_OF_A_CLASS
+    missing = own - settings.keys()
+    # Versions of one class differ in one direction: the newer has a setting more.
+    if foreign and missing:
+        yield (
+            f"its optimizer is of another class: it has {', '.join(sorted(foreign))}, and "
+            f"{type(optimizer).__name__} here has {', '.join(sorted(missing))}"
+        )
 
 
-def _wrong_kinds(settings: Settings, group: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each of ``settings`` that is no number, or no list, where ``group`` has one."""
+def _problems(
+    settings: Settings, others: Sequence[Settings], group: Mapping[str, Any]
+) -> Iterator[str]:
+    """What keeps ``settings`` from being those of ``group``, whose other parameters are in stored
+    groups with the settings ``others``."""
     for key, value in settings.items():
+        for other in others:
+            # A setting that the other group does not have contradicts nothing.
+            if other.get(key, value) != value:
+                yield (
+                    f"its groups have {key}={value!r:.30} and {key}={other[key]!r:.30} for "
+                    "parameters that are one group here (settings=False keeps those here)"
+                )
         current = group.get(key)
         if isinstance(current, tuple):
             # Such as betas; a state that has been JSON has lists.
-            kind = f"list of {len(current)}"
-            fits = isinstance(value, tuple | list) and len(value) == len(current)
-        elif isinstance(current, Number | Tensor):
-            kind = "number"
-            fits = isinstance(value, Number)
-        else:
-            # None, a word, or no such setting here: nothing to compare the kind with.
-            continue
-        if not fits:
-            yield f"its {key} is {value!r:.60}, no {kind}"
-
-
-def other_class(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], stored: Stored
-) -> list[str]:
-    """One line if the state's groups have settings of another class of optimizer. A setting that
-    one version of torch has and another has not is none."""
-    for group, given in _pairs(optimizer, names, stored):
-        own = _of_class(group)
-        own_class = type(optimizer).__name__
-        for settings in given:
-            foreign = settings.keys() - own - _NOT_OF_A_CLASS
-            missing = own - settings.keys()
-            # Versions of one class differ in one direction: the newer has a setting more.
-            if foreign and missing:
-                it_has = ", ".join(sorted(foreign))
-                here_has = ", ".join(sorted(missing))
-                return [
-                    f"its optimizer is of another class: it has {it_has}, and {own_class} here has "
-                    f"{here_has}"
-                ]
-    return []
-
-
-def _pairs(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], stored: Stored
-) -> Iterator[tuple[dict[str, Any], list[Settings]]]:
-    """Each group here, with the settings of the state's groups that hold its parameters."""
-    # Name of a parameter -> index of its group in the state.
-    index_of: dict[str, int] = {}
-    for index, (_, listed) in enumerate(stored):
-        index_of |= dict.fromkeys(listed, index)
-    for group, listed in zip(optimizer.param_groups, names, strict=True):
-        indices = [index_of[name] for name in listed if name in index_of]
-        # Each once, in the order of the parameters here: the first group decides.
-        distinct = list(dict.fromkeys(indices))
-        given = [stored[index][0] for index in distinct]
-        yield group, given
-
-
-def _of_class(group: Mapping[str, Any]) -> set[str]:
-    """The settings by which one class of optimizer differs from another."""
-    return set(group) - _NOT_OF_A_CLASS
+            if not isinstance(value, tuple | list) or len(value) != len(current):
+                yield f"its {key} is {value!r:.60}, no list of {len(current)}"
+        elif isinstance(current, Number | Tensor) and not isinstance(value, Number):
+            yield f"its {key} is {value!r:.60}, no number"
 
 
 def put_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
