@@ -25,16 +25,14 @@ from parallel2d import build_on_meta, cross_entropy_sum, dashboard
 from parallel2d.cost.flops import count_flops
 from parallel2d.data.batch import token_sequences
 from parallel2d.errors import ConfigError
-from parallel2d.metrics import goodput
-from parallel2d.metrics import writer as writer_module
+from parallel2d.metrics import goodput, row_file
+from parallel2d.metrics.anomalies import WINDOW, Stragglers
 from parallel2d.metrics.console import describe, wrap
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.metrics.recorder import Recorder, measure_rank
-from parallel2d.metrics.stragglers import WINDOW, Stragglers
-from parallel2d.metrics.tensorboard import LAYOUT, OF_AN_AXIS
 from parallel2d.metrics.watch import describe_late
-from parallel2d.metrics.writer import MetricsWriter
+from parallel2d.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
 from parallel2d.progress import Progress, StepOutcome
 from parallel2d.report.__main__ import main as report
 from parallel2d.report.drawings import drawings
@@ -571,7 +569,7 @@ def began(folder, from_step):
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
 def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(writer_module, "_BLOCK", block)
+    monkeypatch.setattr(row_file, "_BLOCK", block)
     path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.before-restart-1.jsonl"
     assert began(tmp_path, 0) == (None, None)
     lines = [json.dumps({"step": step, "text": "x" * (step % 5)}) + "\n" for step in range(1, 11)]

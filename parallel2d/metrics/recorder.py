@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from parallel2d.files import for_terminal
 from parallel2d.metrics import keys
+from parallel2d.metrics.anomalies import Deviation, Stragglers
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
-from parallel2d.metrics.deviation import Deviation
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.out_of_memory import resident_gib
 from parallel2d.metrics.profile import StepProfiler
-from parallel2d.metrics.stragglers import Stragglers
 from parallel2d.metrics.watch import Position
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.progress import Progress, RankReport, StepOutcome

@@ -1,19 +1,175 @@
-"""Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`."""
+"""Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`.
+
+TensorBoard gives each folder of event files a colour. So what is measured for each axis is also
+written to a folder of that axis, under a tag that all axes share, and a chart of the tag shows them
+in colours of their own.
+
+Events are built by hand, one per row with all of its scalars: ``add_scalar`` builds and queues one
+per value, which costs more than everything else that is measured.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, TextIO
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
-from parallel2d.metrics.keys import STEP
-from parallel2d.metrics.rows import Row, parse_row
-from parallel2d.metrics.tensorboard import Board
+from parallel2d.metrics import keys
+from parallel2d.metrics.row_file import Row, set_aside_after
 
-_BLOCK = 1 << 20  # bytes read at once from the end of a file
+HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of a row
+
+# In the folder of an axis: tag by quantity, and what a value is multiplied by
+OF_AN_AXIS = {
+    "bytes": ("axis/megabytes", 1e-6),
+    "seconds": ("axis/seconds", 1.0),
+    "exposed_seconds": ("axis/exposed_seconds", 1.0),
+    "calls": ("axis/calls", 1.0),
+}
+_ANY_PHASE = f"({'|'.join(keys.PHASES)})"
+
+
+def _lines(*patterns: str) -> list[Any]:
+    """A chart with a line for every tag that one of the regular expressions matches."""
+    return ["Multiline", list(patterns)]
+
+
+# Charts by group. A pattern matches a tag that it begins, so one that begins others ends with $.
+LAYOUT = {
+    "Throughput": {
+        "tokens per second": _lines(f"{keys.TOKENS_PER_S}$"),
+        "tokens per second and rank": _lines(keys.TOKENS_PER_S_PER_RANK),
+        "model TFLOP/s per rank": _lines(keys.MODEL_TFLOPS_PER_RANK),
+        "goodput": _lines(keys.GOODPUT),
+    },
+    "Communication by axis": {
+        "MB sent per rank and step": _lines(OF_AN_AXIS["bytes"][0]),
+        "seconds per step": _lines(OF_AN_AXIS["seconds"][0]),
+        "seconds per step that nothing hides": _lines(OF_AN_AXIS["exposed_seconds"][0]),
+        "calls per step": _lines(OF_AN_AXIS["calls"][0]),
+    },
+    "Memory": {"GiB, largest rank": _lines("memory/.*_gib")},
+    "Loss": {
+        "training and validation": _lines(f"^{keys.LOSS}$", "validation/(.*/)?loss$"),
+        "gradient norm": _lines(keys.GRAD_NORM),
+    },
+    "Where time goes": {
+        "seconds of a step": _lines(keys.time_key(f"{_ANY_PHASE}_s")),
+        "seconds lost so far": _lines("goodput/lost_.*"),
+        "slowest rank over the mean": _lines(keys.SKEW),
+    },
+}
+# Only where something crosses the replicate axis, and where replicas train on their own
+BETWEEN_REPLICAS = {"bytes saved: exact over sent": _lines(keys.COMPRESSION)}
+OF_DILOCO = {"norm of the shared change": _lines(keys.OUTER_NORM)}
+# the columns that the table of runs shows first
+COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
+# and the results, of which it shows the last value
+_RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
+
+
+def _layout_of(hparams: Mapping[str, str | float | bool], axes: Sequence[str]) -> dict[str, Any]:
+    """The charts that a run with these settings fills."""
+    replicas: dict[str, Any] = {}
+    if "replicate" in axes:
+        replicas |= BETWEEN_REPLICAS
+    if str(hparams.get("sync", "")).startswith("diloco"):
+        replicas |= OF_DILOCO
+    return {**LAYOUT, "Replicas": replicas} if replicas else dict(LAYOUT)
+
+
+class Board:
+    """``folder``: of the event files; goes on after ``from_step``. ``axes``: of the mesh, those
+    with several ranks, each of which gets a folder in it."""
+
+    def __init__(
+        self,
+        folder: str,
+        from_step: int,
+        texts: dict[str, str],
+        hparams: dict[str, str | float | bool],
+        axes: Sequence[str] = (),
+    ) -> None:
+        # Imported here, so that only runs with TensorBoard wait for it.
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams as hparams_summary
+
+        self._rows = 0
+        # Of a run that goes on, TensorBoard drops the steps that are done again.
+        purged = from_step + 1 if from_step else None
+        self._writer: Any = SummaryWriter(folder, purge_step=purged, flush_secs=5)
+        self._files: Any = self._writer.file_writer
+        self._axes: dict[str, Any] = {
+            axis: SummaryWriter(os.path.join(folder, axis), purge_step=purged, flush_secs=5)
+            for axis in axes
+        }
+        for name, text in texts.items():
+            self._writer.add_text(name, text)
+        self._writer.add_custom_scalars(_layout_of(hparams, axes))
+        if hparams:
+            metrics = dict.fromkeys(_RESULTS)
+            # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.
+            for summary in hparams_summary(hparams, metrics):
+                _mark_compared(summary)
+                self._files.add_summary(summary)  # type: ignore[attr-defined]
+
+    def write(self, row: dict[str, Any], busy_s: Sequence[float]) -> None:
+        """The numbers of ``row`` at its step, and how the ranks' busy seconds spread."""
+        step = row[keys.STEP]
+        scalars = {
+            key: float(value)
+            for key, value in row.items()
+            if key not in (keys.STEP, keys.SEGMENT) and isinstance(value, int | float)
+        }
+        _add(self._files, step, scalars)
+        for axis, writer in self._axes.items():
+            moved: dict[str, float] = {}
+            for quantity, (tag, scale) in OF_AN_AXIS.items():
+                value = scalars.get(keys.communication_key(axis, quantity))
+                if value is not None:
+                    moved[tag] = scale * value
+            # The first row of a process has no measurement.
+            if moved:
+                _add(writer.file_writer, step, moved)
+        self._rows += 1
+        if len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
+            import numpy
+
+            self._writer.add_histogram(keys.BUSY_S, numpy.asarray(busy_s), row[keys.STEP])
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Shows ``text``, as it stands, under ``tag``."""
+        self._writer.add_text(tag, f"```\n{text}\n```", step)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        for writer in (self._writer, *self._axes.values()):
+            writer.close()
+
+
+def _add(files: Any, step: int, scalars: Mapping[str, float]) -> None:
+    """All of them as one event."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+    files.event_writer.add_event(event)
+
+
+def _mark_compared(summary: Any) -> None:
+    """TensorBoard shows the first few columns of its table: those that are marked as different
+    between runs, then the others by name."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    for value in summary.value:
+        content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in COMPARED
+        value.metadata.plugin_data.content = content.SerializeToString()
 
 
 class MetricsWriter:
@@ -48,7 +204,7 @@ class MetricsWriter:
         None where there is none.
         """
         path = os.path.join(self._run_dir, "metrics.jsonl")
-        rows = _set_aside_after(path, from_step)
+        rows = set_aside_after(path, from_step)
         self._file = open(path, "a")  # noqa: SIM115 (closed by close)
         if self._tensorboard:
             folder = os.path.join(self._run_dir, "tensorboard")
@@ -82,59 +238,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
-    """Keeps rows up to ``from_step`` in place, and moves later ones, whose steps a restart undid,
-    to a file beside it.
-
-    Reads and writes only those, from the end: a restart takes no longer because the run is long.
-    Returns the last row that was there and the last one that stays.
-    """
-    if not os.path.exists(path):
-        return None, None
-    last = standing = None
-    with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        cut = end  # where the rows to be moved begin
-        for begin, line in _lines_backwards(file):
-            row = parse_row(line)
-            last = last or row
-            # Steps only grow, so all rows before this one stand too.
-            if row is not None and row[STEP] <= from_step:
-                standing = row
-                break
-            cut = begin
-        if cut < end:
-            file.seek(cut)
-            with open(_unused_path(path), "wb") as undone:
-                shutil.copyfileobj(file, undone)
-            file.truncate(cut)
-    return last, standing
-
-
-def _unused_path(path: str) -> str:
-    number = 1
-    while True:
-        aside = path.replace(".jsonl", f".before-restart-{number}.jsonl")
-        if not os.path.exists(aside):
-            return aside
-        number += 1
-
-
-def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file and where each begins, from the last to the first."""
-    begin = file.seek(0, os.SEEK_END)
-    rest = b""  # the beginning of a line that goes on in the block after
-    while begin:
-        size = min(_BLOCK, begin)
-        begin -= size
-        file.seek(begin)
-        data = file.read(size) + rest
-        lines = data.splitlines(keepends=True)
-        at = begin + len(data)
-        # The first line may begin before this block.
-        rest = lines.pop(0) if begin else b""
-        for line in reversed(lines):
-            at -= len(line)
-            yield at, line

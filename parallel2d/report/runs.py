@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeGuard
 from parallel2d import files
 from parallel2d.errors import ConfigError
 from parallel2d.metrics import keys
-from parallel2d.metrics.rows import parse_row
+from parallel2d.metrics.row_file import parse_row
 from parallel2d.run_directory import Segment, read_segments
 
 # 1 in a row whose loss was not finite. The writer puts null there.

@@ -5,9 +5,8 @@ model does not fit a checkpoint or the mesh not the machines, leaves those of ea
 they are.
 """
 
-from parallel2d.run_directory.changes import changes_since
 from parallel2d.run_directory.end import note_failure, objective_missing, read_objective, summarize
-from parallel2d.run_directory.segments import Segment, read_segments
+from parallel2d.run_directory.segments import Segment, changes_since, read_segments
 from parallel2d.run_directory.start import AcceptedStart, accept_start, discard_pending
 
 __all__ = [

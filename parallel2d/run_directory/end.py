@@ -17,7 +17,7 @@ from parallel2d import files
 from parallel2d.config import Job
 from parallel2d.errors import did_you_mean
 from parallel2d.metrics import keys
-from parallel2d.metrics.rows import parse_row
+from parallel2d.metrics.row_file import parse_row
 
 SUMMARY = "summary.json"
 _DAY_S = 86400

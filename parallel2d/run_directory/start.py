@@ -23,10 +23,9 @@ from typing import Any
 
 from parallel2d import files
 from parallel2d.config import Job
-from parallel2d.run_directory.changes import changes_since
 from parallel2d.run_directory.end import SUMMARY
 from parallel2d.run_directory.owner import RunClaim
-from parallel2d.run_directory.segments import Segment, append, read_segments
+from parallel2d.run_directory.segments import Segment, append, changes_since, read_segments
 
 log = logging.getLogger(__name__)
 
