@@ -57,17 +57,14 @@ def read_segments(run_dir: str) -> list[Segment]:
 
 def append(run_dir: str, segment: Segment) -> None:
     """Adds a line. Raises OSError."""
-    line = json.dumps(dataclasses.asdict(segment), default=str)
-    with open(os.path.join(run_dir, NAME), "a") as file:
+    line = json.dumps(dataclasses.asdict(segment), default=str).encode() + b"\n"
+    with open(os.path.join(run_dir, NAME), "ab+") as file:
         # A line that a kill has cut must not swallow this one.
-        cut = file.tell() and not _ends_with_newline(file.name)
-        file.write(("\n" if cut else "") + line + "\n")
-
-
-def _ends_with_newline(path: str) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                line = b"\n" + line
+        file.write(line)
 
 
 def _segment(line: bytes) -> Segment | None:
@@ -94,22 +91,19 @@ def _segment(line: bytes) -> Segment | None:
 
 def changes_since(before: Segment, now: Segment) -> list[str]:
     """``optimizer.lr: 0.0003 -> 0.0001``: settings, then the mesh and the versions."""
-    # Machines have names of their own.
-    pairs = [*_compare(before.config, now.config, skipped=("launch.host_id",))]
-    ours, theirs = _mesh(before.layout), _mesh(now.layout)
-    if ours and theirs and ours != theirs:
-        pairs.append(f"mesh: {ours} -> {theirs}")
-    versions = _compare(before.versions, now.versions)
-    return [*pairs, *(f"version of {pair}" for pair in versions)]
+    old, new = _facts(before), _facts(now)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in changed]
 
 
-def _compare(
-    before: Mapping[str, Any], now: Mapping[str, Any], skipped: tuple[str, ...] = ()
-) -> Iterator[str]:
-    ours, theirs = dict(_flat(before)), dict(_flat(now))
-    for key in {**ours, **theirs}:
-        if key not in skipped and ours.get(key) != theirs.get(key):
-            yield f"{key}: {_shown(ours.get(key))} -> {_shown(theirs.get(key))}"
+def _facts(segment: Segment) -> dict[str, Any]:
+    facts = dict(_flat(segment.config))
+    facts.pop("launch.host_id", None)  # machines have names of their own
+    sizes = segment.layout.get("mesh")
+    if isinstance(sizes, Mapping):
+        facts["mesh"] = " x ".join(f"{axis} {sizes.get(axis, '?')}" for axis in AXES)
+    facts |= {f"version of {name}": version for name, version in segment.versions.items()}
+    return facts
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -125,10 +119,3 @@ def _shown(value: Any) -> str:
         return "null"
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
-
-
-def _mesh(layout: Mapping[str, Any]) -> str:
-    sizes = layout.get("mesh")
-    if not isinstance(sizes, Mapping):
-        return ""
-    return " x ".join(f"{axis} {sizes.get(axis, '?')}" for axis in AXES)
