@@ -36,7 +36,7 @@ from parallel2d.metrics import keys
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.header import RunFacts
-from parallel2d.metrics.profile import StepProfiler
+from parallel2d.metrics.phases import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.model_families import ModelParts

@@ -117,7 +117,7 @@ class StepAgreement:
             finite=finite,
             preempted=preempted > 0,
             save_is_due=due > 0,
-            ranks=[RankReport.from_floats(row, own.report.communication) for row in by_rank],
+            ranks=[own.report.with_floats(row) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)
 

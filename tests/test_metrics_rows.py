@@ -18,22 +18,21 @@ from html import escape
 from html.parser import HTMLParser
 
 import pytest
-import torch
 from torch import nn
 
 from parallel2d import build_on_meta, cross_entropy_sum, dashboard
 from parallel2d.cost.flops import count_flops
 from parallel2d.data.batch import token_sequences
 from parallel2d.errors import ConfigError
-from parallel2d.metrics import goodput, row_file
+from parallel2d.metrics import goodput
 from parallel2d.metrics.anomalies import WINDOW, Stragglers
 from parallel2d.metrics.console import describe, wrap
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.keys import COMMUNICATION_KEYS
-from parallel2d.metrics.recorder import Recorder, measure_rank
+from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.watch import describe_late
 from parallel2d.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
-from parallel2d.progress import Progress, StepOutcome
+from parallel2d.progress import Progress, RankReport, StepOutcome
 from parallel2d.report.__main__ import main as report
 from parallel2d.report.drawings import drawings
 from parallel2d.report.page import page
@@ -223,7 +222,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         writer=writer, display=None, hosts=HOSTS,
     )  # fmt: skip
     recorder.begin(0)
-    measured = [measure_rank(torch.device("cpu"), busy_s=seconds)] * ranks
+    measured = [RankReport(seconds, {}, {})] * ranks
     outcome = StepOutcome(
         loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip
@@ -317,8 +316,7 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
     "chart", [(group, name) for group, charts in LAYOUT.items() for name in charts]
 )
 def test_no_panel_of_the_dashboard_is_empty(chart):
-    _, patterns = LAYOUT[chart[0]][chart[1]]
-    for pattern in patterns:
+    for pattern in LAYOUT[chart[0]][chart[1]]:
         tags = [*ROW, *(tag for tag, _ in OF_AN_AXIS.values())]
         assert any(re.match(pattern, key) for key in tags), pattern
 
@@ -340,9 +338,9 @@ def test_each_axis_with_several_ranks_has_a_folder_and_so_a_colour_of_its_own(tm
 def test_total_and_per_rank_throughput_are_in_charts_of_their_own():
     charts = LAYOUT["Throughput"].values()
     for key in ("throughput/tokens_per_s", "throughput/tokens_per_s_per_rank"):
-        with_it = [patterns for _, patterns in charts if any(re.match(p, key) for p in patterns)]
+        with_it = [patterns for patterns in charts if any(re.match(p, key) for p in patterns)]
         assert len(with_it) == 1
-    assert len({str(patterns) for _, patterns in charts}) == len(charts)
+    assert len({str(patterns) for patterns in charts}) == len(charts)
 
 
 class Loads(HTMLParser):
@@ -567,9 +565,7 @@ def began(folder, from_step):
     return found
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
-def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(row_file, "_BLOCK", block)
+def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path):
     path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.before-restart-1.jsonl"
     assert began(tmp_path, 0) == (None, None)
     lines = [json.dumps({"step": step, "text": "x" * (step % 5)}) + "\n" for step in range(1, 11)]

@@ -3,14 +3,15 @@ as ``layout.json``: `RunFacts`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from parallel2d.config import AXES
 from parallel2d.data.batch import SampleShape
-from parallel2d.mesh import MeshShape, draw_mesh
+from parallel2d.mesh import MeshShape, crosses_hosts, draw_mesh
 from parallel2d.topology import Topology
 
 
@@ -37,21 +38,19 @@ class RunFacts:
     flops_per_sequence: int | None  # of one sample: an image too
     device: torch.device
     run_dir: str
-    # bytes a rank sends per step, by ``comm/AXIS/bytes``
-    predicted: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float]  # bytes a rank sends per step, by ``comm/AXIS/bytes``
     # of a step, by the keys of the rows that measure it; empty where ``cluster`` gives no times
-    predicted_time: dict[str, float] = field(default_factory=dict)
-    classes: tuple[str, ...] = ()  # of images, by class id
-    trained_parameters: int | None = None  # None: all
-    # that exact fp32 gradients would send over the replicate axis per step
-    exact_bytes: float = 0.0
-    loss: str | None = None  # how it is computed, in words; None: from whole logits
+    predicted_time: dict[str, float]
+    classes: tuple[str, ...]  # of images, by class id
+    trained_parameters: int
+    exact_bytes: float  # that exact fp32 gradients would send over the replicate axis per step
+    loss: str | None  # how it is computed, in words; None: from whole logits
 
     def lines(self) -> list[str]:
         """The header, readable in 80 columns."""
         shape = self.shape
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        return [
+        lines = [
             f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch "
             f"{torch.__version__}",
             f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor "
@@ -60,9 +59,16 @@ class RunFacts:
             *(f"            {note}" for note in self.notes),
             f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} "
             "on this rank",
-            *self._trained(),
-            f"            precision {self.precision}, bucketing {self.bucketing}",
-            *self._loss(),
+        ]
+        if self.trained_parameters != self.parameters:
+            lines.append(
+                f"            {self.trained_parameters:,} of them are trained, the others frozen"
+            )
+        lines.append(f"            precision {self.precision}, bucketing {self.bucketing}")
+        if self.loss is not None:
+            lines.append(f"loss        {self.loss}")
+        return [
+            *lines,
             f"sync        {self.sync}",
             f"data        {self.data}",
             f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} data "
@@ -70,70 +76,49 @@ class RunFacts:
             f"run dir     {self.run_dir}",
         ]
 
-    def _trained(self) -> list[str]:
-        if self.trained_parameters in (None, self.parameters):
-            return []
-        return [f"            {self.trained_parameters:,} of them are trained, the others frozen"]
+    def _fields(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
-    def _loss(self) -> list[str]:
-        return [] if self.loss is None else [f"loss        {self.loss}"]
+    def _mesh(self) -> dict[str, int]:
+        return {axis: getattr(self.shape, axis) for axis in AXES}
 
     def hparams(self, lr: float) -> dict[str, str | float | bool]:
-        """Settings by which runs are compared. Whole numbers are texts: TensorBoard shows any
-        number with five digits, 2 as 2.0000 and 115008 as 1.1501e+5."""
-        shape = self.shape
+        """Settings by which runs are compared."""
         whole = {
-            "replicate": shape.replicate,
-            "shard": shape.shard,
-            "tensor": shape.tensor,
-            "parameters": self.parameters,
-            "global_batch_size": self.global_batch_size,
-            "accumulation": self.accumulation,
+            **self._mesh(),
+            **self._fields("parameters", "global_batch_size", "accumulation"),
             "seq_len": self.sample.targets_per_sample,
         }
         return {
-            "strategy": self.strategy,
-            "bucketing": self.bucketing,
-            "precision": self.precision,
-            "sync": self.sync,
-            "model": self.model,
+            **self._fields("strategy", "bucketing", "precision", "sync", "model"),
+            # As texts: TensorBoard shows any number with five digits, 115008 as 1.1501e+5.
             **{name: str(value) for name, value in whole.items()},
             "lr": lr,
         }
 
     def used_axes(self) -> tuple[str, ...]:
         """Axes with more than one rank."""
-        return tuple(axis for axis in AXES if getattr(self.shape, axis) > 1)
+        return tuple(axis for axis, size in self._mesh().items() if size > 1)
 
     def slow_axes(self) -> tuple[str, ...]:
         """Axes that have a group with ranks on several hosts."""
-        found = []
-        for dim, axis in enumerate(AXES):
-            groups = self.ranks.movedim(dim, -1).reshape(-1, self.ranks.shape[dim]).tolist()
-            if any(self._crosses_hosts(group) for group in groups):
-                found.append(axis)
-        return tuple(found)
-
-    def _crosses_hosts(self, ranks: list[int]) -> bool:
-        return len({self.topology.hosts[rank] for rank in ranks}) > 1
+        crossing = (crosses_hosts(self.ranks, dim, self.topology) for dim in range(len(AXES)))
+        return tuple(itertools.compress(AXES, crossing))
 
     def layout(self) -> dict[str, Any]:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
-        return {
-            "parameters": self.parameters,
-            "mesh": {axis: getattr(self.shape, axis) for axis in AXES},
+        layout = {
+            **self._fields("parameters", "strategy", "bucketing", "precision"),
+            **self._fields("global_batch_size", "micro_batch_size", "accumulation"),
+            "mesh": self._mesh(),
             "ranks": self.ranks.tolist(),
             "hosts": list(self.topology.hosts),
-            "strategy": self.strategy,
-            "bucketing": self.bucketing,
-            "precision": self.precision,
-            "global_batch_size": self.global_batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "accumulation": self.accumulation,
             "seq_len": self.sample.targets_per_sample,
             "flops_per_sequence": self.flops_per_sequence,
             "inputs": list(self.sample.inputs),
-            **({"classes": list(self.classes)} if self.classes else {}),
             "torch": torch.__version__,
             "predicted": {**self.predicted, **self.predicted_time},
         }
+        if self.classes:
+            layout["classes"] = list(self.classes)
+        return layout

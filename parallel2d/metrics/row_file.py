@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
-import shutil
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 from parallel2d.metrics.keys import STEP
 
 Row = dict[str, Any]
-
-_BLOCK = 1 << 20  # bytes read at once from the end of a file
 
 
 def parse_row(line: bytes) -> Row | None:
@@ -31,29 +29,29 @@ def parse_row(line: bytes) -> Row | None:
 
 def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
     """Keeps rows up to ``from_step`` in place, and moves later ones, whose steps a restart undid,
-    to a file beside it.
+    to a file beside it. Raises OSError.
 
     Reads and writes only those, from the end: a restart takes no longer because the run is long.
     Returns the last row that was there and the last one that stays.
     """
-    if not os.path.exists(path):
+    if not os.path.exists(path) or not os.path.getsize(path):  # which no memory can be mapped to
         return None, None
     last = standing = None
     with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        cut = end  # where the rows to be moved begin
-        for begin, line in _lines_backwards(file):
-            row = parse_row(line)
-            last = last or row
-            # Steps only grow, so all rows before this one stand too.
-            if row is not None and row[STEP] <= from_step:
-                standing = row
-                break
-            cut = begin
-        if cut < end:
-            file.seek(cut)
-            with open(_unused_path(path), "wb") as undone:
-                shutil.copyfileobj(file, undone)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cut = len(data)  # where the rows to be moved begin
+            for begin, line in _lines_backwards(data):
+                row = parse_row(line)
+                last = last or row
+                # Steps only grow, so all rows before this one stand too.
+                if row is not None and row[STEP] <= from_step:
+                    standing = row
+                    break
+                cut = begin
+            undone = data[cut:]
+        if undone:
+            with open(_unused_path(path), "wb") as aside:
+                aside.write(undone)
             file.truncate(cut)
     return last, standing
 
@@ -67,19 +65,10 @@ def _unused_path(path: str) -> str:
         number += 1
 
 
-def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _lines_backwards(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
     """The lines of a file and where each begins, from the last to the first."""
-    begin = file.seek(0, os.SEEK_END)
-    rest = b""  # the beginning of a line that goes on in the block after
-    while begin:
-        size = min(_BLOCK, begin)
-        begin -= size
-        file.seek(begin)
-        data = file.read(size) + rest
-        lines = data.splitlines(keepends=True)
-        at = begin + len(data)
-        # The first line may begin before this block.
-        rest = lines.pop(0) if begin else b""
-        for line in reversed(lines):
-            at -= len(line)
-            yield at, line
+    end = len(data)
+    while end:
+        begin = data.rfind(b"\n", 0, end - 1) + 1
+        yield begin, data[begin:end]
+        end = begin
