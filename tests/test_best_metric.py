@@ -176,8 +176,8 @@ def test_a_state_of_other_settings_begins_anew():
     best = BestMetric("a", "max")
     best.measure(3, 5.0)
     same, other = BestMetric("a", "max"), BestMetric("a", "min")
-    same.load_state_dict(json.loads(json.dumps(best.state_dict())))
-    other.load_state_dict(best.state_dict())
+    same.load_state_dict(json.loads(json.dumps(asdict(best))))
+    other.load_state_dict(asdict(best))
     assert same == best
     assert other == BestMetric("a", "min")
 
@@ -199,8 +199,8 @@ def test_a_state_of_other_settings_begins_anew():
 def test_an_impossible_state_is_named(change, problem):
     best = BestMetric("a", "max")
     best.measure(3, 5.0)
-    assert problems_of_best("best", best.state_dict(), 10) == []
-    (found,) = problems_of_best("best", {**best.state_dict(), **change}, 10)
+    assert problems_of_best("best", asdict(best), 10) == []
+    (found,) = problems_of_best("best", {**asdict(best), **change}, 10)
     assert problem in found
     assert problems_of_best("best", [1], 10)
 
@@ -208,7 +208,7 @@ def test_an_impossible_state_is_named(change, problem):
 def test_an_impossible_state_is_refused_with_the_rest_of_a_checkpoint():
     scaler = {"scale": 1.0, "good_steps": 0}
     state = {**asdict(Progress(10, 80, 800)), "scaler": scaler, "data_fingerprint": "x"}
-    best = BestMetric("a", "max", step=3, value=5.0).state_dict()
+    best = asdict(BestMetric("a", "max", step=3, value=5.0))
     assert problems_of_state({**state, "best": best, "stop": best}, 10) == []
     for key in ("best", "stop"):
         (found,) = problems_of_state({**state, key: {**best, "step": 11}}, 10)

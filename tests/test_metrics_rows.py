@@ -228,7 +228,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     )  # fmt: skip
     for step in (1, 2):
         recorder.record(
-            Progress(step=step), outcome, 0.1, {"step_s": seconds}, None, last=step == 2
+            Progress(step=step), outcome, 0.1, {"step_s": seconds}, None, last=step == 2, given={}
         )
     recorder.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

@@ -89,8 +89,7 @@ class StepProfiler:
         self._steps = range(0)
         if steps and (not ranks or rank in ranks):
             self._steps = range(steps[0], steps[-1] + 1)
-            name = f"rank-{rank}-steps-{steps[0]}-{steps[-1]}"
-            self._path = os.path.join(run_dir, "traces", name)
+            self._path = f"{run_dir}/traces/rank-{rank}-steps-{steps[0]}-{steps[-1]}"
         self._gpu = device.type == "cuda"
         self._profiler: torch.profiler.profile | None = None
 

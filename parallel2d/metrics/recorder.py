@@ -35,10 +35,7 @@ _GIB = 2**30
 @dataclass(kw_only=True, eq=False)
 class Recorder:
     """Called by every rank after every step; only rank 0 has a ``writer`` and a ``display``.
-
-    ``meter`` is installed while the recorder is open; ``profiler`` traces the steps it was made
-    for.
-    """
+    ``meter`` is installed while the recorder is open."""
 
     log_every: int
     steps: int
@@ -87,9 +84,8 @@ class Recorder:
         if self.meter:
             self.meter.install()
         if self.writer:
-            self._goodput.resume(
-                step, *self.writer.begin(step), restarted=restarted, not_before=not_before
-            )
+            found = self.writer.begin(step)
+            self._goodput.resume(step, *found, restarted=restarted, not_before=not_before)
         if self.display:
             self.display.begin(step)
 
@@ -137,7 +133,7 @@ class Recorder:
         validation: Mapping[str, float] | None,
         *,
         last: bool,
-        given: Mapping[str, float] | None = None,
+        given: Mapping[str, float],
     ) -> None:
         """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
         with a validation.
@@ -147,7 +143,7 @@ class Recorder:
         """
         first, self._first = self._first, False
         self._goodput.add(seconds, first=first)
-        self._given |= given or {}
+        self._given |= given
         if outcome.outer_norm is not None:
             self._outer_norm = outcome.outer_norm
         if seconds.get("checkpoint_s"):

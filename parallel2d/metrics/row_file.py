@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from parallel2d.metrics.keys import STEP
@@ -40,8 +39,9 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
     with open(path, "r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cut = len(data)  # where the rows to be moved begin
-            for begin, line in _lines_backwards(data):
-                row = parse_row(line)
+            while cut:
+                begin = data.rfind(b"\n", 0, cut - 1) + 1
+                row = parse_row(data[begin:cut])
                 last = last or row
                 # Steps only grow, so all rows before this one stand too.
                 if row is not None and row[STEP] <= from_step:
@@ -63,12 +63,3 @@ def _unused_path(path: str) -> str:
         if not os.path.exists(aside):
             return aside
         number += 1
-
-
-def _lines_backwards(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file and where each begins, from the last to the first."""
-    end = len(data)
-    while end:
-        begin = data.rfind(b"\n", 0, end - 1) + 1
-        yield begin, data[begin:end]
-        end = begin

@@ -139,8 +139,11 @@ class MetricsWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def _write_events(self, row: Row, busy_s: Sequence[float]) -> None:
-        step = row[keys.STEP]
-        scalars = {key: float(value) for key, value in row.items() if _is_scalar(key, value)}
+        scalars = {
+            key: float(value) for key, value in row.items() if isinstance(value, int | float)
+        }
+        step = int(scalars.pop(keys.STEP))
+        scalars.pop(keys.SEGMENT, None)
         for name, events in self._events.items():
             events.add_scalars(_of_axis(name, scalars) if name else scalars, step)
         if self._events and len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
@@ -264,10 +267,6 @@ def _of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
         if key in scalars:
             moved[tag] = scale * scalars[key]
     return moved
-
-
-def _is_scalar(key: str, value: Any) -> bool:
-    return isinstance(value, int | float) and key not in (keys.STEP, keys.SEGMENT)
 
 
 def _finite(value: Any) -> Any:

@@ -141,7 +141,11 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
     if summary["checkpoint"]:
         source = shlex.quote(_short(summary["checkpoint"]))
         target = shlex.quote(f"{_short(job.run_dir)}/export")
-        convert = f"{_COMMAND}checkpoint convert --to {_export_format(job)}"
+        model = job.config.model
+        form = "peft" if getattr(model, "adapter", None) else "hf"
+        if model.family == "custom":
+            form = "safetensors"
+        convert = f"{_COMMAND}checkpoint convert --to {form}"
         lines.append(f"export      {convert} {source} {target}")
     return lines
 
@@ -162,13 +166,6 @@ def _words_to_go_on(job: Job, summary: Mapping[str, Any]) -> list[str]:
         return [*words, f"train.epochs={further * epochs}"]
     steps = summary["steps"] if summary["stopped"] else 2 * summary["step"]
     return [*words, f"train.steps={steps}"]
-
-
-def _export_format(job: Job) -> str:
-    model = job.config.model
-    if model.family == "custom":
-        return "safetensors"
-    return "peft" if getattr(model, "adapter", None) else "hf"
 
 
 def _short(path: str) -> str:

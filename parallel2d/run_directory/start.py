@@ -61,11 +61,8 @@ class RunClaim:
         self._seen = _identity(self._path)
 
     def check(self) -> None:
-        """Raises `RunTakenOver` naming who took the directory.
-
-        Compares the inode and the modification time of the file, and reads it only when they have
-        changed.
-        """
+        """Raises `RunTakenOver` naming who took the directory. Reads the file only when its inode
+        or its modification time has changed."""
         try:
             if _identity(self._path) == self._seen:
                 return
