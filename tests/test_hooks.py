@@ -70,45 +70,6 @@ def test_a_metric_is_the_mean_over_the_ranks_that_gave_it(ranks, folder):
     assert worst.count(None) == 2
 
 
-class Asking(Hook):
-    """Rank 1 asks for a save after step 3 and for an end after step 5."""
-
-    def step(self, run, step, metrics):
-        if run.rank != 1 or step not in (3, 5):
-            return None
-        return HookResult(save=step == 3, stop="enough" if step == 5 else None)
-
-
-def test_one_rank_may_ask_and_all_follow(ranks, folder):
-    words = ("checkpoint.every=0", "train.hooks=[test_hooks:Asking, test_hooks:Giving]", "train.validate_every=4", "metrics.log_every=2")  # fmt: skip
-    ends = ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
-    assert ends == [(5, "stopped after step 5 by a hook: enough")] * 2
-    saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    assert saved == ["step-00000003", "step-00000005"]
-    rows = jobs.rows(folder / "run")
-    # A row holds the newest value of each metric, and the last step is validated.
-    assert [(row["step"], row["only"]) for row in rows] == [(1, 1), (2, 2), (4, 4), (5, 5)]
-    assert [row["step"] for row in rows if "validation/loss" in row] == [4, 5]
-
-
-def run_until_asked_to_end(folder, run_dir, words, step):
-    """Returns whether it was, and its last step."""
-    trainer = jobs.build(folder, run_dir, words)
-    trainer.stop_requested = lambda: trainer.progress.step >= step
-    trainer.run()
-    trainer.recorder.close()
-    return trainer.preempted, trainer.progress.step
-
-
-def test_the_last_row_of_a_run_that_is_asked_to_end_is_its_last_step(ranks, folder):
-    words = ("metrics.log_every=50", "train.steps=12")
-    ends = ranks.run(2, run_until_asked_to_end, str(folder), str(folder / "run"), words, 3)
-    was_asked, last = ends[0]
-    assert was_asked
-    assert 3 <= last < 12
-    assert jobs.rows(folder / "run")[-1]["step"] == last
-
-
 class Noting(Hook):
     """Notes its calls in a file per rank."""
 
@@ -133,30 +94,67 @@ class Noting(Hook):
         self.note(run, "end", step, reason)
 
 
+def calls_of(folder, rank):
+    """What `Noting` noted of a rank in ``run``."""
+    lines = (folder / "run" / f"calls-{rank}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+class Asking(Hook):
+    """Rank 1 asks for a save after step 3 and for an end after step 5."""
+
+    def step(self, run, step, metrics):
+        if run.rank != 1 or step not in (3, 5):
+            return None
+        return HookResult(save=step == 3, stop="enough" if step == 5 else None)
+
+
+def test_one_rank_may_ask_and_all_follow(ranks, folder):
+    words = ("checkpoint.every=0", "train.validate_every=4", "metrics.log_every=2")
+    words += ("train.hooks=[test_hooks:Asking, test_hooks:Giving, test_hooks:Noting]",)
+    ends = ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
+    assert ends == [(5, "stopped after step 5 by a hook: enough")] * 2
+    saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    assert saved == ["step-00000003", "step-00000005"]
+    # Each rank is told of an asynchronous save once it is published.
+    for rank in (0, 1):
+        assert [call[1] for call in calls_of(folder, rank) if call[0] == "save"] == [3, 5]
+    rows = jobs.rows(folder / "run")
+    # A row holds the newest value of each metric, and the last step is validated.
+    assert [(row["step"], row["only"]) for row in rows] == [(1, 1), (2, 2), (4, 4), (5, 5)]
+    assert [row["step"] for row in rows if "validation/loss" in row] == [4, 5]
+
+
+def run_until_asked_to_end(folder, run_dir, words, step):
+    """Returns whether it was, and its last step."""
+    trainer = jobs.build(folder, run_dir, words)
+    trainer.stop_requested = lambda: trainer.progress.step >= step
+    trainer.run()
+    trainer.recorder.close()
+    return trainer.preempted, trainer.progress.step
+
+
+def test_the_last_row_of_a_run_that_is_asked_to_end_is_its_last_step(ranks, folder):
+    words = ("metrics.log_every=50", "train.steps=12")
+    ends = ranks.run(2, run_until_asked_to_end, str(folder), str(folder / "run"), words, 3)
+    was_asked, last = ends[0]
+    assert was_asked
+    assert 3 <= last < 12
+    assert jobs.rows(folder / "run")[-1]["step"] == last
+
+
 def test_every_rank_is_called_in_the_same_order_also_when_resumed(ranks, folder):
     words = (
         "train.hooks=[test_hooks:Noting]", "train.validate_every=3", "checkpoint.asynchronous=false", "train.steps=6"
     )  # fmt: skip
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
-    calls = [
-        [json.loads(line) for line in (folder / "run" / f"calls-{rank}.jsonl").read_text().splitlines()]
-        for rank in (0, 1)
-    ]  # fmt: skip
-    assert calls[0] == calls[1]
+    calls = calls_of(folder, 0)
+    assert calls == calls_of(folder, 1)
     validation = ["validation", 3, ["validation/loss"]]
     first = [["start", 0], ["step", 1], ["step", 2], ["save", 2, "step-00000002"], validation, ["step", 3], ["step", 4], ["save", 4, "step-00000004"], ["step", 5]]  # fmt: skip
     second = [["start", 4], ["step", 5], ["validation", 6, ["validation/loss"]], ["step", 6], ["save", 6, "step-00000006"], ["end", 6, "finished"]]  # fmt: skip
-    assert calls[0] == first + second
-
-
-def test_an_asynchronous_save_is_told_once_it_is_published_on_every_rank(ranks, folder):
-    words = ("train.hooks=[test_hooks:Noting]", "train.steps=6")
-    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
-    for rank in (0, 1):
-        lines = (folder / "run" / f"calls-{rank}.jsonl").read_text().splitlines()
-        calls = [json.loads(line) for line in lines]
-        assert [call[1] for call in calls if call[0] == "save"] == [2, 4, 6]
+    assert calls == first + second
 
 
 class Failing(Hook):

@@ -298,10 +298,8 @@ def test_no_rank_is_named_in_40_steps_at_even_speed(ranks, folder):  # noqa: F81
 
 
 def test_steps_that_a_resumed_run_does_again_are_lost_in_its_goodput(ranks, folder):  # noqa: F811
-    words, run_dir = (
-        ["checkpoint.every=3", "checkpoint.asynchronous=false", "strategy=zero3"],
-        str(folder / "run"),
-    )
+    words = ("checkpoint.every=3", "checkpoint.asynchronous=false", "strategy=zero3")
+    run_dir = str(folder / "run")
     assert ranks.run(2, jobs.run, str(folder), run_dir, words, 5) == [0, 0]
     before = {row["step"]: row for row in jobs.rows(run_dir)}
     assert ranks.run(2, jobs.run, str(folder), run_dir, words, 1) == [3, 3]
