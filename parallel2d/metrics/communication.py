@@ -258,9 +258,8 @@ class CommunicationMeter:
             self._streams.start()
 
     def read(self) -> list[float]:
-        """What ran since `start`, in the order of `COMMUNICATION_KEYS` of
-        `parallel2d.metrics.keys`; zeros for an axis that the mesh lacks. On GPU the step must be
-        done."""
+        """What ran since `start`, in the order of `parallel2d.metrics.keys.COMMUNICATION_KEYS`;
+        zeros for an axis that the mesh lacks. On GPU the step must be done."""
         # Seconds for which the compute stream of a GPU waited
         stalled_s: dict[str, float] = defaultdict(float)
         for axis, before, after in self._streams.waits if self._streams else ():

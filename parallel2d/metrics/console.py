@@ -43,10 +43,10 @@ class ConsoleDisplay:
         if step:
             self.say(f"resumed after step {step}")
         if self._is_live:
-            view = self._view(step, [], "")
             # No refresh by itself: that would be a thread, which takes time from the loop.
-            self._live = Live(view, console=Console(stderr=True), auto_refresh=False)
-            self._live.start(refresh=True)
+            self._live = Live(console=Console(stderr=True), auto_refresh=False)
+            self._live.start()
+            self._live.update(self._view(step, [], ""), refresh=True)
 
     def step(
         self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None

@@ -69,8 +69,7 @@ class Goodput:
         self._lost["validation"] += seconds.get("validation_s", 0.0)
 
     def row(self) -> dict[str, float]:
-        """Totals: ``goodput/fraction`` = useful over wall time, and the seconds lost to each
-        cause."""
+        """Totals, by key; ``goodput/fraction`` is useful over wall time."""
         now = time.time()
         wall = now - self._begun
         return {

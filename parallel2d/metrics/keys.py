@@ -1,8 +1,5 @@
 """Names of what a run measures: the keys of the rows in ``metrics.jsonl``, which are the tags in
-TensorBoard too.
-
-This module does not load torch, so that reports are made without it.
-"""
+TensorBoard too. Does not load torch, so that reports are made without it."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def out_of_memory_named(
 
 
 def save_snapshot(path: str) -> list[str]:
-    """Writes torch's snapshot of the allocator. Returns what was written: a failure of that must
-    not hide the one that it is about."""
+    """Returns what was written: a failure of that must not hide the one that it is about."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         torch.cuda.memory._dump_snapshot(path)

@@ -27,11 +27,8 @@ def named(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 class PhaseClock:
-    """Marks the ends of consecutive phases of a step; their lengths are read once, after the step.
-
-    On CPU the wall clock; on GPU events in the stream, so that measuring never waits for the
-    device.
-    """
+    """Marks the ends of consecutive phases of a step, and gives their lengths after it. On GPU the
+    marks are events in the stream, so that measuring never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

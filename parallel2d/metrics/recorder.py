@@ -197,8 +197,7 @@ class Recorder:
         self._steady_steps += 1
 
     def _averages(self) -> dict[str, float]:
-        """Time, communication and throughput of a step: the means since the last row, from which
-        the sums begin anew."""
+        """Time, communication and throughput of a step: the means since the last row."""
         row = {key: total / self._counted for key, total in self._sums.items()}
         self._crossed_bytes += self._sums[keys.communication_key("replicate", "bytes")]
         self._crossed_steps += self._counted
@@ -242,8 +241,7 @@ class Recorder:
             self.display.say(f"warning: {sentence}")
 
     def say(self, text: str) -> None:
-        """A line for people, in ``train.log`` and on the console; nothing on other ranks than the
-        first."""
+        """A line for people, in ``train.log`` and on the console; rank 0 alone says it."""
         if self.display is not None:
             log.info("%s", text)
             self.display.say(text)

@@ -71,8 +71,7 @@ class Watch:
         self._thread.join(timeout=5)
 
     def explain(self) -> str:
-        """The late ranks, as one sentence; takes a few seconds, in which the beats of all ranks are
-        compared."""
+        """The late ranks, as one sentence; compares the beats of all ranks for a few seconds."""
         host = self.hosts[0].split("/")[0]
         silent = (
             f"late: rank 0 on {host}, whose store does not answer (stopped, or the machine is gone)"

@@ -33,7 +33,6 @@ OF_AN_AXIS = {
     "exposed_seconds": ("axis/exposed_seconds", 1.0),
     "calls": ("axis/calls", 1.0),
 }
-_ANY_PHASE = f"({'|'.join(keys.PHASES)})"
 
 # Charts by group: regular expressions for the tags that a chart has lines for. An expression
 # matches a tag that it begins, so one that begins others ends with $.
@@ -56,7 +55,7 @@ LAYOUT = {
         "gradient norm": [keys.GRAD_NORM],
     },
     "Where time goes": {
-        "seconds of a step": [keys.time_key(f"{_ANY_PHASE}_s")],
+        "seconds of a step": [keys.time_key(f"({'|'.join(keys.PHASES)})_s")],
         "seconds lost so far": ["goodput/lost_.*"],
         "slowest rank over the mean": [keys.SKEW],
     },

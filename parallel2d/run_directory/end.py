@@ -26,8 +26,7 @@ _STARTERS = {"torchrun": "torchrun ... -m ", "srun": "srun ... python -m "}
 
 
 def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int]]]:
-    """The newest value of each key, null for a number that is not finite; and of each loss the
-    smallest value with its step."""
+    """The newest value of each key, and of each loss the smallest value with its step."""
     last: dict[str, Any] = {}
     best: dict[str, tuple[float, int]] = {}
     path = os.path.join(run_dir, "metrics.jsonl")
@@ -60,12 +59,10 @@ def summarize(
     reason: str | None = None,
     launcher: str = "self",
 ) -> list[str]:
-    """Writes ``summary.json`` and returns it as lines for people. Rank 0, once the last row is
-    written.
+    """Writes ``summary.json`` and returns it as lines for people. Rank 0, after the last row.
 
     ``stopped``: the run was asked to end before its last step; ``reason``: why it ended there by
-    itself; ``checkpoint``: the newest one; ``best``: that of the best value so far; ``launcher``:
-    as `RankIdentity` has it.
+    itself; ``best``: the checkpoint of the best value; ``launcher``: as `RankIdentity` has it.
     """
     last, best_losses = _read_rows(job.run_dir)
     if not last:

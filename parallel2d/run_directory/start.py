@@ -5,12 +5,11 @@ a folder of its own, which takes the place of ``.hydra`` when the start is accep
 when it is refused. So ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last start
 that was accepted and had steps to train.
 
-[Note: two halves of a job] When a network splits, or a launcher does not answer for longer than the
-others wait, both halves may go on as what is left of the job, and both would write rows and
-checkpoints of one run. The rendezvous cannot rule that out, since it cannot reach a node that is
-cut off from it. So every start writes its mark into the run directory before it writes anything
-else there, and rank 0 checks at every step whether the mark is still its own. The half that was
-there first ends, and joins the other once it can reach it.
+[Note: two halves of a job] When a network splits, both halves may go on as what is left of the job,
+and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off from
+it. So every start writes its mark into the run directory before anything else, and rank 0 checks at
+every step whether the mark is still its own. The half that was there first ends, and joins the
+other once it can reach it.
 """
 
 from __future__ import annotations
