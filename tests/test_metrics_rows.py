@@ -115,6 +115,13 @@ def test_a_rank_at_half_speed_is_named_once_within_20_steps():
     assert line.startswith("rank 2 on node-b is slow: 2.0 times")
 
 
+def test_a_rank_is_compared_with_the_others_and_not_with_itself():
+    watch = Stragglers(HOSTS[:2])
+    # 1.4 times the mean of the two is not half speed.
+    (line,) = [line for _ in range(WINDOW) for line in watch.check([1.0, 1.8])]
+    assert line.startswith("rank 1 on node-a is slow: 1.8 times")
+
+
 def test_noise_and_single_pauses_are_no_straggler():
     watch = Stragglers(HOSTS)
     for step in range(200):
@@ -202,7 +209,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     assert per_sequence == 6 * seq * (width * hidden + hidden * words)
     writer = MetricsWriter(str(tmp_path), {}, tensorboard=False)
     recorder = Recorder(
-        log_every=1, steps=2, ranks=ranks, tokens_per_step=batch * seq, flops_per_step=per_sequence * batch, peak_flops=peak,
+        log_every=1, steps=3, ranks=ranks, tokens_per_step=batch * seq, flops_per_step=per_sequence * batch, peak_flops=peak,
         writer=writer, display=None, hosts=HOSTS,
     )  # fmt: skip
     recorder.begin(0)
@@ -210,9 +217,9 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     outcome = StepOutcome(
         loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
     )  # fmt: skip
-    for step in (1, 2):
+    for step, step_s in enumerate((seconds, 2 * seconds, seconds), 1):
         recorder.record(
-            Progress(step=step), outcome, 0.1, {"step_s": seconds}, None, last=step == 2, given={}
+            Progress(step=step), outcome, 0.1, {"step_s": step_s}, None, last=step == 3, given={}
         )
     recorder.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

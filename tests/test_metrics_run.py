@@ -181,6 +181,29 @@ def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
     assert any(entry["profiling_name"].startswith("gloo:") for entry in recorded)
 
 
+def agreements_of_each_step(folder, run_dir):  # noqa: F811
+    """How many all-reduces each step makes; over the shard axis alone there are no others than agreements."""
+    counts, plain = [0], dist.all_reduce
+
+    def counted(*arguments, **options):
+        counts[-1] += 1
+        return plain(*arguments, **options)
+
+    dist.all_reduce = counted
+    try:
+        words = ("strategy=zero3", "checkpoint.enabled=false")
+        jobs.run(folder, run_dir, words, 3, lambda _: counts.append(0))
+    finally:
+        dist.all_reduce = plain
+    return counts
+
+
+def test_ranks_agree_once_per_step(ranks, folder):  # noqa: F811
+    # Before the first one on the number of its tokens, too
+    found = ranks.run(2, agreements_of_each_step, str(folder), str(folder / "run"))
+    assert found == [[2, 1, 1, 0]] * 2
+
+
 def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: F811
     for measured in ("true", "false"):
         words = (f"metrics.communication={measured}", "checkpoint.enabled=false")

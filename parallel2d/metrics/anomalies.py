@@ -3,7 +3,6 @@ predicted (`Deviation`), a rank that is slower than the others for many steps (`
 
 from __future__ import annotations
 
-import bisect
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -51,10 +50,12 @@ class Stragglers:
         if len(busy_s) < 2 or not all(busy_s):
             return []
         warnings = []
-        ordered = sorted(busy_s)
+        # One median for all ranks: to sort the others of each takes tens of milliseconds where there
+        # are hundreds. Who is slow is not in the lower half.
+        others = statistics.median(sorted(busy_s)[:-1])
         for rank, seconds in enumerate(busy_s):
             ratios = self._ratios[rank]
-            ratios.append(seconds / _median_of_others(ordered, seconds))
+            ratios.append(seconds / others)
             if len(ratios) < WINDOW or ratios[-1] < SLOW or rank in self._named:
                 continue
             ratio = statistics.median(ratios)
@@ -66,11 +67,3 @@ class Stragglers:
                     f"ranks over the last {WINDOW} steps; all others wait for it"
                 )
         return warnings
-
-
-def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Without sorting them again for each of many ranks."""
-    place, count = bisect.bisect_left(ordered, own), len(ordered) - 1
-    middle = ((count - 1) // 2, count // 2)  # among the others, which lack ``own``
-    low, high = (ordered[index + (index >= place)] for index in middle)
-    return (low + high) / 2
