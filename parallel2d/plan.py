@@ -4,12 +4,10 @@ train command; with ``plan.scaling`` the best ones on 8 to 16,384 ranks. Nothing
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from parallel2d import train
-from parallel2d.config import PlanConfig
 from parallel2d.config.composition import Composition, compose
 from parallel2d.config.information import information, show
 from parallel2d.errors import ConfigError
@@ -51,7 +49,6 @@ def _search(composition: Composition) -> None:
 
     from parallel2d.planner.cost_summary import summary
     from parallel2d.planner.layout_search import search
-    from parallel2d.planner.pictures import layouts_picture
     from parallel2d.planner.ranking import as_json, command_line, fixed_keys, ranking_lines
 
     torch.set_num_threads(1)
@@ -59,11 +56,7 @@ def _search(composition: Composition) -> None:
     given = composition.words
     result = search(config, fixed_keys(given))
     command = command_line(given, result.chosen)
-    _write_files(
-        config.plan,
-        as_json(result, command),
-        {"layouts.svg": lambda: layouts_picture(result, config.cluster)},
-    )
+    _write_json(config.plan.json, as_json(result, command))
     lines = [*ranking_lines(result), *summary(result.chosen.config, result.chosen.cost)]
     for line in [*lines, f"command     {command}"]:
         print(for_terminal(line))
@@ -72,7 +65,6 @@ def _search(composition: Composition) -> None:
 def _scale(composition: Composition) -> None:
     import torch
 
-    from parallel2d.planner.pictures import scaling_picture
     from parallel2d.planner.ranking import fixed_keys
     from parallel2d.planner.scaling import scale
     from parallel2d.planner.scaling_summary import scaling_json, scaling_lines
@@ -80,39 +72,20 @@ def _scale(composition: Composition) -> None:
     torch.set_num_threads(1)
     config = composition.config
     result = scale(config, fixed_keys(composition.words))
-    _write_files(
-        config.plan,
-        scaling_json(result, config),
-        {"scaling.svg": lambda: scaling_picture(result, config)},
-    )
+    _write_json(config.plan.json, scaling_json(result, config))
     for line in scaling_lines(result, config):
         print(for_terminal(line))
 
 
-def _write_files(plan: PlanConfig, as_json: str, pictures: Mapping[str, Callable[[], str]]) -> None:
-    """Those that are asked for. ``pictures``: by the name of their file."""
-    if plan.json is not None:
-        _write(f"plan.json={plan.json}", plan.json, as_json)
-    if plan.pictures is None:
+def _write_json(path: str | None, text: str) -> None:
+    """Writes ``text`` to a new file at ``path``, if there is one."""
+    if path is None:
         return
-    try:
-        os.makedirs(plan.pictures, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"plan.pictures={plan.pictures} cannot be written: {error.strerror}"
-        ) from None
-    for name, draw in pictures.items():
-        path = os.path.join(plan.pictures, name)
-        _write(f"plan.pictures={plan.pictures}: {name}", path, draw())
-
-
-def _write(what: str, path: str, text: str) -> None:
-    """A new file. ``what``: of it, for the message."""
     try:
         with open(path, "x") as file:
             file.write(text + "\n")
     except OSError as error:
-        raise ConfigError(f"{what} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"plan.json={path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

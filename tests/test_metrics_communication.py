@@ -194,11 +194,6 @@ SELDOM = {
     "split": ({}, {"strategy": "hybrid_full"}, 1),
     "diloco": ({}, {"strategy": "hybrid", "sync": SyncConfig("diloco", every=1)}, 2),
     "diloco_bf16": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "bf16", every=1)}, 1),
-    "diloco_sparse": (
-        {},
-        {"strategy": "hybrid", "sync": SyncConfig("diloco", "sparse", every=1)},
-        2,
-    ),
     "torch": (
         {},
         {

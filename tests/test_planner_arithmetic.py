@@ -142,7 +142,6 @@ SYNCS = {
     "diloco": SyncConfig("diloco", every=1),
     "diloco bf16": SyncConfig("diloco", wire="bf16", every=1, outer_momentum=0),
     "diloco int4": SyncConfig("diloco", wire="int4", every=1),
-    "diloco sparse": SyncConfig("diloco", wire="sparse", every=1),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from test_command_line import SMALL, execute, folder, rows  # noqa: F401
 
 from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, plan, train
-from parallel2d.config import StrategyConfig, SyncConfig
+from parallel2d.config import StrategyConfig
 from parallel2d.config.composition import compose
 from parallel2d.cost.fake_group import fake_process_group
 from parallel2d.parallelize.preconditions import check_arguments
@@ -79,30 +79,12 @@ def test_a_loop_of_ones_own_names_its_strategy():
     with pytest.raises(ConfigError, match="strategy=auto was not resolved"):
         _ = config.strategy.shards
     with pytest.raises(ConfigError, match="in code, name one"):
-        check_arguments(torch.nn.Linear(2, 2), _mesh(), ParallelConfig(sync=SyncConfig("auto")))
+        check_arguments(torch.nn.Linear(2, 2), _mesh(), config)
 
 
 def _mesh():
     with fake_process_group(1):
         return build_mesh(MeshSpec(1, 1), topology=Topology.single_host(1), device_type="cpu")
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_accepted_chooses_a_sync_method():
-    # Two nodes of two ranks on a slow link.
-    words = ("sync=auto", "strategy=hybrid", "mesh.shard=2")
-    exact, _ = chosen(2, 4, PLENTY, *words, "plan.sync_loss=0")
-    assert exact.sync.name == "every_step"
-    assert exact.sync.wire in ("auto", "fp32")
-    narrow, lines = chosen(2, 4, PLENTY, *words, "plan.sync_loss=0.005")
-    assert (narrow.sync.name, narrow.sync.wire) == ("every_step", "int8")
-    assert "sync.wire=int8" in lines[0]
-    rare, _ = chosen(2, 4, PLENTY, *words, "plan.sync_loss=0.05")
-    assert rare.sync.name == "diloco"
-    # The layout stays as it would be.
-    assert (rare.strategy.name, rare.mesh.replicate, rare.mesh.shard) == ("hybrid", 2, 2)
-    with pytest.raises(ConfigError, match="sync=auto needs plan.sync_loss"):
-        chosen(2, 4, PLENTY, "sync=auto")
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 from planned import Odd, small_llama
 from torch import nn
 
-from parallel2d.config import SyncConfig
 from parallel2d.config.composition import compose
 from parallel2d.cost import flops as flop_counts
 from parallel2d.cost.equal_blocks import by_blocks, find_equal_blocks
@@ -23,7 +22,6 @@ from parallel2d.loss import cross_entropy_sum
 from parallel2d.planner.layout_cost import cost_of
 from parallel2d.planner.layout_search import search
 from parallel2d.planner.ranking import fixed_keys
-from parallel2d.planner.sync_gaps import SYNC_GAPS, methods_within
 from tools.bench.predicted_peaks import LAYOUTS, MODELS, error_of
 
 EXAMPLE = functools.partial(token_sequences(8).example, 1)
@@ -245,60 +243,6 @@ def test_micro_batches_between_two_that_were_measured_need_what_lies_between():
 
 def names(methods):
     return [(method.name, method.wire, method.fragments) for method in methods]
-
-
-def test_methods_are_those_within_the_bound():
-    given = SyncConfig()
-    assert names(methods_within(given, 0.0, (), splits=False)) == [("every_step", "fp32", 1)]
-    some = names(methods_within(given, 0.02, (), splits=False))
-    assert ("diloco", "auto", 1) in some
-    assert ("diloco", "int4", 1) not in some
-    assert ("diloco", "int4", 3) in names(methods_within(given, 0.05, (), splits=False))
-    assert names(methods_within(given, 1.0, (), splits=True)) == [
-        ("every_step", "fp32", 1),
-        ("every_step", "bf16", 1),
-    ]
-
-
-def test_a_key_of_the_method_that_is_given_stays():
-    given = SyncConfig(wire="bf16")
-    assert all(
-        method.wire == "bf16" for method in methods_within(given, 1.0, {"sync.wire"}, splits=False)
-    )
-    assert {method.name for method in methods_within(given, 1.0, {"sync"}, splits=False)} == {
-        "every_step"
-    }
-
-
-def test_the_gaps_are_those_of_the_documentation():
-    with open("docs/sync.md") as file:
-        text = file.read()
-    for words in ("+0.03 % ± 0.33", "+0.04 % ± 0.40", "+1.18 % ± 0.61", "+1.51 % ± 0.67", "+3.56 % ± 1.27"):  # fmt: skip
-        gap, spread = (float(part) for part in words.replace("%", "").split("±"))
-        assert words in text
-        assert round((gap + spread) / 100, 6) in {round(each.largest, 6) for each in SYNC_GAPS}
-
-
-SLOW_LINK = (
-    "model.dim=256", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=4", "model.hidden_dim=512", "cluster=h100_100g", "cluster.nodes=2", "precision=bf16", "train.seq_len=512", "train.global_batch_size=64", "train.micro_batch_size=1",
-    "mesh.tensor=1", "strategy=hybrid", "mesh.shard=8", "activation_checkpointing=none", "bucketing=block",
-    "cluster.between_nodes.up_gbit=1", "cluster.between_nodes.down_gbit=1",
-)  # fmt: skip
-
-
-def test_the_search_changes_the_method_only_within_the_bound():
-    def chosen(*words):
-        result = search(compose([*SLOW_LINK, *words]).config, fixed_keys([*SLOW_LINK, *words]))
-        return result.chosen
-
-    given = chosen()
-    assert given.config.sync == SyncConfig()
-    rounded = chosen("plan.sync_loss=0.004")
-    assert rounded.config.sync == SyncConfig(wire="bf16")
-    assert rounded.words[-1] == "sync.wire=bf16"
-    assert rounded.seconds < given.seconds
-    assert chosen("plan.sync_loss=0.03").config.sync.name == "diloco"
-    assert chosen("plan.sync_loss=0.03", "sync=every_step").config.sync == SyncConfig(wire="int8")
 
 
 @pytest.mark.slow

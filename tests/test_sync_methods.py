@@ -32,7 +32,6 @@ from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, to_blocks
 from parallel2d.sync.noise import key_of
 from parallel2d.sync.one_process import Method, train
 from parallel2d.sync.outer_parameter import OuterParameter
-from parallel2d.sync.sparse import decode, encode, to_chunks
 from parallel2d.sync.updates import outer_sync, replicated_tensors
 
 EVERY_STEP = {
@@ -45,7 +44,6 @@ DILOCO = {
     "bf16": ({"wire": "bf16"}, {"wire": "bf16"}),
     "int8": ({"wire": "int8"}, {"wire": "int8"}),
     "int4": ({"wire": "int4"}, {"wire": "int4"}),
-    "sparse": ({"wire": "sparse"}, {"wire": "sparse", "lr": 1.0, "momentum": 0.0}),
     "late": ({"delay": 2}, {"delay": 2, "mix": 0.5}),
     "mixed": (
         {"delay": 1, "mix": 0.25, "outer_lr": 0.5, "outer_momentum": 0.3},
@@ -62,7 +60,6 @@ METHODS = {
     "split": ("hybrid_full", {}),
     "split_bf16": ("hybrid_full", {"wire": "bf16"}),
     "diloco": ("hybrid", {"name": "diloco", "every": 5}),
-    "sparse": ("hybrid", {"name": "diloco", "every": 5, "wire": "sparse"}),
     "in_flight": ("hybrid", {"name": "diloco", "every": 5, "wire": "int4", "fragments": 3, "delay": 3}),
 }  # fmt: skip
 
@@ -238,7 +235,7 @@ def test_every_layout_goes_on_from_every_other(ranks, tmp_path, source, target):
 def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path):
     """Two replicas after four, and four after two: the shared parameters stay, what was not sent yet keeps its mean over the
     replicas, and training goes on."""
-    sync = {"name": "diloco", "every": 5, "wire": "sparse"}
+    sync = {"name": "diloco", "every": 5, "wire": "int4"}
     four, two = {"replicate": 4, "shard": 1}, {"replicate": 2, "shard": 1}
     again = {"folder": str(tmp_path), "resume": "auto"}
     saved = ranks.run(
@@ -298,7 +295,7 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks, strategy, sync):
         ("hybrid_full", {"wire": "int8"}, "8 bits cannot hold them; use sync.wire=bf16"),
         ("hybrid_full", {"engine": "torch"}, "needs sync.engine=parallel2d"),
         ("hybrid", {"wire": "int4"}, "sync.wire=int4 needs sync=diloco"),
-        ("hybrid", {"wire": "sparse"}, "sync.wire=sparse needs sync=diloco"),
+        ("hybrid", {"wire": "sparse"}, "sync.wire=sparse is gone"),
         ("hybrid", {"engine": "torch", "wire": "bf16"}, "sync.wire=auto alone"),
         ("hybrid", {"engine": "torch", "name": "diloco"}, "sync=every_step with"),
         ("hybrid", {"delay": 2}, "sync.delay=2 has no effect with sync=every_step"),
@@ -363,17 +360,13 @@ def _through_every_code():
             code = BlockCode(bits)
             back = code.decode(code.encode(blocks, noise.numbers(0, len(blocks), 0)), values.dtype)
             found[name, bits] = back.view(-1)[:700]
-        chunks = to_chunks(values)
-        found[name, "sparse"] = decode(encode(chunks), values.dtype).view(-1)[:700]
     return found
 
 
 def test_what_is_not_finite_comes_through_every_code():
-    for (name, bits), values in _through_every_code().items():
+    for (name, _), values in _through_every_code().items():
         broken = ~values.isfinite()
         assert broken.any()
-        if bits == "sparse":
-            continue
         assert broken.nonzero().flatten().tolist() == [300]
         assert str(values[300].item()) == name
 

@@ -33,7 +33,6 @@ from parallel2d.config.model_and_data import (
     validation_set,
 )
 from parallel2d.config.parallel import (
-    AUTOMATIC,
     DTYPES,
     PLACEMENTS,
     TENSOR_WORDS,
@@ -106,11 +105,6 @@ def _job_problems(config: TrainConfig) -> Iterator[str]:
     yield from _launch_problems(config.launch)
     yield from cluster_problems(config.cluster)
     yield from plan_problems(config.plan)
-    yield from _require(
-        config.sync.name != AUTOMATIC or config.plan.sync_loss is not None,
-        "sync=auto needs plan.sync_loss, such as 0.005: the largest relative gap of the loss to "
-        "synchronous training that the sync method may cost",
-    )
 
 
 # What is trained
@@ -543,11 +537,9 @@ def _split_update_problems(config: TrainConfig | ParallelConfig) -> Iterator[str
 
 
 def _sync_problems(sync: SyncConfig) -> Iterator[str]:
-    yield from _without_effect(
-        "sync", sync, {"every_step": (), "diloco": _DILOCO, AUTOMATIC: _DILOCO}
-    )
+    yield from _without_effect("sync", sync, {"every_step": (), "diloco": _DILOCO})
     yield from _require(
-        sync.name != "every_step" or sync.wire not in ("int4", "sparse"),
+        sync.name != "every_step" or sync.wire != "int4",
         f"sync.wire={sync.wire} needs sync=diloco: what it loses of a single step's gradient is "
         "too much; every step takes fp32, bf16 or int8",
     )

@@ -102,14 +102,9 @@ class PlanConfig:
     verify: bool = False
     # A new file for all layouts of a search, as JSON
     json: str | None = None
-    # A folder for pictures of a search or of its scaling, as SVG files that are new
-    pictures: str | None = None
     # Best layouts of several methods on 8 to 16,384 ranks. weak = the global batch grows with the
     # ranks; strong = it stays; null = one search
     scaling: str | None = option(None, choices=("weak", "strong"), null=True)
-    # Largest relative gap of the loss to synchronous training that a search may trade for speed.
-    # The gaps are those measured in docs/sync.md; null = the sync method that is given
-    sync_loss: float | None = option(None, minimum=0, null=True)
     # Share of a device's memory that a layout leaves free: for its context, NCCL and fragments
     free_memory: float = option(0.1, minimum=0, maximum=0.9)
     # Share of the device's peak that compute reaches; null = what published figures say of it
@@ -136,10 +131,8 @@ def cluster_problems(cluster: ClusterConfig) -> Iterator[str]:
 
 def plan_problems(plan: PlanConfig) -> Iterator[str]:
     """Yields a line for each key of a search beside the plan of one layout."""
-    for key in ("pictures", "scaling"):
-        value = getattr(plan, key)
-        if plan.dry_run and value is not None:
-            yield (
-                f"plan.{key}={value} is about several layouts, and plan.dry_run=true plans the one "
-                "that is given: omit one of the two"
-            )
+    if plan.dry_run and plan.scaling is not None:
+        yield (
+            f"plan.scaling={plan.scaling} is about several layouts, and plan.dry_run=true plans "
+            "the one that is given: omit one of the two"
+        )

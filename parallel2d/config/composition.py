@@ -65,7 +65,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "precision": dict(PRECISIONS),
     "activation_checkpointing": dict(CHECKPOINTINGS),
     "compile": dict(COMPILES),
-    "sync": {name: SyncConfig(name) for name in (*SYNC_NAMES, AUTOMATIC)},
+    "sync": {name: SyncConfig(name) for name in SYNC_NAMES},
     "optimizer": dict(OPTIMIZERS),
     "scheduler": {name: SchedulerConfig(name) for name in ("constant", "linear", "cosine", "wsd")},
     "checkpoint": {"default": CheckpointConfig()},

@@ -319,7 +319,7 @@ class TrainConfig:
     @property
     def is_automatic(self) -> bool:
         """Whether the planner has to choose the layout first."""
-        return AUTOMATIC in (self.strategy.name, self.sync.name)
+        return self.strategy.name == AUTOMATIC
 
     def parallel(self) -> ParallelConfig:
         """The part that `parallel2d.parallelize` reads."""

@@ -77,7 +77,7 @@ PLACEMENTS = {
     "hybrid_full": Placement(_PARAMETERS_WHOLE, _EVERYTHING_SPLIT),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
-AUTOMATIC = "auto"  # strategy=auto, sync=auto: chosen by the planner before ranks build anything
+AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build anything
 
 
 @dataclass
@@ -261,7 +261,7 @@ class CompileConfig:
 
 
 SYNC_NAMES = ("every_step", "diloco")
-SYNC_WIRES = ("auto", "fp32", "bf16", "int8", "int4", "sparse")
+SYNC_WIRES = ("auto", "fp32", "bf16", "int8", "int4")
 
 
 @dataclass
@@ -270,16 +270,14 @@ class SyncConfig:
 
     ``every_step``: the gradients of every global batch. ``diloco`` (Douillard et al. 2023): each
     replica trains on its own, and every ``every`` steps the change of its parameters is averaged
-    and applied to the parameters that all replicas share. ``auto`` is the fastest method that the
-    planner finds within ``plan.sync_loss``; `parallelize` does not take it.
+    and applied to the parameters that all replicas share.
     """
 
     # Set by the group: sync=diloco
-    name: str = option("every_step", choices=(*SYNC_NAMES, AUTOMATIC))
+    name: str = option("every_step", choices=SYNC_NAMES)
     # Form in which replicas send, whatever the shard axis does. auto = precision.reduce with
     # every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded at
-    # random in blocks of 256. With diloco also int4 = an eighth; sparse = the 64 largest values of
-    # each 64 x 64 chunk in 2 bits, the rest kept for the next time
+    # random in blocks of 256. With diloco also int4 = an eighth
     wire: str = option("auto", choices=SYNC_WIRES)
     every: int = option(30, minimum=1)  # diloco: steps between two exchanges of the same parameters
     # diloco: parts of the model that are exchanged in turn instead of all at once
@@ -289,10 +287,10 @@ class SyncConfig:
     # diloco: share of a replica's own parameters that is kept when the shared ones arrive. auto =
     # 0, or 0.5 with a delay
     mix: float | int | str = option("auto", minimum=0, maximum=1, auto=True, fractions=True)
-    # diloco: learning rate of the outer Nesterov step; auto = 0.7, or 1 with wire=sparse
+    # diloco: learning rate of the outer Nesterov step; auto = 0.7
     outer_lr: float | int | str = option("auto", above=0, auto=True, fractions=True)
-    # diloco: momentum of the outer Nesterov step; auto = 0.6, or 0 with wire=sparse. A smaller
-    # `every` wants a smaller momentum
+    # diloco: momentum of the outer Nesterov step; auto = 0.6. A smaller `every` wants a
+    # smaller momentum
     outer_momentum: float | int | str = option(
         "auto", minimum=0, maximum=1, auto=True, fractions=True
     )

@@ -10,7 +10,6 @@ from parallel2d.config import SyncConfig
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.fsdp_internals import GroupTraffic
 from parallel2d.sync.blocks import BITS, BlockCode, blocks_of
-from parallel2d.sync.sparse import ROW_BYTES, chunks_of
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -54,15 +53,7 @@ def outer_bytes(traffic: GroupTraffic, sync: SyncConfig, replicas: int, device_t
     """Bytes that one rank sends of a group's parameters per step with ``sync=diloco``: those of an
     exchange over the steps between two of them."""
     numel = traffic.reduced_numel
-    if sync.wire == "sparse":
-        # All replicas add what each of them has sent.
-        sent = sent_bytes(
-            "all_gather",
-            replicas * _coded_bytes(traffic.reduced_shapes, "sparse"),
-            replicas,
-            device_type,
-        )
-    elif sync.wire in BITS:
+    if sync.wire in BITS:
         coded = _coded_bytes(traffic.reduced_shapes, sync.wire)
         sent = sent_bytes("all_reduce", coded, replicas, device_type)
     else:
@@ -72,8 +63,6 @@ def outer_bytes(traffic: GroupTraffic, sync: SyncConfig, replicas: int, device_t
 
 
 def _coded_bytes(shapes: Sequence[torch.Size], wire: str) -> int:
-    """Bytes of tensors of these shapes, each of which begins a block or chunk of its own."""
-    if wire == "sparse":
-        return sum(chunks_of(shape) * ROW_BYTES for shape in shapes)
+    """Bytes of tensors of these shapes, each of which begins a block of its own."""
     row = BlockCode(BITS[wire]).row_bytes
     return sum(blocks_of(shape.numel()) * row for shape in shapes)

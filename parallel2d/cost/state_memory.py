@@ -125,7 +125,7 @@ def _outer_bytes(numel: int, parameter: ParameterShape, config: ParallelConfig) 
     _, momentum = outer_settings(config.sync)
     if momentum > 0:
         copies += 1
-    # These two codes keep what they have rounded away.
-    if config.sync.wire in ("int4", "sparse"):
+    # This code keeps what it has rounded away.
+    if config.sync.wire == "int4":
         copies += 1
     return copies * numel * parameter.sum_itemsize

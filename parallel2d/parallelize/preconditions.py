@@ -52,10 +52,8 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
             "the third argument of parallelize is a ParallelConfig, such as "
             f"ParallelConfig('zero3'); got {config!r}"
         )
-    if config is not None and AUTOMATIC in (config.strategy.name, config.sync.name):
-        raise ConfigError(
-            "strategy=auto and sync=auto are resolved by the train command: in code, name one"
-        )
+    if config is not None and config.strategy.name == AUTOMATIC:
+        raise ConfigError("strategy=auto is resolved by the train command: in code, name one")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             "the model is sharded already, by parallelize or fully_shard: give the plain one, once"

@@ -1,6 +1,5 @@
-"""``strategy=auto`` and ``sync=auto``: the layout and the sync method that
-`python -m parallel2d.plan` would choose for the machines that a job has found.
-Start at `with_chosen_layout`.
+"""``strategy=auto``: the layout that `python -m parallel2d.plan` would choose for the machines that
+a job has found. Start at `with_chosen_layout`.
 
 The search runs in a process of its own: it needs a process group without processes, and the one
 that asks may be a rank, or may be about to fork ranks.
@@ -16,13 +15,10 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from parallel2d.assemble import plan_batches, resolve_mesh
-from parallel2d.config import MeshConfig, TrainConfig
-from parallel2d.config.parallel import AUTOMATIC
+from parallel2d.config import TrainConfig
 from parallel2d.config.serialization import from_yaml, to_yaml
 from parallel2d.errors import ConfigError
 from parallel2d.planner.layout_search import RankedLayout, SearchResult, search
-from parallel2d.planner.machines import planned_topology
 from parallel2d.planner.ranking import fixed_keys
 
 _ADVICE = (
@@ -31,23 +27,11 @@ _ADVICE = (
 )
 
 
-# What sync=auto alone leaves as it is.
-_LAYOUT = (
-    "strategy",
-    "mesh.replicate",
-    "mesh.shard",
-    "mesh.tensor",
-    "activation_checkpointing",
-    "train.micro_batch_size",
-    "bucketing",
-)
-
-
 def with_chosen_layout(
     config: TrainConfig, words: Sequence[str], nodes: int, ranks: int
 ) -> tuple[TrainConfig, list[str]]:
     """``config`` with the fastest layout on ``ranks`` ranks on ``nodes`` equal nodes, and lines
-    that say why; as it is, and no lines, where nothing is ``auto``.
+    that say why; as it is, and no lines, where a strategy is named.
 
     ``words``: of the command line; keys that they name stay. Links, devices and memory are those of
     ``cluster``. Raises `ConfigError` where nothing fits, and where ``cluster`` does not say enough.
@@ -56,8 +40,7 @@ def with_chosen_layout(
         return config, []
     if ranks % nodes:
         raise ConfigError(
-            f"auto: {ranks} ranks on {nodes} nodes are not equally many on each; name a "
-            "strategy and a sync method"
+            f"auto: {ranks} ranks on {nodes} nodes are not equally many on each; name a strategy"
         )
     request = {
         "config": to_yaml(config),
@@ -96,20 +79,9 @@ def choose(
     """As `with_chosen_layout`, in this process, which must not have a process group."""
     cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks_per_node)
     planned = dataclasses.replace(config, cluster=cluster)
-    if config.strategy.name != AUTOMATIC:
-        planned, fixed = _with_its_mesh(planned), {*fixed, *_LAYOUT}
     result = search(planned, fixed)
     chosen = dataclasses.replace(result.chosen.config, cluster=config.cluster)
     return chosen, _lines(result)
-
-
-def _with_its_mesh(config: TrainConfig) -> TrainConfig:
-    """``config`` in the layout that it would have without ``sync=auto``."""
-    shape = resolve_mesh(config, planned_topology(config))
-    mesh = MeshConfig(shape.replicate, shape.shard, shape.tensor, config.mesh.allow_cross_node)
-    batches = plan_batches(config, shape, data_rank=0, pad=False)
-    train = dataclasses.replace(config.train, micro_batch_size=batches.micro_batch_size)
-    return dataclasses.replace(config, mesh=mesh, train=train)
 
 
 def _lines(result: SearchResult) -> list[str]:
@@ -128,7 +100,7 @@ def _lines(result: SearchResult) -> list[str]:
 
 def _kind(layout: RankedLayout) -> tuple[object, ...]:
     """What makes another layout than a variant of the same."""
-    return layout.config.strategy, layout.config.mesh, layout.config.sync
+    return layout.config.strategy, layout.config.mesh
 
 
 def _too_large(result: SearchResult) -> Sequence[RankedLayout]:

@@ -3,29 +3,27 @@
 All layouts are ranked by their step time and have a predicted peak, both by arithmetic. The fastest
 one whose peak fits is chosen, and with ``plan.verify=true`` traced first.
 
-[Note: variants] Bucketing and sync method change what a step waits for, and nothing else of its
-time. So they are varied only where a layout that fits waits, and would be the fastest without. A
-variant has to gain a percent: the model of step time is not exact enough for less. One group for
-the whole model is tried only where its parameters fit beside each other.
+[Note: variants] Bucketing changes what a step waits for, and nothing else of its time. So it is
+varied only where a layout that fits waits, and would be the fastest without. A variant has to gain
+a percent: the model of step time is not exact enough for less. One group for the whole model is
+tried only where its parameters fit beside each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parallel2d.config import AXES, MeshConfig, TrainConfig
 from parallel2d.config.checks import validated
-from parallel2d.config.parallel import AUTOMATIC, STRATEGIES, StrategyConfig
+from parallel2d.config.parallel import STRATEGIES, StrategyConfig
 from parallel2d.cost.step_estimate import StepEstimate
 from parallel2d.errors import ConfigError
 from parallel2d.planner.layout_cost import NOT_COMPUTED, JobCosts, LayoutCost
 from parallel2d.planner.machines import usable_gib
-from parallel2d.planner.sync_gaps import methods_within, sync_words
 
 _GIB = 2**30
 RECOMPUTED = ("none", "selective", "full")  # the one that needs most memory first
@@ -66,17 +64,12 @@ class SearchResult:
 
 def search(config: TrainConfig, fixed: Collection[str]) -> SearchResult:
     """The layouts of ``config`` that differ in strategy, mesh, recomputation, micro-batch and
-    bucketing, with ``plan.sync_loss`` in the sync method too, but for keys that are ``fixed``:
-    ``strategy``, ``mesh.AXIS``, ``activation_checkpointing``, ``train.micro_batch_size``,
-    ``bucketing``, ``sync``, ``sync.KEY``.
+    bucketing, but for keys that are ``fixed``: ``strategy``, ``mesh.AXIS``,
+    ``activation_checkpointing``, ``train.micro_batch_size``, ``bucketing``.
 
     Raises `ConfigError` where none can run or fit, where step times are not known, and with a cost
     that cannot be traced.
     """
-    if config.sync.name == AUTOMATIC:
-        config = dataclasses.replace(
-            config, sync=dataclasses.replace(config.sync, name="every_step")
-        )
     candidates = _Candidates(config, JobCosts(config))
     candidates.costs.scales_tensor_axis = True
     for layout in layouts_of(config, candidates.costs, fixed):
@@ -85,9 +78,7 @@ def search(config: TrainConfig, fixed: Collection[str]) -> SearchResult:
         _, problem = candidates.refusals[0]
         raise ConfigError(f"no layout can run; the first one: {problem}")
     if not any(key in fixed for key in _BUCKETING_KEYS):
-        candidates.vary(candidates.with_bucketings, ("shard", "replicate"))
-    if config.plan.sync_loss is not None:
-        candidates.vary(functools.partial(_with_methods, fixed=fixed), ("replicate",))
+        candidates.vary()
     ranked = sorted(candidates.ranked, key=_order)
     return _first_that_fits(config, candidates, ranked)
 
@@ -137,24 +128,22 @@ class _Candidates:
             reason = f"gains less than 1% over {' '.join(base.words)}"
         self.ranked.append(RankedLayout(layout, words, cost, seconds, reason))
 
-    def vary(
-        self, variants: Callable[[TrainConfig], Iterable[TrainConfig]], axes: Sequence[str]
-    ) -> None:
-        """Adds variants of the layouts that wait for these axes; see [Note: variants]."""
+    def vary(self) -> None:
+        """Adds layouts with other groups for those that wait; see [Note: variants]."""
         best = min((each.seconds for each in self.ranked if self._fits(each)), default=math.inf)
         for base in list(self.ranked):
             time = base.cost.time
             assert isinstance(time, StepEstimate)
-            waits = sum(getattr(time.seconds, axis) for axis in axes)
+            waits = time.seconds.shard + time.seconds.replicate
             if waits <= _LEAST_GAIN * base.seconds or base.seconds - waits >= best:
                 continue
             # A variant needs about as much memory.
             if not self._fits(base):
                 continue
-            for layout in variants(base.config):
+            for layout in self._with_bucketings(base.config):
                 self.add(layout, base)
 
-    def with_bucketings(self, config: TrainConfig) -> Iterator[TrainConfig]:
+    def _with_bucketings(self, config: TrainConfig) -> Iterator[TrainConfig]:
         """``config`` with other groups; see [Note: variants]."""
         memory = usable_gib(self.given)
         whole = self.costs.parameters * _LEAST_ITEMSIZE / int(config.mesh.tensor) / _GIB
@@ -168,14 +157,6 @@ class _Candidates:
 
     def _fits(self, layout: RankedLayout) -> bool:
         return not layout.reason and not _size_reason(layout.cost, usable_gib(self.given))
-
-
-def _with_methods(config: TrainConfig, fixed: Collection[str]) -> Iterator[TrainConfig]:
-    largest = config.plan.sync_loss
-    assert largest is not None
-    splits = config.strategy.splits_updates
-    for sync in methods_within(config.sync, largest, fixed, splits=splits):
-        yield dataclasses.replace(config, sync=sync)
 
 
 def words_of(config: TrainConfig, given: TrainConfig) -> tuple[str, ...]:
@@ -194,7 +175,6 @@ def words_of(config: TrainConfig, given: TrainConfig) -> tuple[str, ...]:
         f"activation_checkpointing={config.activation_checkpointing.name}",
         f"train.micro_batch_size={config.train.micro_batch_size}",
         *others,
-        *sync_words(given.sync, config.sync),
     )
 
 

@@ -31,8 +31,7 @@ def command_line(given: Sequence[str], chosen: RankedLayout) -> str:
     replaced = {*_REPLACED, *map(key_of, chosen.words)}
     for word in given:
         key = key_of(word)
-        # With sync=auto the words of the layout name the method.
-        if key not in replaced and word != "sync=auto" and not key.startswith("plan."):
+        if key not in replaced and not key.startswith("plan."):
             kept.append(word)
     return shlex.join(["python", "-m", "parallel2d.train", *kept, *chosen.words])
 

@@ -25,7 +25,7 @@ class Method:
     """As the ``sync`` section of a configuration, with numbers for ``auto``."""
 
     name: str = "every_step"  # or diloco
-    wire: str = "fp32"  # or bf16, int8, int4, sparse
+    wire: str = "fp32"  # or bf16, int8, int4
     splits_updates: bool = False  # strategy=hybrid_full
     every: int = 30
     lr: float = 0.7
@@ -152,19 +152,13 @@ class _Replica:
 def message_with_rest(
     change: Tensor, rest: Tensor, wire: str, cut: Cut, key: tuple[int, int, str], replica: int
 ) -> Tensor:
-    """What ``replica`` has to send: ``change``, and with the coarse codes 0.95 of ``rest``, which
-    it did not send before and which then holds what is not sent now. Of a sparse code the part that
-    is sent."""
-    if wire not in ("int4", "sparse"):
+    """What ``replica`` has to send: ``change``, and with ``int4`` 0.95 of ``rest``, which it did
+    not send before and which then holds what is not sent now."""
+    if wire != "int4":
         return change
     rest.mul_(0.95).add_(change)
     message = rest.clone()
-    if wire == "sparse":
-        for place in _places(rest, cut):
-            _as_real(message[place])[...] = _largest(_as_real(rest[place]))
-        rest -= message
-    else:
-        rest -= _sent(message, wire, cut, key, f"contribution/{replica}")
+    rest -= _sent(message, wire, cut, key, f"contribution/{replica}")
     return message
 
 
@@ -264,33 +258,3 @@ def _noise(key: int, positions: np.ndarray) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     mixed ^= mixed >> np.uint32(16)
     return (mixed & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2.0**-24)
-
-
-def _largest(value: Tensor) -> Tensor:
-    """The 64 largest magnitudes of each 64 x 64 tile of a matrix, or of each 4,096 values; the
-    larger and the smaller half of them by the mean of its magnitudes."""
-    if value.ndim < 2 or value.shape[0] < 64 or value[0].numel() < 64:
-        flat = value.reshape(-1)
-        return torch.cat([_largest_of(chunk) for chunk in flat.split(4096)]).view(value.shape)
-    matrix = value.reshape(value.shape[0], -1)
-    found = torch.zeros_like(matrix)
-    for row in range(0, matrix.shape[0], 64):
-        for column in range(0, matrix.shape[1], 64):
-            tile = torch.zeros(64, 64, dtype=value.dtype)
-            inside = matrix[row : row + 64, column : column + 64]
-            tile[: inside.shape[0], : inside.shape[1]] = inside
-            kept = _largest_of(tile.reshape(-1)).view(64, 64)
-            found[row : row + 64, column : column + 64] = kept[: inside.shape[0], : inside.shape[1]]
-    return found.view(value.shape)
-
-
-def _largest_of(chunk: Tensor) -> Tensor:
-    chunk_size = 4096
-    padded = torch.nn.functional.pad(chunk, (0, chunk_size - len(chunk)))
-    kept = torch.zeros_like(padded)
-    order = padded.abs().topk(64).indices
-    for half in (order[:32], order[32:]):
-        magnitude = padded[half].abs().mean().float().to(chunk.dtype)
-        signs = torch.where(padded[half].signbit(), -1.0, 1.0).to(chunk.dtype)
-        kept[half] = signs * magnitude
-    return kept[: len(chunk)]

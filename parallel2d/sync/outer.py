@@ -68,7 +68,7 @@ class OuterSync:
     def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
         of the model's, by name."""
-        keeps_residual = self._config.wire in ("int4", "sparse")
+        keeps_residual = self._config.wire == "int4"
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 self._frozen[name] = parameter

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from parallel2d.sync.blocks import BITS, BlockNoise, Piece
 from parallel2d.sync.rounded_exchange import Exchange
-from parallel2d.sync.sparse import SparseExchange
 from parallel2d.sync.wire import BlockWire, CastWire
 from parallel2d.weights.geometry import pieces_of
 
@@ -36,10 +35,8 @@ def begin_mean(
     """Begins to average ``tensors`` over the replicas of ``group``, written as ``sync.wire`` says,
     into ``results``. ``pieces``: for the random numbers of each tensor. Collective.
 
-    With ``int4`` and ``sparse`` what is not sent stays in ``tensors``.
+    With ``int4`` what is not sent stays in ``tensors``.
     """
-    if wire == "sparse":
-        return SparseExchange(group, tensors, results)
     if wire == "bf16":
         return Exchange(group, CastWire(torch.bfloat16), tensors, results)
     if wire in BITS:

@@ -14,7 +14,7 @@ def mix_of(config: SyncConfig) -> float:
 
 def outer_settings(config: SyncConfig) -> tuple[float, float]:
     """The learning rate and the momentum of the outer step, or what ``auto`` stands for."""
-    lr, momentum = (1.0, 0.0) if config.wire == "sparse" else (0.7, 0.6)
+    lr, momentum = 0.7, 0.6
     if config.outer_lr != "auto":
         lr = float(config.outer_lr)
     if config.outer_momentum != "auto":

@@ -42,7 +42,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco": ("hybrid", {"name": "diloco"}),
     "diloco_int8": ("hybrid", {"name": "diloco", "wire": "int8"}),
     "diloco_int4": ("hybrid", {"name": "diloco", "wire": "int4"}),
-    "diloco_sparse": ("hybrid", {"name": "diloco", "wire": "sparse"}),
     "streaming_int4": ("hybrid", {"name": "diloco", "wire": "int4", "fragments": 3, "delay": 5}),
 }  # fmt: skip
 

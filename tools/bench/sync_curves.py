@@ -46,7 +46,6 @@ METHODS = {
     "diloco_bf16": "sync=diloco sync.wire=bf16",
     "diloco_int8": "sync=diloco sync.wire=int8",
     "diloco_int4": "sync=diloco sync.wire=int4",
-    "diloco_sparse": "sync=diloco sync.wire=sparse",
     "streaming": "sync=diloco sync.fragments=3 sync.delay=5",
     "streaming_int4": "sync=diloco sync.wire=int4 sync.fragments=3 sync.delay=5",
     "every_100": "sync=diloco sync.every=100",
@@ -143,7 +142,7 @@ def main() -> int:
     parser.add_argument(
         "--methods",
         default="sync,diloco,bf16,int8,split_bf16,diloco_int8,diloco_int4,streaming_int4,"
-        "diloco_sparse,every_16_momentum_0.9,every_16_momentum_0",
+        "every_16_momentum_0.9,every_16_momentum_0",
     )
     parser.add_argument("--words", default="", help="overrides of every run, such as model.dim=128")
     parser.add_argument("--out", type=Path, default=Path("outputs/sync_curves"))

@@ -34,7 +34,6 @@ NAMES = {
     **SHOWN,
     "bf16": "bf16",
     "int8": "int8",
-    "diloco_sparse": "diloco, sparse",
     "diloco_int8": "diloco, int8",
 }
 
