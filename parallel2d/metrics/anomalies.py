@@ -50,8 +50,8 @@ class Stragglers:
         if len(busy_s) < 2 or not all(busy_s):
             return []
         warnings = []
-        # One median for all ranks: to sort the others of each takes tens of milliseconds where there
-        # are hundreds. Who is slow is not in the lower half.
+        # One median for all ranks: to sort the others of each takes tens of milliseconds with
+        # hundreds of ranks. Who is slow is not in the lower half.
         others = statistics.median(sorted(busy_s)[:-1])
         for rank, seconds in enumerate(busy_s):
             ratios = self._ratios[rank]
