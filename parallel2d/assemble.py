@@ -19,7 +19,6 @@ from parallel2d.errors import ConfigError
 from parallel2d.hooks import Hook, build_hooks, check_hooks
 from parallel2d.loss import cross_entropy_sum
 from parallel2d.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
-from parallel2d.metrics.header import RunFacts
 from parallel2d.model_families import ModelParts, build_model, plan_tensor_axis
 from parallel2d.models.adapters import settings_of
 from parallel2d.optimizer import build_optimizer, plan_groups
@@ -30,6 +29,7 @@ from parallel2d.parallelize.float8 import check_float8
 from parallel2d.parallelize.sharding import check_offload
 from parallel2d.recovery import Checkpointer
 from parallel2d.run_description import (
+    RunFacts,
     build_recorder,
     describe_run,
     flops_per_sequence,

@@ -44,13 +44,9 @@ class BestMetric:
         gained = self.value - value if self.mode == "min" else value - self.value
         return gained > 0 and gained >= self.min_delta
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
-        return asdict(self)
-
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from what `state_dict` gave, if it was of the same metric and settings; otherwise
-        nothing was measured yet."""
+        """Goes on from what ``dataclasses.asdict`` gave, if it was of the same metric and settings;
+        otherwise nothing was measured yet."""
         if state is None:
             return
         if all(state[key] == getattr(self, key) for key in ("metric", "mode", "min_delta")):
@@ -59,71 +55,70 @@ class BestMetric:
             self.since = state["since"]
 
 
+# What watches a metric, by its name in the saved state
+_SETTINGS = {"best": "checkpoint.keep_best", "stop": "train.stop.metric"}
+
+
 class WatchedMetrics:
     """The metrics of ``checkpoint.keep_best`` and ``train.stop``, where these are on."""
 
     def __init__(self, config: TrainConfig) -> None:
-        checkpoint, self._rule = config.checkpoint, config.train.stop
-        self._best: BestMetric | None = None
-        self._stop: BestMetric | None = None
-        if checkpoint.keep_best is not None:
-            self._best = BestMetric(checkpoint.keep_best, checkpoint.keep_best_mode)
-        if self._rule.metric is not None:
-            self._stop = BestMetric(self._rule.metric, self._rule.mode, self._rule.min_delta)
+        keep, stop = config.checkpoint, config.train.stop
+        self._patience = stop.patience
+        self._watched: dict[str, BestMetric] = {}
+        if keep.keep_best is not None:
+            self._watched["best"] = BestMetric(keep.keep_best, keep.keep_best_mode)
+        if stop.metric is not None:
+            self._watched["stop"] = BestMetric(stop.metric, stop.mode, stop.min_delta)
         self._names: set[str] = set()  # of what was measured so far
 
     def measure(self, step: int, measured: Mapping[str, float]) -> bool:
         """Takes what was measured in ``step``, by key. Returns whether ``keep_best`` has a new best
         value."""
         self._names.update(measured)
-        if self._stop is not None and self._stop.metric in measured:
-            self._stop.measure(step, measured[self._stop.metric])
-        if self._best is None or self._best.metric not in measured:
-            return False
-        return self._best.measure(step, measured[self._best.metric])
+        improved = {}
+        for name, watched in self._watched.items():
+            if watched.metric in measured:
+                improved[name] = watched.measure(step, measured[watched.metric])
+        return improved.get("best", False)
 
     def reason_to_stop(self, step: int) -> str | None:
         """Why ``train.stop`` ends the run after ``step``; None: it does not."""
-        stop, patience = self._stop, self._rule.patience
-        if stop is None or stop.since < patience:
+        stop = self._watched.get("stop")
+        if stop is None or stop.since < self._patience:
             return None
         best = "no value was finite"
         if stop.step:
             best = f"the best is {stop.value:.6g} of step {stop.step}"
         return (
             f"stopped after step {step}: {stop.metric} did not improve in {stop.since} "
-            f"measurements (train.stop.patience={patience}), {best}"
+            f"measurements (train.stop.patience={self._patience}), {best}"
         )
 
     def never_measured(self) -> list[str]:
         """A sentence for each setting whose metric did not come up."""
-        told: list[str] = []
-        settings = (("checkpoint.keep_best", self._best), ("train.stop.metric", self._stop))
-        for key, best in settings:
-            if best is not None and not best.step and not best.since:
-                near = did_you_mean(best.metric, self._names)
-                told.append(f"{key}={best.metric} was never measured{near}")
+        told = []
+        for name, watched in self._watched.items():
+            if not watched.step and not watched.since:
+                near = did_you_mean(watched.metric, self._names)
+                told.append(f"{_SETTINGS[name]}={watched.metric} was never measured{near}")
         return told
 
     def state_dict(self) -> dict[str, Any]:
-        """``best`` and ``stop``, each where something is known."""
-        state: dict[str, Any] = {}
-        if self._best is not None and self._best.step:
-            state["best"] = self._best.state_dict()
-        if self._stop is not None:
-            state["stop"] = self._stop.state_dict()
+        """``best``, once there is one, and ``stop``."""
+        state = {name: asdict(watched) for name, watched in self._watched.items()}
+        if "best" in state and not state["best"]["step"]:
+            del state["best"]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, which may be among other keys."""
-        if self._best is not None:
-            self._best.load_state_dict(state.get("best"))
-        if self._stop is not None:
-            self._stop.load_state_dict(state.get("stop"))
+        for name, watched in self._watched.items():
+            watched.load_state_dict(state.get(name))
 
 
 def problems_of_best(name: str, state: Any, step: int) -> list[str]:
-    """What is wrong with ``state``, which should be a `BestMetric.state_dict` after ``step``, or
+    """What is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``, or
     None; empty if nothing."""
     if state is None:
         return []

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from parallel2d.best_metric import problems_of_best
@@ -32,44 +32,20 @@ class RankReport:
     list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
 
     busy_s: float  # in which the rank worked, waits for other ranks left out
-    peak_rss_gib: float  # resident memory of the process
-    rss_gib: float
-    # Of the device; zeros without a GPU
-    peak_gib: float = 0.0
-    allocated_gib: float = 0.0
-    reserved_gib: float = 0.0
-    allocation_retries: float = 0.0
-    # By `parallel2d.metrics.keys.COMMUNICATION_KEYS`; empty where communication is not measured
-    communication: Mapping[str, float] = field(default_factory=dict)
+    # By the keys of `parallel2d.metrics.keys`, which are the same on every rank
+    memory: Mapping[str, float]
+    communication: Mapping[str, float]  # empty where it is not measured
 
     def floats(self) -> list[float]:
         """All numbers, in the same order on every rank."""
-        return [
-            self.busy_s,
-            self.peak_rss_gib,
-            self.rss_gib,
-            self.peak_gib,
-            self.allocated_gib,
-            self.reserved_gib,
-            self.allocation_retries,
-            *self.communication.values(),
-        ]
+        return [self.busy_s, *self.memory.values(), *self.communication.values()]
 
-    @classmethod
-    def from_floats(cls, values: Sequence[float], communication: Iterable[str]) -> RankReport:
-        """The report whose `floats` are ``values``; ``communication``: its keys, in order."""
-        busy_s, peak_rss_gib, rss_gib, *others = values
-        peak_gib, allocated_gib, reserved_gib, allocation_retries, *moved = others
-        return cls(
-            busy_s,
-            peak_rss_gib,
-            rss_gib,
-            peak_gib,
-            allocated_gib,
-            reserved_gib,
-            allocation_retries,
-            dict(zip(communication, moved, strict=True)),
-        )
+    def with_floats(self, values: Sequence[float]) -> RankReport:
+        """The report of another rank, whose `floats` are ``values``."""
+        end = 1 + len(self.memory)
+        memory = dict(zip(self.memory, values[1:end], strict=True))
+        communication = dict(zip(self.communication, values[end:], strict=True))
+        return RankReport(values[0], memory, communication)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
-"""What a run is, before its first step: `describe_run`. And the recorder of its steps."""
+"""What a run is, before its first step: `describe_run` gives the `RunFacts` that the header on the
+console and ``layout.json`` show. And the recorder of its steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +34,11 @@ from parallel2d.cost.traffic import (
 )
 from parallel2d.data import BatchPlan, OpenData
 from parallel2d.data.batch import SampleShape
-from parallel2d.mesh import MeshShape
+from parallel2d.mesh import MeshShape, crosses_hosts, draw_mesh
 from parallel2d.metrics import keys
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
-from parallel2d.metrics.header import RunFacts
-from parallel2d.metrics.profile import StepProfiler
+from parallel2d.metrics.phases import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.model_families import ModelParts
@@ -44,8 +46,118 @@ from parallel2d.optimizer import muon_names, update_bytes
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.runtime import Runtime
 from parallel2d.sync.outer_settings import describe_sync
+from parallel2d.topology import Topology
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as a person would describe it. ``ranks``: int64 [replicate, shard, tensor]."""
+
+    shape: MeshShape
+    ranks: torch.Tensor
+    topology: Topology
+    notes: tuple[str, ...]
+    strategy: str
+    bucketing: str
+    precision: str
+    sync: str  # what crosses the replicate axis, in words
+    model: str
+    parameters: int
+    local_parameters: int
+    data: str
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    sample: SampleShape
+    flops_per_sequence: int | None  # of one sample: an image too
+    device: torch.device
+    run_dir: str
+    predicted: dict[str, float]  # bytes a rank sends per step, by ``comm/AXIS/bytes``
+    # of a step, by the keys of the rows that measure it; empty where ``cluster`` gives no times
+    predicted_time: dict[str, float]
+    classes: tuple[str, ...]  # of images, by class id
+    trained_parameters: int
+    exact_bytes: float  # that exact fp32 gradients would send over the replicate axis per step
+    loss: str | None  # how it is computed, in words; None: from whole logits
+
+    def lines(self) -> list[str]:
+        """The header, readable in 80 columns."""
+        shape = self.shape
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        lines = [
+            f"parallel2d  {shape.world_size} x {name}, {self.topology.describe()}, torch "
+            f"{torch.__version__}",
+            f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor "
+            f"{shape.tensor}; strategy {self.strategy}",
+            draw_mesh(self.ranks, self.topology),
+            *(f"            {note}" for note in self.notes),
+            f"model       {self.model}: {self.parameters:,} parameters, {self.local_parameters:,} "
+            "on this rank",
+        ]
+        if self.trained_parameters != self.parameters:
+            lines.append(
+                f"            {self.trained_parameters:,} of them are trained, the others frozen"
+            )
+        lines.append(f"            precision {self.precision}, bucketing {self.bucketing}")
+        if self.loss is not None:
+            lines.append(f"loss        {self.loss}")
+        return [
+            *lines,
+            f"sync        {self.sync}",
+            f"data        {self.data}",
+            f"batch       {self.sample.describe(self.global_batch_size)} = {shape.data_ranks} data "
+            f"ranks x {self.accumulation} micro-batches x {self.micro_batch_size}",
+            f"run dir     {self.run_dir}",
+        ]
+
+    def _fields(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def _mesh(self) -> dict[str, int]:
+        return {axis: getattr(self.shape, axis) for axis in AXES}
+
+    def hparams(self, lr: float) -> dict[str, str | float | bool]:
+        """Settings by which runs are compared."""
+        whole = {
+            **self._mesh(),
+            **self._fields("parameters", "global_batch_size", "accumulation"),
+            "seq_len": self.sample.targets_per_sample,
+        }
+        return {
+            **self._fields("strategy", "bucketing", "precision", "sync", "model"),
+            # As texts: TensorBoard shows any number with five digits, 115008 as 1.1501e+5.
+            **{name: str(value) for name, value in whole.items()},
+            "lr": lr,
+        }
+
+    def used_axes(self) -> tuple[str, ...]:
+        """Axes with more than one rank."""
+        return tuple(axis for axis, size in self._mesh().items() if size > 1)
+
+    def slow_axes(self) -> tuple[str, ...]:
+        """Axes that have a group with ranks on several hosts."""
+        crossing = (crosses_hosts(self.ranks, dim, self.topology) for dim in range(len(AXES)))
+        return tuple(itertools.compress(AXES, crossing))
+
+    def layout(self) -> dict[str, Any]:
+        """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
+        layout = {
+            **self._fields("parameters", "strategy", "bucketing", "precision"),
+            **self._fields("global_batch_size", "micro_batch_size", "accumulation"),
+            "mesh": self._mesh(),
+            "ranks": self.ranks.tolist(),
+            "hosts": list(self.topology.hosts),
+            "seq_len": self.sample.targets_per_sample,
+            "flops_per_sequence": self.flops_per_sequence,
+            "inputs": list(self.sample.inputs),
+            "torch": torch.__version__,
+            "predicted": {**self.predicted, **self.predicted_time},
+        }
+        if self.classes:
+            layout["classes"] = list(self.classes)
+        return layout
 
 
 def describe_run(

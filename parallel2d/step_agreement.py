@@ -60,8 +60,10 @@ class StepAgreement:
         self._device = device
         self._compare_every = compare_every
         # Which parameters were used travels along, if the engine can wait so long
-        engines = gradient_syncs(model)
-        self._engine = next((engine for engine in engines if engine.defer_agreement()), None)
+        able = [engine for engine in gradient_syncs(model) if engine.may_defer_agreement]
+        self._engine = able[0] if able else None
+        if self._engine is not None:
+            self._engine.defer_agreement()
         shape = mesh_shape(mesh)
         # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
         self._outer = outer_sync(model)
@@ -115,7 +117,7 @@ class StepAgreement:
             finite=finite,
             preempted=preempted > 0,
             save_is_due=due > 0,
-            ranks=[RankReport.from_floats(row, own.report.communication) for row in by_rank],
+            ranks=[own.report.with_floats(row) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)
 

@@ -255,7 +255,7 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
     """Trains to the end; returns whether the run was asked to stop before."""
     from parallel2d.assemble import build_trainer
     from parallel2d.launch import signals
-    from parallel2d.metrics.out_of_memory import OutOfMemoryNote
+    from parallel2d.metrics.out_of_memory import out_of_memory_named
     from parallel2d.metrics.watch import Watch
     from parallel2d.runtime import check_shared_run_dir, limit_waiting
 
@@ -270,12 +270,11 @@ def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
         job = dataclasses.replace(job, certified=True)
     if loop.certify_only:
         return False
-    with OutOfMemoryNote(identity.rank, host, run_dir, runtime.device, history=history) as note:
+    with out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history):
         trainer = build_trainer(job, runtime)
         if certificate is not None and runtime.is_first:
             certificate.write(run_dir)
         trainer.stop_requested = signals.preemption_requested
-        note.position = trainer.recorder.position
         position = launch.telling_progress(identity, trainer.recorder.position)
         first = settings.longest_wait
         with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
@@ -334,6 +333,7 @@ def _log_to(run_dir: str, identity: launch.RankIdentity) -> None:
     """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
     people goes through the display."""
     logging.getLogger().handlers.clear()  # Hydra's, where this process composed
+    logging.raiseExceptions = False  # a line that a full disk refuses is no traceback
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     logging.getLogger().addHandler(errors)

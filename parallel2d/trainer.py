@@ -28,7 +28,7 @@ from parallel2d.gradients import scale_gradients
 from parallel2d.hooks import Agreed, Hook, HookCalls, RunView
 from parallel2d.mesh import data_coordinate, mesh_shape, sum_over_data_ranks
 from parallel2d.metrics import keys
-from parallel2d.metrics.clock import PhaseClock
+from parallel2d.metrics.phases import PhaseClock
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.model_families import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate

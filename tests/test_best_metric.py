@@ -10,7 +10,7 @@ from dataclasses import asdict
 import jobs
 import pytest
 
-from parallel2d.best_metric import BestMetric, problems_of_best
+from parallel2d.best_metric import BestMetric, WatchedMetrics, problems_of_best
 from parallel2d.errors import ConfigError
 from parallel2d.hooks import Hook
 from parallel2d.progress import Progress, problems_of_state
@@ -54,37 +54,45 @@ def best_of(folder, name="run"):
     return json.loads((folder / name / "checkpoints" / "best.json").read_text())
 
 
-def test_the_best_is_kept_beside_the_newest_and_named(ranks, folder):
-    words = (*KEPT, "checkpoint.every=2", "train.steps=8", scripted(1, 5, 7, 2, 3, 1, 4, 2))
-    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
-    assert steps_of(folder) == [3, 8]
-    assert best_of(folder) == {
+def test_the_best_is_kept_beside_the_newest_and_the_losses_stay_as_they_are(ranks, folder):
+    watching = (*KEPT, "train.stop.metric=accuracy", "train.stop.mode=max", "train.stop.patience=9")
+    watching += (scripted(1, 5, 7, 2, 3, 1, 4, 2),)
+    for name, words in (("plain", ()), ("watching", watching)):
+        arguments = (str(folder), str(folder / name), ("train.steps=8", *words))
+        ranks.run(2, jobs.run_to_the_end, *arguments)
+    assert steps_of(folder, "watching") == [3, 8]
+    assert best_of(folder, "watching") == {
         "metric": "accuracy", "mode": "max", "step": 3, "value": 7.0, "checkpoint": "step-00000003"
     }  # fmt: skip
+    plain, other = (jobs.rows(folder / name) for name in ("plain", "watching"))
+    assert [row["loss"] for row in plain] == [row["loss"] for row in other]
+    assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in other]
+
+
+def kept_after_each_step(folder, words, steps):
+    found = []
+    run_dir = str(folder / "run")
+    jobs.run(str(folder), run_dir, words, steps, lambda _: found.append(steps_of(folder)))
+    return found
 
 
 def test_a_new_best_replaces_the_one_before_it_and_is_saved_whatever_the_interval(ranks, folder):
-    words = (*KEPT, "checkpoint.every=0", "train.steps=6", scripted(3, 4, 4, 1, 6, 2))
-    for end, found in ((1, [1]), (2, [2]), (4, [2]), (5, [5])):
-        ranks.run(2, jobs.run, str(folder), str(folder / f"to-{end}"), words, end)
-        assert steps_of(folder, f"to-{end}") == found
-    # Not a number is never the best.
-    words = (*KEPT, "checkpoint.every=0", "train.steps=3", scripted(3, "nan", 2))
-    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "nan"), words)
-    assert steps_of(folder, "nan") == [1, 3]
+    # Equal is not better, and not a number is never the best.
+    words = (*KEPT, "checkpoint.every=0", "train.steps=7", scripted(3, 4, 4, "nan", 6, 2, 5))
+    found = ranks.run(2, kept_after_each_step, folder, words, 7)[0]
+    assert found == [[1], [2], [2], [2], [5], [5], [5, 7]]
 
 
-@pytest.mark.parametrize(("mode", "better"), [("min", min), ("max", max)])
-def test_mode_says_which_validation_loss_is_the_best(ranks, folder, mode, better):
+def test_mode_says_which_validation_loss_is_the_best(ranks, folder):
     words = (
-        "checkpoint.keep_best=validation/loss", f"checkpoint.keep_best_mode={mode}", "checkpoint.keep_last=1",
+        "checkpoint.keep_best=validation/loss", "checkpoint.keep_best_mode=max", "checkpoint.keep_last=1",
         "checkpoint.every=0", "train.validate_every=2", "train.steps=6",
     )  # fmt: skip
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     rows = jobs.rows(folder / "run")
     measured = {row["validation/loss"]: row["step"] for row in rows if "validation/loss" in row}
     assert len(measured) == 3
-    value = better(measured)
+    value = max(measured)
     assert (best_of(folder)["step"], best_of(folder)["value"]) == (measured[value], value)
     assert steps_of(folder) == sorted({measured[value], 6})
 
@@ -105,45 +113,27 @@ def test_a_resumed_run_goes_on_with_the_best_so_far(ranks, folder):
     assert (steps_of(folder), best_of(folder)["step"]) == ([8, 9], 8)
 
 
-def test_going_back_undoes_a_best_of_later_steps(ranks, folder):
-    words = (*KEPT, "checkpoint.keep_last=0", "checkpoint.every=1", "train.steps=9", scripted(*VALUES))  # fmt: skip
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 4)
+def test_a_best_is_forgotten_with_its_steps_its_checkpoint_and_its_metric(ranks, folder):
+    def run(steps, *words):
+        arguments = (str(folder), str(folder / "run"), ("train.steps=9", *words), steps)
+        return ranks.run(2, jobs.run, *arguments)[0]
+
+    kept = (*KEPT, "checkpoint.keep_last=0", "checkpoint.every=1", scripted(*VALUES))
+    run(4, *kept)
     assert best_of(folder)["step"] == 3
-    back = (*words, f"checkpoint.resume={folder / 'run' / 'checkpoints' / 'step-00000002'}")
     # one step of no use, so that a best of its own is none
-    undone = (*back, scripted(1, 5, 4, 4, 4, 4, 4, 4, 4))
-    assert ranks.run(2, jobs.run, str(folder), str(folder / "run"), undone, 1) == [2, 2]
+    back = f"checkpoint.resume={folder / 'run' / 'checkpoints' / 'step-00000002'}"
+    assert run(1, *kept, back, scripted(1, 5, 4, 4, 4, 4, 4, 4, 4)) == 2
     assert (best_of(folder)["step"], best_of(folder)["value"]) == (2, 5.0)
-
-
-def test_a_best_whose_checkpoint_is_gone_is_forgotten(ranks, folder):
-    words = (*KEPT, "checkpoint.every=2", "train.steps=9", scripted(*VALUES))
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 4)
-    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000003")
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 3)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000002")
+    assert run(3, *kept) == 3
     # 6 at step 6 is the best of those that are there
     assert (best_of(folder)["step"], best_of(folder)["value"]) == (6, 6.0)
-
-
-def test_another_metric_begins_anew_and_none_removes_the_name(ranks, folder):
-    words = (*KEPT, "checkpoint.every=1", scripted(*VALUES), "train.steps=9")
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 3)
-    changed = (*words, "checkpoint.keep_best=grad_norm", "checkpoint.keep_best_mode=min")
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), changed, 1)
-    assert (best_of(folder)["metric"], best_of(folder)["step"]) == ("grad_norm", 4)
-    without = ("checkpoint.every=1", "train.steps=9")
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), without, 1)
+    changed = ("checkpoint.keep_best=grad_norm", "checkpoint.keep_best_mode=min")
+    assert run(1, *kept, *changed) == 6
+    assert (best_of(folder)["metric"], best_of(folder)["step"]) == ("grad_norm", 7)
+    assert run(1, "checkpoint.every=1") == 7
     assert not (folder / "run" / "checkpoints" / "best.json").exists()
-
-
-def test_losses_are_those_of_a_run_that_keeps_and_watches_nothing(ranks, folder):
-    watching = (*KEPT, scripted(*VALUES), "train.stop.metric=accuracy", "train.stop.mode=max", "train.stop.patience=9")  # fmt: skip
-    for name, words in (("plain", ()), ("watching", watching)):
-        arguments = (str(folder), str(folder / name), ("train.steps=9", *words))
-        ranks.run(2, jobs.run_to_the_end, *arguments)
-    plain, other = (jobs.rows(folder / name) for name in ("plain", "watching"))
-    assert [row["loss"] for row in plain] == [row["loss"] for row in other]
-    assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in other]
 
 
 # Early stopping
@@ -158,6 +148,8 @@ def test_a_run_ends_when_a_metric_has_not_improved_and_stays_ended(ranks, folder
     reason = (
         "stopped after step 7: accuracy did not improve in 3 measurements (train.stop.patience=3), the best is 4 of step 3"
     )  # fmt: skip
+    # Measurements are counted over a stop and a resume, which does step 5 again.
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
     assert ranks.run(2, jobs.run_to_the_end, *arguments) == [(7, reason)] * 2
     assert steps_of(folder)[-1] == 7
     assert len(jobs.rows(folder / "run")) == 7
@@ -166,13 +158,6 @@ def test_a_run_ends_when_a_metric_has_not_improved_and_stays_ended(ranks, folder
     assert len(jobs.rows(folder / "run")) == 7
     longer = (str(folder), str(folder / "run"), (*words, "train.stop.patience=4"))
     assert ranks.run(2, jobs.run_to_the_end, *longer) == [(9, None)] * 2
-
-
-def test_measurements_are_counted_over_a_stop_and_a_resume(ranks, folder):
-    words = (*STOP, "train.stop.patience=3", UNTIL)
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
-    step, reason = ranks.run(4, jobs.run_to_the_end, str(folder), str(folder / "run"), words)[0]
-    assert (step, reason.partition(":")[0]) == (7, "stopped after step 7")
 
 
 def test_patience_counts_measurements_and_min_delta_what_is_better():
@@ -187,12 +172,20 @@ def test_patience_counts_measurements_and_min_delta_what_is_better():
     assert [equal.measure(step, 1.0) for step in (1, 2)] == [True, False]
 
 
+def test_a_best_is_part_of_the_state_once_there_is_one():
+    words = ("checkpoint.keep_best=loss", "train.stop.metric=loss")
+    watched = WatchedMetrics(jobs.config_of(words))
+    assert watched.state_dict().keys() == {"stop"}
+    assert watched.measure(1, {"loss": 2.0})
+    assert {name: kept["step"] for name, kept in watched.state_dict().items()} == {"best": 1, "stop": 1}  # fmt: skip
+
+
 def test_a_state_of_other_settings_begins_anew():
     best = BestMetric("a", "max")
     best.measure(3, 5.0)
     same, other = BestMetric("a", "max"), BestMetric("a", "min")
-    same.load_state_dict(json.loads(json.dumps(best.state_dict())))
-    other.load_state_dict(best.state_dict())
+    same.load_state_dict(json.loads(json.dumps(asdict(best))))
+    other.load_state_dict(asdict(best))
     assert same == best
     assert other == BestMetric("a", "min")
 
@@ -214,8 +207,8 @@ def test_a_state_of_other_settings_begins_anew():
 def test_an_impossible_state_is_named(change, problem):
     best = BestMetric("a", "max")
     best.measure(3, 5.0)
-    assert problems_of_best("best", best.state_dict(), 10) == []
-    (found,) = problems_of_best("best", {**best.state_dict(), **change}, 10)
+    assert problems_of_best("best", asdict(best), 10) == []
+    (found,) = problems_of_best("best", {**asdict(best), **change}, 10)
     assert problem in found
     assert problems_of_best("best", [1], 10)
 
@@ -223,7 +216,7 @@ def test_an_impossible_state_is_named(change, problem):
 def test_an_impossible_state_is_refused_with_the_rest_of_a_checkpoint():
     scaler = {"scale": 1.0, "good_steps": 0}
     state = {**asdict(Progress(10, 80, 800)), "scaler": scaler, "data_fingerprint": "x"}
-    best = BestMetric("a", "max", step=3, value=5.0).state_dict()
+    best = asdict(BestMetric("a", "max", step=3, value=5.0))
     assert problems_of_state({**state, "best": best, "stop": best}, 10) == []
     for key in ("best", "stop"):
         (found,) = problems_of_state({**state, key: {**best, "step": 11}}, 10)

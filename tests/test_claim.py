@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from parallel2d.run_directory.owner import RunClaim, RunTakenOver
+from parallel2d.run_directory.start import RunClaim, RunTakenOver
 
 
 def test_the_first_start_is_told_who_took_over(tmp_path):

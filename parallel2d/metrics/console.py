@@ -3,7 +3,9 @@ plain lines elsewhere (`ConsoleDisplay`)."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import textwrap
 import time
 from typing import Any
 
@@ -32,45 +34,37 @@ class ConsoleDisplay:
         self._unit = unit
         self._silent = mode == "silent"
         self._label = f"{label} " if label else ""
-        self._rich = mode == "rich" and sys.stderr.isatty() and not label
+        self._is_live = mode == "rich" and sys.stderr.isatty() and not label
         self._live: Live | None = None
         self._last_shown = 0.0
-        self._interval_s = _LINE_EVERY_S
 
     def begin(self, step: int) -> None:
         """Starts the live display, after ``step`` finished steps."""
         if step:
             self.say(f"resumed after step {step}")
-        if self._rich:
-            self._interval_s = _REDRAWN_EVERY_S
-            view = self._view(step, [], "")
+        if self._is_live:
             # No refresh by itself: that would be a thread, which takes time from the loop.
-            self._live = Live(view, console=Console(stderr=True), auto_refresh=False)
-            self._live.start(refresh=True)
+            self._live = Live(console=Console(stderr=True), auto_refresh=False)
+            self._live.start()
+            self._live.update(self._view(step, [], ""), refresh=True)
 
     def step(
         self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None
     ) -> None:
         """Shows one logged row. ``eta_s``: seconds that the rest will take; ``checkpoint_age_s``:
         since the last save."""
-        if self._silent:
-            return
         now = time.monotonic()
-        if not self._is_due(row, now - self._last_shown):
+        if self._silent or not self._is_due(row, now - self._last_shown):
             return
         self._last_shown = now
         step = row[keys.STEP]
         parts = describe(row, checkpoint_age_s, self._unit)
-        eta = ""
-        if eta_s is not None and step < self._steps:
-            eta = f"ETA {_duration(eta_s)}"
+        eta = f"ETA {_duration(eta_s)}" if eta_s is not None and step < self._steps else ""
         if self._live is not None:
             self._live.update(self._view(step, parts, eta), refresh=True)
             return
-        shown = [f"step {step}/{self._steps}", *parts]
-        if eta:
-            shown.append(eta)
-        for line in wrap(shown):
+        shown = [f"step {step}/{self._steps}", *parts, eta]
+        for line in wrap([part for part in shown if part]):
             self.say(line)
 
     def _is_due(self, row: dict[str, Any], since_last_s: float) -> bool:
@@ -80,7 +74,7 @@ class ConsoleDisplay:
         # Plain lines stay, so every validation gets one.
         if self._live is None and (keys.VALIDATION_LOSS in row or keys.set_losses(row)):
             return True
-        return since_last_s > self._interval_s
+        return since_last_s > (_LINE_EVERY_S if self._live is None else _REDRAWN_EVERY_S)
 
     def _view(self, step: int, parts: list[str], eta: str) -> Group:
         """A line with the bar, and below it ``parts``."""
@@ -99,8 +93,10 @@ class ConsoleDisplay:
             return
         if self._live is not None:
             self._live.console.print(for_terminal(text), markup=False, highlight=False)
-        else:
-            lines = [f"{self._label}{line}\n" for line in for_terminal(text).splitlines()]
+            return
+        lines = [f"{self._label}{line}\n" for line in for_terminal(text).splitlines()]
+        # Standard error may be a file on a full disk, which ends no run.
+        with contextlib.suppress(OSError):
             print("".join(lines), end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -134,17 +130,12 @@ def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "t
     return parts
 
 
-def wrap(parts: list[str], width: int = WIDTH) -> list[str]:
-    """``parts`` in lines of at most ``width`` columns; those after the first are indented."""
-    lines: list[str] = []
-    for part in parts:
-        if not lines:
-            lines.append(part)
-        elif len(lines[-1]) + 2 + len(part) <= width:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(f"    {part}")
-    return lines
+def wrap(parts: list[str]) -> list[str]:
+    """``parts`` in lines of at most ``WIDTH`` columns; those after the first are indented."""
+    # A line is broken between parts alone: at no space that cannot be broken.
+    whole = [part.replace(" ", "\xa0") for part in parts]
+    lines = textwrap.wrap("  ".join(whole), WIDTH, subsequent_indent="    ", break_long_words=False)
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _count(value: float) -> str:

@@ -20,7 +20,7 @@ class Goodput:
     def __init__(self) -> None:
         self._lost = dict.fromkeys(LOSSES, 0.0)
         self._useful = 0.0
-        self._wall_before = 0.0
+        # When a process that had run through without pauses would have begun
         self._begun = time.time()
 
     def resume(
@@ -32,13 +32,11 @@ class Goodput:
         restarted: bool = True,
         not_before: float = 0.0,
     ) -> None:
-        """Goes on after ``step`` from what earlier incarnations wrote. ``restarted``: workers
-        replaced others, instead of a new start; ``not_before``: when the start that they belong to
-        began, as of `time.time`.
+        """Goes on after ``step`` from what earlier incarnations wrote.
 
         ``last_row``: the last one, also one whose steps are done again now; ``kept_row``: the last
-        one up to ``step``. Where rows are some steps apart, ``step`` may lie between these two, and
-        the time between them is divided evenly.
+        one up to ``step``. ``restarted``: workers replaced others, instead of a new start;
+        ``not_before``: when the start that they belong to began, as of `time.time`.
         """
         if not last_row or WALL_S not in last_row:
             return
@@ -46,24 +44,17 @@ class Goodput:
             self._lost[cause] = _seconds(last_row, lost_key(cause))
         self._useful = _seconds(last_row, USEFUL_S)
         if last_row[STEP] > step:
-            self._lose_steps_after(step, last_row, kept_row)
+            kept = kept_row or {STEP: 0}
+            # Rows may be some steps apart: the time between two is divided evenly over them.
+            share = (last_row[STEP] - step) / (last_row[STEP] - kept[STEP])
+            again = share * max(0.0, self._useful - _seconds(kept, USEFUL_S))
+            self._useful -= again
+            self._lost["repeated"] += again
         pause = 0.0
         if restarted:
             pause = max(0.0, time.time() - max(not_before, _seconds(last_row, UNIX_S)))
         self._lost["restart"] += pause
-        self._wall_before = _seconds(last_row, WALL_S) + pause
-        self._begun = time.time()
-
-    def _lose_steps_after(
-        self, step: int, last_row: dict[str, Any], kept_row: dict[str, Any] | None
-    ) -> None:
-        kept_step, kept_useful = 0, 0.0
-        if kept_row:
-            kept_step, kept_useful = kept_row[STEP], _seconds(kept_row, USEFUL_S)
-        share = (last_row[STEP] - step) / (last_row[STEP] - kept_step)
-        again = share * max(0.0, self._useful - kept_useful)
-        self._useful -= again
-        self._lost["repeated"] += again
+        self._begun = time.time() - _seconds(last_row, WALL_S) - pause
 
     def add(self, seconds: dict[str, float], *, first: bool) -> None:
         """One step. The whole first step of a process (compilation, first touch of memory) counts
@@ -78,10 +69,9 @@ class Goodput:
         self._lost["validation"] += seconds.get("validation_s", 0.0)
 
     def row(self) -> dict[str, float]:
-        """Totals: ``goodput/fraction`` = useful over wall time, and the seconds lost to each
-        cause."""
+        """Totals, by key; ``goodput/fraction`` is useful over wall time."""
         now = time.time()
-        wall = self._wall_before + now - self._begun
+        wall = now - self._begun
         return {
             GOODPUT: self._useful / wall if wall > 0 else 0.0,
             USEFUL_S: self._useful,

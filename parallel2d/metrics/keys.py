@@ -1,11 +1,9 @@
 """Names of what a run measures: the keys of the rows in ``metrics.jsonl``, which are the tags in
-TensorBoard too.
-
-This module does not load torch, so that reports are made without it.
-"""
+TensorBoard too. Does not load torch, so that reports are made without it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from parallel2d.config import AXES
@@ -26,6 +24,7 @@ TOKENS = "tokens"
 SAMPLES = "samples"
 BATCH_HASH = "data/batch_hash"
 SKIPPED_STEPS = "skipped_steps"
+_SET_LOSS = re.compile("validation/(.+)/loss")
 
 
 def set_loss_key(name: str) -> str:
@@ -35,12 +34,8 @@ def set_loss_key(name: str) -> str:
 
 def set_losses(row: Mapping[str, float]) -> dict[str, float]:
     """By name, the losses of sets of ``data.validation`` that ``row`` holds."""
-    begin, end = "validation/", "/loss"
-    return {
-        key.removeprefix(begin).removesuffix(end): value
-        for key, value in row.items()
-        if key.startswith(begin) and key.endswith(end) and key != VALIDATION_LOSS
-    }
+    found = [_SET_LOSS.fullmatch(key) for key in row]
+    return {match[1]: row[match[0]] for match in found if match}
 
 
 # Seconds of a step: the mean over the steps since the row before. The first step of a process has

@@ -7,21 +7,22 @@ import logging
 import os
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from parallel2d.files import for_terminal
 from parallel2d.metrics import keys
+from parallel2d.metrics.anomalies import Deviation, Stragglers
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
-from parallel2d.metrics.deviation import Deviation
 from parallel2d.metrics.goodput import Goodput
-from parallel2d.metrics.out_of_memory import resident_gib
-from parallel2d.metrics.profile import StepProfiler
-from parallel2d.metrics.stragglers import Stragglers
+from parallel2d.metrics.phases import StepProfiler
 from parallel2d.metrics.watch import Position
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.progress import Progress, RankReport, StepOutcome
@@ -31,82 +32,32 @@ log = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-def measure_rank(
-    device: torch.device, *, busy_s: float, communication: Mapping[str, float] | None = None
-) -> RankReport:
-    """This rank's report: its memory now, and what the caller measured."""
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_rss_gib, rss_gib = peak_kib / 2**20, resident_gib()
-    moved = communication or {}
-    if device.type != "cuda":
-        return RankReport(busy_s, peak_rss_gib, rss_gib, communication=moved)
-    held = torch.cuda.memory_stats(device)
-    return RankReport(
-        busy_s,
-        peak_rss_gib,
-        rss_gib,
-        peak_gib=held.get("allocated_bytes.all.peak", 0) / _GIB,
-        allocated_gib=held.get("allocated_bytes.all.current", 0) / _GIB,
-        reserved_gib=held.get("reserved_bytes.all.current", 0) / _GIB,
-        # How often the allocator had to give all cached blocks back and try again
-        allocation_retries=float(held.get("num_alloc_retries", 0)),
-        communication=moved,
-    )
-
-
+@dataclass(kw_only=True, eq=False)
 class Recorder:
     """Called by every rank after every step; only rank 0 has a ``writer`` and a ``display``.
+    ``meter`` is installed while the recorder is open."""
 
-    Args:
-        ranks: of the world; ``tokens_per_step``: input tokens, or images, of a global batch, tensor
-            ranks counted once.
-        flops_per_step: of the model over a global batch, or None when unknown; ``peak_flops``: of
-            one device, or None.
-        hosts: by rank; ``meter``: installed while the recorder is open; ``predicted``: bytes per
-            axis to compare with.
-        slow_axes: axes whose groups cross hosts; ``profiler``: traces the steps it was made for.
-        exact_bytes: that exact fp32 gradients would send over the replicate axis per step, 0 if
-            nothing crosses it.
-    """
+    log_every: int
+    steps: int
+    ranks: int  # of the world
+    tokens_per_step: int  # input tokens, or images, of a global batch; tensor ranks counted once
+    flops_per_step: float | None  # of the model over a global batch; None: unknown
+    peak_flops: float | None  # of one device
+    writer: MetricsWriter | None
+    display: ConsoleDisplay | None
+    device: torch.device = torch.device("cpu")
+    hosts: Sequence[str] = ()  # by rank
+    meter: CommunicationMeter | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)  # bytes per axis to compare with
+    slow_axes: Sequence[str] = ()  # whose groups cross hosts
+    # that exact fp32 gradients would send over the replicate axis per step; 0: nothing crosses it
+    exact_bytes: float = 0.0
+    profiler: StepProfiler | None = None
 
-    def __init__(
-        self,
-        *,
-        log_every: int,
-        steps: int,
-        ranks: int,
-        tokens_per_step: int,
-        flops_per_step: float | None,
-        peak_flops: float | None,
-        writer: MetricsWriter | None,
-        display: ConsoleDisplay | None,
-        device: torch.device | None = None,
-        hosts: Sequence[str] = (),
-        meter: CommunicationMeter | None = None,
-        predicted: Mapping[str, float] | None = None,
-        slow_axes: Sequence[str] = (),
-        exact_bytes: float = 0.0,
-        profiler: StepProfiler | None = None,
-    ) -> None:
-        self.log_every = log_every
-        self.steps = steps
-        self.ranks = ranks
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_step = flops_per_step
-        self.peak_flops = peak_flops
-        self.writer = writer
-        self.display = display
-        self.device = device or torch.device("cpu")
-        self.meter = meter
-        self.slow_axes = tuple(slow_axes)
-        self.profiler = profiler
-        self._takes_turns = _takes_turns(self.device, hosts)
-        self._waited_before_s = 0.0
+    def __post_init__(self) -> None:
         self._goodput = Goodput()
-        self._stragglers = Stragglers(hosts)
-        self.predicted = dict(predicted or {})
+        self._stragglers = Stragglers(self.hosts)
         self._deviation = Deviation(self.predicted)
-        self._exact_bytes = exact_bytes
         # Over the replicate axis, and the steps that took them
         self._crossed_bytes = 0.0
         self._crossed_steps = 0
@@ -117,7 +68,7 @@ class Recorder:
         self._saved_at: float | None = None  # when the last checkpoint was written
         self._given: dict[str, float] = {}  # metrics of hooks since the last row
         # Over the steps since the last row
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, float] = defaultdict(float)
         self._counted = 0
         # Over all steps but the first, for the time that the rest will take
         self._steady_s = 0.0
@@ -133,17 +84,14 @@ class Recorder:
         if self.meter:
             self.meter.install()
         if self.writer:
-            self._goodput.resume(
-                step, *self.writer.begin(step), restarted=restarted, not_before=not_before
-            )
+            found = self.writer.begin(step)
+            self._goodput.resume(step, *found, restarted=restarted, not_before=not_before)
         if self.display:
             self.display.begin(step)
 
     def start_step(self, step: int) -> None:
         """Begins the measurement of ``step`` on this rank."""
         self._step = step
-        if self._takes_turns:
-            self._waited_before_s = _waited_for_core_s()
         if self.profiler:
             self.profiler.start_step(step)
         if self.meter:
@@ -151,35 +99,30 @@ class Recorder:
 
     def position(self) -> Position:
         """How far this rank is; safe to call from another thread."""
-        if self.meter is None:
-            return Position(
-                self._step, 0, "a collective (which one is known with metrics.communication=true)"
-            )
-        return Position(self._step, *self.meter.position())
+        begun, doing = 0, "a collective (which one is known with metrics.communication=true)"
+        if self.meter is not None:
+            begun, doing = self.meter.position()
+        return Position(self._step, begun, doing)
 
     def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> RankReport:
         """Ends the measurement of a step that took ``seconds``, empty before the first. The other
         ranks learn the report in the next step's agreement.
 
         Busy are the seconds of the step without those spent in collectives and in the agreement.
-        Where these are not known (on GPU, where they run beside the rest, or unmeasured) it is
-        ``busy_cpu_s``, the CPU seconds used. On a host with more ranks than cores the wait for a
-        core is left out: it falls to any rank.
+        It is ``busy_cpu_s``, the CPU seconds used, where these are not known (on GPU they run
+        beside the rest), and where ranks outnumber cores: any of them waits for a core.
         """
         if self.profiler and "step_s" in seconds:
             self.profiler.end_step(self._step)
         if self.meter is None:
-            return measure_rank(self.device, busy_s=busy_cpu_s)
+            return RankReport(busy_cpu_s, _memory(self.device), {})
         moved = dict(zip(keys.COMMUNICATION_KEYS, self.meter.read(), strict=True))
         busy_s = busy_cpu_s
-        if self.device.type == "cpu" and "step_s" in seconds:
+        if self.device.type == "cpu" and "step_s" in seconds and _has_own_core(self.hosts):
             held_up_s = sum(moved[key] for key in keys.COMMUNICATION_SECONDS)
             # Not zero, which would mean that this rank was not measured.
             busy_s = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
-            if self._takes_turns:
-                waited_s = _waited_for_core_s() - self._waited_before_s
-                busy_s = max(min(busy_s, busy_cpu_s), busy_s - waited_s)
-        return measure_rank(self.device, busy_s=busy_s, communication=moved)
+        return RankReport(busy_s, _memory(self.device), moved)
 
     def record(
         self,
@@ -190,7 +133,7 @@ class Recorder:
         validation: Mapping[str, float] | None,
         *,
         last: bool,
-        given: Mapping[str, float] | None = None,
+        given: Mapping[str, float],
     ) -> None:
         """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
         with a validation.
@@ -198,6 +141,34 @@ class Recorder:
         ``validation``: its losses by key; None: there was none. ``given``: metrics of hooks; the
         next row holds the newest value of each.
         """
+        first, self._first = self._first, False
+        self._goodput.add(seconds, first=first)
+        self._given |= given
+        if outcome.outer_norm is not None:
+            self._outer_norm = outcome.outer_norm
+        if seconds.get("checkpoint_s"):
+            self._saved_at = time.perf_counter()
+        busy_s = [report.busy_s for report in outcome.ranks]
+        if not first:
+            self._warn(self._stragglers.check(busy_s))
+            self._add(seconds, outcome.ranks)
+        if not (first or last or progress.step % self.log_every == 0 or validation is not None):
+            return
+        row = {**self._totals(progress, outcome, learning_rate), **(validation or {})}
+        if first:
+            # Compilation and warm-up make the first step of a process long: its time is reported
+            # apart, and never averaged in. What ranks reported in it was before it.
+            step_s = seconds["step_s"]
+            self._emit(row | {keys.FIRST_STEP_S: step_s})
+            if self.display:
+                self.display.say(f"first step {step_s:.2f} s (not counted in the averages)")
+        else:
+            self._emit(row | _slowest(busy_s) | self._averages(), busy_s)
+
+    def _totals(
+        self, progress: Progress, outcome: StepOutcome, learning_rate: float
+    ) -> dict[str, Any]:
+        """What a row holds of its step, and the totals of the run."""
         row: dict[str, Any] = {
             keys.STEP: progress.step,
             keys.SEGMENT: self._segment,
@@ -208,77 +179,41 @@ class Recorder:
             keys.SAMPLES: progress.samples,
             keys.BATCH_HASH: outcome.batch_hash,
             keys.SKIPPED_STEPS: progress.skipped,
-            **_memory(outcome.ranks),
+            **_largest_memory(outcome.ranks),
+            **self._goodput.row(),
         }
-        busy_s = [report.busy_s for report in outcome.ranks]
-        if not self._first:  # the reports of the first step are from before it
-            row |= _slowest(busy_s)
-        if outcome.outer_norm is not None:
-            self._outer_norm = outcome.outer_norm
         if self._outer_norm is not None:
             row[keys.OUTER_NORM] = self._outer_norm
-        row |= validation or {}
-        self._given |= given or {}
-        self._goodput.add(seconds, first=self._first)
-        row |= self._goodput.row()
-        if seconds.get("checkpoint_s"):
-            self._saved_at = time.perf_counter()
-        if self._first:
-            self._first = False
-            self._emit_first(row, seconds["step_s"])
-            return
-        self._warn(self._stragglers.check(busy_s))
-        self._add(seconds, outcome.ranks)
-        due = progress.step % self.log_every == 0 or last or validation is not None
-        if not due:
-            return
-        row |= self._averages()
-        self._emit(row, busy_s)
-
-    def _emit_first(self, row: dict[str, Any], step_s: float) -> None:
-        """Compilation and warm-up make the first step of a process long: its time is reported
-        apart, and never averaged in."""
-        row[keys.FIRST_STEP_S] = step_s
-        self._emit(row)
-        if self.display:
-            self.display.say(f"first step {step_s:.2f} s (not counted in the averages)")
+        return row
 
     def _add(self, seconds: Mapping[str, float], reports: Sequence[RankReport]) -> None:
         """Adds one step to the sums: the seconds of this one, what was moved in the one before."""
-        for name, value in [*seconds.items(), *_mean_communication(reports)]:
-            self._sums[name] = self._sums.get(name, 0.0) + value
+        for name, value in seconds.items():
+            self._sums[keys.time_key(name)] += value
+        for key in reports[0].communication:  # the same on all ranks
+            self._sums[key] += sum(report.communication[key] for report in reports) / len(reports)
         self._counted += 1
         self._steady_s += seconds["step_s"]
         self._steady_steps += 1
 
     def _averages(self) -> dict[str, float]:
-        """Time, communication and throughput of a step: the means since the last row, from which
-        the sums begin anew."""
-        means = {name: total / self._counted for name, total in self._sums.items()}
-        self._crossed_bytes += self._sums.get(keys.communication_key("replicate", "bytes"), 0.0)
+        """Time, communication and throughput of a step: the means since the last row."""
+        row = {key: total / self._counted for key, total in self._sums.items()}
+        self._crossed_bytes += self._sums[keys.communication_key("replicate", "bytes")]
         self._crossed_steps += self._counted
-        self._sums = {}
+        self._sums.clear()
         self._counted = 0
-        moved = {key: means.pop(key) for key in keys.COMMUNICATION_KEYS if key in means}
-        row = {keys.time_key(name): value for name, value in means.items()}
-        row |= moved
-        if moved:
-            crossing = [moved[keys.communication_key(axis, "bytes")] for axis in self.slow_axes]
-            row[keys.BYTES_BETWEEN_HOSTS] = sum(crossing)
-            self._warn(self._deviation.check(moved))
-        if self._exact_bytes and self._crossed_bytes:
-            exact = self._exact_bytes * self._crossed_steps
+        if self.meter:
+            crossing = [keys.communication_key(axis, "bytes") for axis in self.slow_axes]
+            row[keys.BYTES_BETWEEN_HOSTS] = sum(row[key] for key in crossing)
+            self._warn(self._deviation.check(row))
+        if self.exact_bytes and self._crossed_bytes:
+            exact = self.exact_bytes * self._crossed_steps
             row[keys.COMPRESSION] = exact / self._crossed_bytes
-        return row | self._throughput(means["step_s"])
-
-    def _throughput(self, step_s: float) -> dict[str, float]:
-        tokens_per_s = self.tokens_per_step / step_s
-        row = {
-            keys.TOKENS_PER_S: tokens_per_s,
-            keys.TOKENS_PER_S_PER_RANK: tokens_per_s / self.ranks,
-        }
+        row[keys.TOKENS_PER_S] = self.tokens_per_step / row[keys.STEP_S]
+        row[keys.TOKENS_PER_S_PER_RANK] = row[keys.TOKENS_PER_S] / self.ranks
         if self.flops_per_step is not None:
-            flops_per_rank = self.flops_per_step / step_s / self.ranks
+            flops_per_rank = self.flops_per_step / row[keys.STEP_S] / self.ranks
             row[keys.MODEL_TFLOPS_PER_RANK] = flops_per_rank / 1e12
             if self.peak_flops is not None:
                 row[keys.MFU] = flops_per_rank / self.peak_flops
@@ -306,8 +241,7 @@ class Recorder:
             self.display.say(f"warning: {sentence}")
 
     def say(self, text: str) -> None:
-        """A line for people, in ``train.log`` and on the console; nothing on other ranks than the
-        first."""
+        """A line for people, in ``train.log`` and on the console; rank 0 alone says it."""
         if self.display is not None:
             log.info("%s", text)
             self.display.say(text)
@@ -322,53 +256,39 @@ class Recorder:
         """Ends the measurements and closes what is written to."""
         if self.meter:
             self.meter.remove()
-        if self.profiler:
-            self.profiler.close()
-        if self.writer:
-            self.writer.close()
-        if self.display:
-            self.display.close()
+        for part in (self.profiler, self.writer, self.display):
+            if part is not None:
+                part.close()
 
 
-def _takes_turns(device: torch.device, hosts: Sequence[str]) -> bool:
-    """Whether this rank's host has more ranks than cores, all of which compute on them."""
-    if device.type != "cpu" or not dist.is_initialized() or dist.get_rank() >= len(hosts):
-        return False
-    return hosts.count(hosts[dist.get_rank()]) > len(os.sched_getaffinity(0))
+def _has_own_core(hosts: Sequence[str]) -> bool:
+    """Whether there is a core for each rank of this host."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))
 
 
-def _waited_for_core_s() -> float:
-    """How long this thread has been ready to run without a core, as Linux counts it; 0 where it
-    does not."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            _, waited_ns, _ = file.read().split()
-    except (OSError, ValueError):
-        return 0.0
-    return int(waited_ns) / 1e9
-
-
-def _memory(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Of the rank that has most, for each quantity; that of the device only where there is one."""
-    row = {
-        keys.PEAK_RSS_GIB: _largest(reports, "peak_rss_gib"),
-        keys.RSS_GIB: _largest(reports, "rss_gib"),
+def _memory(device: torch.device) -> dict[str, float]:
+    """Of this process and, on GPU, of its device, by key."""
+    memory = {
+        keys.PEAK_RSS_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
+        keys.RSS_GIB: psutil.Process().memory_info().rss / _GIB,
     }
-    peak_gib = _largest(reports, "peak_gib")
-    if peak_gib:
-        allocated_gib = _largest(reports, "allocated_gib")
-        reserved_gib = _largest(reports, "reserved_gib")
-        row[keys.PEAK_GIB] = peak_gib
-        row[keys.ALLOCATED_GIB] = allocated_gib
-        row[keys.RESERVED_GIB] = reserved_gib
-        row[keys.FRAGMENTATION] = 1 - allocated_gib / reserved_gib if reserved_gib else 0.0
-        row[keys.ALLOCATION_RETRIES] = _largest(reports, "allocation_retries")
+    if device.type == "cuda":
+        held = torch.cuda.memory_stats(device)
+        memory[keys.PEAK_GIB] = held.get("allocated_bytes.all.peak", 0) / _GIB
+        memory[keys.ALLOCATED_GIB] = held.get("allocated_bytes.all.current", 0) / _GIB
+        memory[keys.RESERVED_GIB] = held.get("reserved_bytes.all.current", 0) / _GIB
+        # How often the allocator had to give all cached blocks back and try again
+        memory[keys.ALLOCATION_RETRIES] = held.get("num_alloc_retries", 0)
+    return memory
+
+
+def _largest_memory(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Of the rank that has most, for each quantity."""
+    row = {key: max(report.memory[key] for report in reports) for key in reports[0].memory}
+    if row.get(keys.RESERVED_GIB):
+        row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
     return row
-
-
-def _largest(reports: Sequence[RankReport], field: str) -> float:
-    found: float = max(getattr(report, field) for report in reports)
-    return found
 
 
 def _slowest(busy_s: Sequence[float]) -> dict[str, float]:
@@ -378,11 +298,3 @@ def _slowest(busy_s: Sequence[float]) -> dict[str, float]:
         return {}
     longest = max(busy_s)
     return {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
-
-
-def _mean_communication(reports: Sequence[RankReport]) -> list[tuple[str, float]]:
-    """Each quantity by its key, mean over the ranks; empty where nothing was measured."""
-    # One tuple of the ranks' values per key; the keys are the same on all ranks.
-    columns = zip(*(report.communication.values() for report in reports), strict=True)
-    keyed = zip(reports[0].communication, columns, strict=True)
-    return [(key, sum(column) / len(column)) for key, column in keyed]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from parallel2d import files
 from parallel2d.errors import ConfigError
 from parallel2d.metrics import keys
-from parallel2d.metrics.rows import parse_row
+from parallel2d.metrics.row_file import parse_row
 from parallel2d.run_directory import Segment, read_segments
 
 # The step, in a row whose loss was not finite. The writer puts null there.

@@ -1,13 +1,8 @@
-"""The records of a run: who owns its directory, each start as a segment, and how it ended.
+"""The records of a run: who owns its directory, each start as a segment, and how it ended. They
+change once a start is accepted; one that is refused leaves those of earlier starts as they are."""
 
-Records change once a start is accepted (`accept_start`). What is refused before that, because the
-model does not fit a checkpoint or the mesh not the machines, leaves those of earlier starts as
-they are.
-"""
-
-from parallel2d.run_directory.changes import changes_since
 from parallel2d.run_directory.end import note_failure, objective_missing, read_objective, summarize
-from parallel2d.run_directory.segments import Segment, read_segments
+from parallel2d.run_directory.segments import Segment, changes_since, read_segments
 from parallel2d.run_directory.start import AcceptedStart, accept_start, discard_pending
 
 __all__ = [

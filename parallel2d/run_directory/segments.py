@@ -1,5 +1,5 @@
 """``segments.jsonl``: one line for every start of a run, which rows of ``metrics.jsonl`` name by
-its number. Start at `read_segments`."""
+its number (`read_segments`), and what a start changed (`changes_since`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import dataclasses
 import errno
 import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from parallel2d import files
+from parallel2d.config import AXES
 
 NAME = "segments.jsonl"
 _LONGEST_LINE = 1 << 22  # bytes; a layout lists every rank
 _LARGEST_FILE = 1 << 28
 _MOST_SEGMENTS = 10_000
+_LONGEST_VALUE = 60  # of a setting that changed, in characters
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,14 @@ def read_segments(run_dir: str) -> list[Segment]:
 
 def append(run_dir: str, segment: Segment) -> None:
     """Adds a line. Raises OSError."""
-    line = json.dumps(dataclasses.asdict(segment), default=str)
-    with open(os.path.join(run_dir, NAME), "a") as file:
+    line = json.dumps(dataclasses.asdict(segment), default=str).encode() + b"\n"
+    with open(os.path.join(run_dir, NAME), "ab+") as file:
         # A line that a kill has cut must not swallow this one.
-        cut = file.tell() and not _ends_with_newline(file.name)
-        file.write(("\n" if cut else "") + line + "\n")
-
-
-def _ends_with_newline(path: str) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                line = b"\n" + line
+        file.write(line)
 
 
 def _segment(line: bytes) -> Segment | None:
@@ -87,3 +87,35 @@ def _segment(line: bytes) -> Segment | None:
         certified=segment.certified is True,
         begun_s=begun_s,
     )
+
+
+def changes_since(before: Segment, now: Segment) -> list[str]:
+    """``optimizer.lr: 0.0003 -> 0.0001``: settings, then the mesh and the versions."""
+    old, new = _facts(before), _facts(now)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in changed]
+
+
+def _facts(segment: Segment) -> dict[str, Any]:
+    facts = dict(_flat(segment.config))
+    facts.pop("launch.host_id", None)  # machines have names of their own
+    sizes = segment.layout.get("mesh")
+    if isinstance(sizes, Mapping):
+        facts["mesh"] = " x ".join(f"{axis} {sizes.get(axis, '?')}" for axis in AXES)
+    facts |= {f"version of {name}": version for name, version in segment.versions.items()}
+    return facts
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

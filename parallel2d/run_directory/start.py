@@ -4,6 +4,12 @@
 a folder of its own, which takes the place of ``.hydra`` when the start is accepted and is removed
 when it is refused. So ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last start
 that was accepted and had steps to train.
+
+[Note: two halves of a job] When a network splits, both halves may go on as what is left of the job,
+and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off from
+it. So every start writes its mark into the run directory before anything else, and rank 0 checks at
+every step whether the mark is still its own. The half that was there first ends, and joins the
+other once it can reach it.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import os
 import platform
 import shlex
 import shutil
+import socket
 import time
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,14 +30,60 @@ from typing import Any
 
 from parallel2d import files
 from parallel2d.config import Job
-from parallel2d.run_directory.changes import changes_since
 from parallel2d.run_directory.end import SUMMARY
-from parallel2d.run_directory.owner import RunClaim
-from parallel2d.run_directory.segments import Segment, append, read_segments
+from parallel2d.run_directory.segments import Segment, append, changes_since, read_segments
 
 log = logging.getLogger(__name__)
 
 _RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second begins a name, as in conf/train.yaml
+_OWNER = "owner.json"
+
+
+class RunTakenOver(RuntimeError):  # noqa: N818  (named after what happened; it need not be a fault)
+    """Another start of this run has taken its directory over."""
+
+
+class RunClaim:
+    """Rank 0's mark in the run directory, from the start of a run to its end."""
+
+    def __init__(self, run_dir: str) -> None:
+        """Takes the directory, from whoever has it. Raises OSError when it cannot be written."""
+        self._path = os.path.join(run_dir, _OWNER)
+        self._token = os.urandom(8).hex()
+        mark = {
+            "token": self._token,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "time": time.strftime("%F %T"),
+        }
+        files.replace(self._path, json.dumps(mark))
+        self._seen = _identity(self._path)
+
+    def check(self) -> None:
+        """Raises `RunTakenOver` naming who took the directory. Reads the file only when its inode
+        or its modification time has changed."""
+        try:
+            if _identity(self._path) == self._seen:
+                return
+            mark = files.read_json(self._path)
+        except (OSError, ValueError):
+            # An error of the file system does not mean that another start owns the run.
+            return
+        known = mark if isinstance(mark, dict) else {}
+        if known.get("token") == self._token:
+            return
+        host, process, since = (
+            files.printable(known.get(key)) for key in ("host", "process", "time")
+        )
+        raise RunTakenOver(
+            f"another start of this run, on {host} (process {process}, {since}), has taken over "
+            f"{os.path.dirname(self._path)}: this one ends without writing anything more"
+        )
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
 
 
 @dataclass(frozen=True)

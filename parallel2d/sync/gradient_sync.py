@@ -307,15 +307,17 @@ class GradientSync:
 
     # The agreement on used parameters
 
-    def defer_agreement(self) -> bool:
-        """Leaves the agreement to the caller: after each backward pass that ends a global batch,
-        `vector` must be summed over all ranks and passed to `agree_on`.
+    @property
+    def may_defer_agreement(self) -> bool:
+        """Whether the agreement can wait: not where scalars have to be summed first, and not where
+        each replica agrees on its own."""
+        return not self._scalars and self.method.outer is None
 
-        Returns whether the caller has to do this; not where scalars have to be summed first, and
-        not where each replica agrees on its own.
-        """
-        self._deferred = not self._scalars and self.method.outer is None
-        return self._deferred
+    def defer_agreement(self) -> None:
+        """Leaves the agreement to the caller, where `may_defer_agreement`: after each backward pass
+        that ends a global batch, `vector` must be summed over all ranks and passed to
+        `agree_on`."""
+        self._deferred = True
 
     def never_agree(self) -> None:
         """Leaves the agreement out: tensors without storage have no values to agree on."""
