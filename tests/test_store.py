@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
-from parallel2d.launch import rendezvous, round
+from parallel2d.launch import rendezvous, rendezvous_state
 from parallel2d.launch.__main__ import main
 from parallel2d.store import channel as channel_module
 from parallel2d.store import secret as secrets
@@ -536,15 +536,15 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
         _told(deadline=3),
     ):
         client.set("parallel2d/rendezvous/job", state)
-        backend = round.JsonBackend(client, "job")
+        backend = rendezvous_state.JsonBackend(client, "job")
         with pytest.raises(RendezvousStateError, match="damaged"):
             backend.get_state()
     assert not ran.exists()
 
 
 def _told(**changed) -> bytes:
-    state = round.RendezvousState()
-    return json.dumps({**json.loads(round.to_json(state)), **changed}).encode()
+    state = rendezvous_state.RendezvousState()
+    return json.dumps({**json.loads(rendezvous_state.to_json(state)), **changed}).encode()
 
 
 def test_the_state_of_a_rendezvous_survives_as_json(client):
@@ -562,7 +562,7 @@ def test_the_state_of_a_rendezvous_survives_as_json(client):
             ]
         assert sorted(each.rank for each in joined) == [0, 1]
         state = handlers[0]._state_holder.state
-        again = round.from_json(round.to_json(state).encode())
+        again = rendezvous_state.from_json(round.to_json(state).encode())
         assert vars(again) == vars(state)
         assert len(state.last_heartbeats) == 2
     finally:

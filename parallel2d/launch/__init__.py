@@ -12,13 +12,13 @@ from parallel2d.launch.agreement import (
     telling_progress,
 )
 from parallel2d.launch.endings import Preempted, WorkersFailed
+from parallel2d.launch.launcher import start_node, start_workers
 from parallel2d.launch.processes import (
     end_with_parent,
     open_standard_streams,
     workers_per_node,
 )
 from parallel2d.launch.rank_processes import start_server
-from parallel2d.launch.workers import start_node, start_workers
 from parallel2d.rank_environment import RankIdentity, find_rank, first_host
 
 __all__ = [

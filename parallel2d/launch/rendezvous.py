@@ -22,7 +22,7 @@ from typing import Any
 from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
 from parallel2d.launch.network_interface import Interface, choose_interface, is_loopback
-from parallel2d.launch.round import JsonBackend
+from parallel2d.launch.rendezvous_state import JsonBackend
 from parallel2d.rank_environment import STORE
 from parallel2d.store.address import PortTaken, owns_address, resolve, split_endpoint
 from parallel2d.store.client import StoreClient
