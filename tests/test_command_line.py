@@ -307,7 +307,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, said
     (saved,) = os.listdir(folder / "run" / "checkpoints")
-    assert f"told to end; saved {saved}" in said
+    assert f"asked to stop; saved {saved}" in said
     step = int(saved.removeprefix("step-"))
     assert rows(folder / "run")[-1]["step"] == step
     steps = [f"train.steps={step + 3}" if "train.steps" in word else word for word in run]

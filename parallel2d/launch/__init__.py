@@ -7,11 +7,10 @@ one run directory.
 
 from parallel2d.launch.agreement import (
     agree_on_job,
-    failures_told_once,
     forget_run,
     telling_progress,
 )
-from parallel2d.launch.endings import Preempted, WorkersFailed
+from parallel2d.launch.failures import Preempted, WorkersFailed, failures_told_once
 from parallel2d.launch.launcher import start_node, start_workers
 from parallel2d.launch.processes import (
     end_with_parent,

@@ -1,5 +1,4 @@
-"""What all ranks agree on before they train, by `agree_on_job`, and one message for all of them
-when they fail, by `failures_told_once`.
+"""What all ranks agree on before they train: `agree_on_job`.
 
 [Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
 publishes configuration and directory through the rendezvous store. Workers that replace others go
@@ -14,11 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,11 +22,9 @@ from parallel2d.config import Job, TrainConfig
 from parallel2d.config.composition import Composition, compose, run_sweep
 from parallel2d.config.serialization import from_yaml, to_yaml
 from parallel2d.config.words import is_multirun
-from parallel2d.errors import ConfigError, HookError
+from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
 from parallel2d.rank_environment import AGENT, CONFIG, LABEL, RECORDS, RUN_DIR, WORDS, RankIdentity
-from parallel2d.run_directory import note_failure
-from parallel2d.store.address import answered_within
 
 _Position = TypeVar("_Position")
 # Chooses what is left to the planner, from the words, the number of nodes and of ranks.
@@ -226,90 +219,3 @@ def telling_progress(
         return now
 
     return tell
-
-
-@contextlib.contextmanager
-def failures_told_once(
-    identity: RankIdentity, store: Any, run_dir: str | None = None
-) -> Iterator[None]:
-    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
-
-    Workers of our own launchers leave the message to them. Otherwise the rank that is first to
-    claim it in ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless
-    the launcher of a single node does so.
-    """
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        # to the microsecond: peers fail within the same second, because this one did
-        now = time.time()
-        config_error = isinstance(error, ConfigError)
-        complete = config_error or isinstance(error, HookError)
-        text = _text_of(error, complete)
-        first = identity.launcher != "self" and _first_to_claim(store)
-        if first and run_dir is not None:
-            note_failure(run_dir, text)
-        # torchrun would print what it finds there beside what is printed here
-        if identity.launcher in ("self", "nodes"):
-            leave_story(text, now, config_error=config_error, complete=complete)
-            if identity.rank and identity.launcher == "self":  # its stderr is its log
-                print(files.for_terminal(text), file=sys.stderr, flush=True)
-        elif first:
-            prefix = "" if complete else f"rank {identity.rank} failed first:\n"
-            print(f"{prefix}{files.for_terminal(text)}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)  # peers may be inside a collective: no destructor may wait for them
-
-
-def _text_of(error: BaseException, complete: bool) -> str:
-    """``complete``: the error's own text says all."""
-    if complete:
-        return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _first_to_claim(store: Any) -> bool:
-    def claim() -> bool:
-        try:
-            return store is None or store.add("parallel2d/failure", 1) == 1
-        except Exception:  # the store ended with rank 0, which has printed its error
-            return False
-
-    # rank 0 is stopped: better printed by every rank than by none
-    return answered_within(5.0, claim, True)
-
-
-def leave_story(text: str, when: float, *, config_error: bool, complete: bool = False) -> None:
-    """Writes a worker's error to the file that torch's elastic agent reads. ``complete``: the text
-    says which rank failed."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        info = {
-            "py_callstack": text,
-            "timestamp": str(int(when)),
-            "time": when,
-            "config_error": config_error,
-            "complete": complete,
-        }
-        with open(path, "w") as file:
-            json.dump(
-                {"message": {"message": text.splitlines()[-1] if text else "", "extraInfo": info}},
-                file,
-            )
-
-
-def read_story(path: str) -> dict[str, Any] | None:
-    """``text``, ``time`` and both flags of what `leave_story` wrote, or None."""
-    try:
-        with open(path) as file:
-            extra = json.load(file)["message"]["extraInfo"]
-        return {
-            "text": extra["py_callstack"],
-            "config_error": extra.get("config_error", False),
-            "complete": extra.get("complete", False),
-            "time": extra.get("time", math.inf),
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -1,7 +1,7 @@
 """Starts ranks and waits for their end: `start_workers` on this machine alone, `start_node` as one
 node of several.
 
-Both return when the job has ended well. The exceptions of `parallel2d.launch.endings` and
+Both return when the job has ended well. The exceptions of `parallel2d.launch.failures` and
 `ConfigError` show whether it was stopped and has saved, failed, or could not have worked.
 """
 
@@ -14,15 +14,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from parallel2d.config import Job, LaunchConfig
 from parallel2d.config.serialization import to_yaml
 from parallel2d.launch.agreement import recorded_run_dir
-from parallel2d.launch.endings import Preempted, StoppedBySignal, StoreLost, WorkersFailed
+from parallel2d.launch.failures import Preempted, StoppedBySignal, StoreLost, WorkersFailed
 from parallel2d.launch.network_interface import GLOO, NCCL
-from parallel2d.launch.restarts import Restarts
 from parallel2d.rank_environment import CONFIG, LABEL, RECORDS, RUN_DIR, WORDS
 
 
@@ -31,14 +30,13 @@ def start_workers(job: Job, nproc: int) -> None:
     alone, and waits for them.
 
     Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
-    `Preempted` when asked to end and saved, and KeyboardInterrupt after Ctrl-C; all workers have
+    `Preempted` when asked to stop and saved, and KeyboardInterrupt after Ctrl-C; all workers have
     ended then.
     """
-    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
-    from parallel2d.launch.rendezvous import meet_alone
+    from parallel2d.launch.agent import NodeWorkers, launcher_environment, run_node
+    from parallel2d.launch.rendezvous import own_rendezvous
 
     settings = job.config.launch
-    logs = os.path.join(job.run_dir, "logs")
     inherited = {
         CONFIG: to_yaml(job.config),
         RUN_DIR: job.run_dir,
@@ -47,11 +45,12 @@ def start_workers(job: Job, nproc: int) -> None:
         LABEL: job.label,
     }
     with launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
-        restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
-        team = Team((), nproc, settings, restarts, folder, logs)
-        with contextlib.closing(meet_alone(folder)) as meeting:
-            newest = functools.partial(_checkpoints, job.config.checkpoint.folder, job.run_dir)
-            _told_to_end(lambda: run_team(team, meeting), settings, newest)
+        workers = NodeWorkers((), nproc, settings, folder, logs=os.path.join(job.run_dir, "logs"))
+        with (
+            contextlib.closing(own_rendezvous(folder)) as rendezvous,
+            _stop_explained(settings, job.config.checkpoint.folder, lambda: job.run_dir),
+        ):
+            run_node(workers, rendezvous)
 
 
 def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
@@ -63,80 +62,66 @@ def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
     ``launch.rendezvous_timeout`` seconds for the store, then the job goes on from its newest
     checkpoint. Raises as `start_workers` does.
     """
-    from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
-    from parallel2d.launch.rendezvous import meet
+    from parallel2d.launch.agent import NodeWorkers, launcher_environment, run_node
+    from parallel2d.launch.rendezvous import find_rendezvous
 
     settings: LaunchConfig = config.launch
     with contextlib.ExitStack() as stack:
-        meeting = meet(settings)
-        stack.callback(lambda: meeting.close())
-        folder = stack.enter_context(launcher_environment(_defaults(nproc, meeting.interface.name)))
-        restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
-        team = Team(tuple(words), nproc, settings, restarts, folder)
-        where = "opened here" if meeting.server else "found"
-        team.say(
-            f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), "
-            f"over {meeting.interface.name}"
+        rendezvous = find_rendezvous(settings)
+        # Another one may have taken its place by then.
+        stack.callback(lambda: rendezvous.close())
+        interface, endpoint = rendezvous.interface.name, rendezvous.endpoint
+        folder = stack.enter_context(launcher_environment(_defaults(nproc, interface)))
+        workers = NodeWorkers(words, nproc, settings, folder)
+        where = "opened here" if rendezvous.server else "found"
+        workers.say(
+            f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
+            f"{interface}"
         )
         if settings.elastic:
-            meeting.wait_for_all(settings)
-
-        def run() -> None:
-            nonlocal meeting
-            while True:
-                try:
-                    return run_team(team, meeting)
-                except StoreLost as lost:
-                    if meeting.server or (pause := restarts.after_failure()) is None:
-                        raise WorkersFailed(
-                            f"the rendezvous store at {meeting.endpoint} does not answer: {lost}"
-                        ) from None
-                    team.say(
-                        f"the rendezvous store at {meeting.endpoint} does not answer ({lost}); the "
-                        "ranks have ended, waiting for it"
-                    )
-                    meeting.close()
-                    time.sleep(pause + 1.0)
-                    meeting = meet(settings)
-
-        _told_to_end(
-            run, settings, lambda: _checkpoints(config.checkpoint.folder, recorded_run_dir(folder))
-        )
+            rendezvous.wait_for_all(settings)
+        run_dir = functools.partial(recorded_run_dir, folder)
+        stack.enter_context(_stop_explained(settings, config.checkpoint.folder, run_dir))
+        while True:
+            try:
+                return run_node(workers, rendezvous)
+            except StoreLost as lost:
+                message = f"the rendezvous store at {endpoint} does not answer"
+                pause = workers.restarts.after_failure()
+                if rendezvous.server or pause is None:
+                    raise WorkersFailed(f"{message}: {lost}") from None
+                workers.say(f"{message} ({lost}); the ranks have ended, waiting for it")
+                rendezvous.close()
+                time.sleep(pause + 1.0)
+                rendezvous = find_rendezvous(settings)
 
 
-def restart_limit(settings: LaunchConfig) -> int:
-    """``launch.max_restarts`` as a number: ``auto`` is 0 on one node, where a person is near, and 5
-    on several."""
-    if settings.max_restarts == "auto":
-        return 0 if settings.node_range == (1, 1) else 5
-    return int(settings.max_restarts)
-
-
-def _told_to_end(
-    run: Callable[[], None], settings: LaunchConfig, newest: Callable[[], str | None]
-) -> None:
-    """Calls ``run``. When this process gets a signal to end in the meantime, raises the exception
-    for what came of it."""
+@contextlib.contextmanager
+def _stop_explained(
+    settings: LaunchConfig, folder: str | None, run_dir: Callable[[], str | None]
+) -> Iterator[None]:
+    """When this process gets a signal to stop, raises the exception for what came of it. ``folder``
+    of checkpoints; None: the one in ``run_dir``, which may be known only later."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     # each has a level of its own, so that of the parent has no effect
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    before = newest()
+    before = _newest_checkpoint(folder, run_dir())
     try:
-        run()
+        yield
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        saved = newest()
+        saved = _newest_checkpoint(folder, run_dir())
         if saved != before:
-            raise Preempted(f"told to end; saved {saved}", settings.requeue_exit_code) from None
+            raise Preempted(f"asked to stop; saved {saved}", settings.requeue_exit_code) from None
         raise StoppedBySignal(f"stopped by {signal.Signals(error.sigval).name}") from None
 
 
-def _checkpoints(folder: str | None, run_dir: str | None) -> str | None:
-    """The newest checkpoint of a run, by name."""
+def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:
+    """By name."""
     if folder is None and run_dir is None:
         return None
     try:

@@ -33,7 +33,7 @@ from parallel2d.launch.processes import BATCH_SIGNALS, end_with_parent, set_proc
 
 LOST = 255  # the exit code of a rank whose server has ended
 # What the server imports. Ranks need the last two in their first step.
-PRELOADED = ("parallel2d.train", "parallel2d.assemble", "torch._dynamo", "torch.utils.tensorboard")
+PRELOADED = ("parallel2d.rank", "parallel2d.assemble", "torch._dynamo", "torch.utils.tensorboard")
 _REPORT_S = 0.02  # between two looks of the server at the ranks that run
 
 

@@ -1,5 +1,5 @@
-"""The store at which the nodes of a job meet, and torch's rendezvous on it: `meet`, or `meet_alone`
-for a single node.
+"""The store of a job, and torch's rendezvous on it: `find_rendezvous`, or `own_rendezvous` for a
+single node.
 
 [Note: where the store lives] The store may run on one of the nodes, which then must not fail:
 whichever node owns the endpoint's address opens it when nothing listens there yet. Or it runs
@@ -37,7 +37,7 @@ _BEAT_S, _BEATS_MISSED = 1, 3  # a node whose launcher sends nothing for 3 s cou
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store of a job, and how this machine reaches it."""
 
     store: StoreClient
@@ -109,17 +109,17 @@ class Meeting:
             self.server.close()
 
 
-def meet_alone(folder: str) -> Meeting:
+def own_rendezvous(folder: str) -> Rendezvous:
     """For a single node: a store in this launcher's private folder, and no port."""
     secret = new_secret()
     server = StoreServer.within(folder, secret)
     store = StoreClient(server.address, secret, timeout_s=_READ_TIMEOUT_S)
-    return Meeting(
+    return Rendezvous(
         store, secret, server.address, server, Interface("lo", "127.0.0.1"), "parallel2d"
     )
 
 
-def meet(config: LaunchConfig) -> Meeting:
+def find_rendezvous(config: LaunchConfig) -> Rendezvous:
     """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See
     [Note: where the store lives].
 
@@ -152,7 +152,7 @@ def meet(config: LaunchConfig) -> Meeting:
             f"the store at {endpoint} serves more than one job: give yours a name with "
             "launch.job_id, the same on all its nodes"
         )
-    return Meeting(
+    return Rendezvous(
         store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d")
     )
 
