@@ -34,7 +34,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500"
         )
-    if not host.strip("[]") or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    is_port = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not host.strip("[]") or not is_port:
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "
             "node0:29500"
@@ -101,20 +102,17 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
             if failure is None or failure.errno == errno.EADDRNOTAVAIL:
                 failure = error
     assert failure is not None
-    here = socket.gethostname()
     if failure.errno == errno.EADDRINUSE:
         raise PortTaken(
             f"port {port} on {host} is in use by another process; choose another port"
         ) from None
-    if failure.errno == errno.EADDRNOTAVAIL:
-        raise ConfigError(
-            f"{host} is no address of {here}: the store can only listen where it runs"
-        ) from None
-    if failure.errno == errno.EACCES:
-        raise ConfigError(
-            f"port {port} may not be opened by this user; choose one from 1024 to 65535"
-        ) from None
-    raise ConfigError(f"cannot listen on {host}:{port} ({failure.strerror})") from None
+    problems = {
+        errno.EADDRNOTAVAIL: f"{host} is no address of {socket.gethostname()}: the store can only "
+        "listen where it runs",
+        errno.EACCES: f"port {port} may not be opened by this user; choose one from 1024 to 65535",
+    }
+    otherwise = f"cannot listen on {host}:{port} ({failure.strerror})"
+    raise ConfigError(problems.get(failure.errno or 0, otherwise)) from None
 
 
 class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
@@ -145,29 +143,31 @@ def connect(address: str, patience_s: float) -> socket.socket:
 def _connect_once(address: str, seconds: float) -> socket.socket:
     kind, _, path = address.partition(":")
     if kind == "unix":
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(seconds)
-        try:
-            with unix_path(path) as short:
-                connection.connect(short)
-        except OSError:
-            connection.close()
-            raise
-        return connection
+        with unix_path(path) as short:
+            return _connected(socket.AF_UNIX, short, seconds)
     host, port = split_endpoint(address)
     failure: OSError | None = None
     for family, _, target in resolve(host):
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.settimeout(seconds)
         try:
-            connection.connect((target[0], port, *target[2:]))
+            connection = _connected(family, (target[0], port, *target[2:]), seconds)
+        except OSError as error:
+            failure = error
+        else:
             set_for_requests(connection)
             return connection
-        except OSError as error:
-            connection.close()
-            failure = error
     assert failure is not None
     raise failure
+
+
+def _connected(family: socket.AddressFamily, target: Any, seconds: float) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.settimeout(seconds)
+    try:
+        connection.connect(target)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def set_for_requests(connection: socket.socket) -> None:
