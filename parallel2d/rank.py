@@ -13,11 +13,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parallel2d import launch
 from parallel2d.config import Job, TrainConfig
 from parallel2d.config.composition import compose
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
+from parallel2d.launch.agreement import agree_on_job, forget_run, telling_progress
+from parallel2d.launch.failures import failures_told_once
+from parallel2d.launch.processes import end_with_parent
+from parallel2d.rank_environment import RankIdentity, find_rank
 from parallel2d.run_directory import discard_pending, read_segments, summarize
 
 if TYPE_CHECKING:
@@ -28,12 +31,12 @@ if TYPE_CHECKING:
 
 def rank_main(words: Sequence[str]) -> int:
     """What a rank of our launcher runs. Returns its exit code, as `run_rank` does."""
-    identity = launch.find_rank()
+    identity = find_rank()
     assert identity is not None, "the launcher sets the variables of a rank"
     return run_rank(identity, words)
 
 
-def run_rank(identity: launch.RankIdentity, words: Sequence[str]) -> int:
+def run_rank(identity: RankIdentity, words: Sequence[str]) -> int:
     """Runs this rank of the job that ``words`` describe, or that our launcher has composed.
 
     Returns the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an
@@ -41,15 +44,15 @@ def run_rank(identity: launch.RankIdentity, words: Sequence[str]) -> int:
     """
     composition = None
     if identity.launcher == "torchrun":
-        launch.end_with_parent()
-    with launch.failures_told_once(identity, None):
+        end_with_parent()
+    with failures_told_once(identity, None):
         from parallel2d.runtime import connect
 
         if identity.launcher == "srun":  # the configuration says where the secret is
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
-    with launch.failures_told_once(identity, store):
-        job = launch.agree_on_job(identity, store, words, composition, choose_layout)
+    with failures_told_once(identity, store):
+        job = agree_on_job(identity, store, words, composition, choose_layout)
         if job is None:
             return 0
         if job.config.plan.dry_run:
@@ -79,7 +82,7 @@ def choose_layout(
     return config
 
 
-def _run_job(job: Job, identity: launch.RankIdentity, store: Any) -> int:
+def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.launch import signals
     from parallel2d.runtime import check_shared_run_dir, process_group
 
@@ -94,7 +97,7 @@ def _run_job(job: Job, identity: launch.RankIdentity, store: Any) -> int:
         first_timeout_s=settings.longest_wait,
     ) as runtime:
         # inside, so that nothing waits for peers on the way out
-        with launch.failures_told_once(identity, store, job.run_dir):
+        with failures_told_once(identity, store, job.run_dir):
             try:
                 check_shared_run_dir(job.run_dir)
                 certificate = _certify(job, runtime)
@@ -105,7 +108,7 @@ def _run_job(job: Job, identity: launch.RankIdentity, store: Any) -> int:
                 if runtime.is_first:
                     discard_pending(job)
                 raise
-    launch.forget_run(identity)
+    forget_run(identity)
     return settings.requeue_exit_code if stopped else 0
 
 
@@ -150,7 +153,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
             certificate.write(run_dir)
         trainer.stop_requested = signals.preemption_requested
         note.position = trainer.recorder.position
-        position = launch.telling_progress(identity, trainer.recorder.position)
+        position = telling_progress(identity, trainer.recorder.position)
         first = settings.longest_wait
         with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
 
@@ -186,7 +189,7 @@ def _conclude(job: Job, trainer: Trainer, launcher: str) -> None:
         trainer.recorder.say(line)
 
 
-def _log_to(run_dir: str, identity: launch.RankIdentity) -> None:
+def _log_to(run_dir: str, identity: RankIdentity) -> None:
     """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
     people goes through the display."""
     logging.getLogger().handlers.clear()  # Hydra's, where this process composed

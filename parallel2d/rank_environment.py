@@ -9,11 +9,7 @@ from dataclasses import dataclass
 
 from parallel2d.errors import ConfigError
 
-# set by the launcher of one node for the workers it starts
-CONFIG, RUN_DIR = "PARALLEL2D_CONFIG", "PARALLEL2D_RUN_DIR"
-# the same: the words of the command line, as JSON; the folder of Hydra's records; what its lines
-# begin with on the console
-WORDS, RECORDS, LABEL = "PARALLEL2D_WORDS", "PARALLEL2D_RECORDS", "PARALLEL2D_LABEL"
+JOB = "PARALLEL2D_JOB"  # set by the launcher of one node for its workers: the job, as JSON
 AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
 # set by our launcher: the endpoint of the workers' store, and the prefix of their keys in it
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
@@ -68,7 +64,7 @@ def _find_launcher(env: MutableMapping[str, str]) -> str | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         _check_master(env)
         # Our own launchers set the variables of torchrun and one of their own.
-        if CONFIG in env:
+        if JOB in env:
             return "self"
         if AGENT in env:
             return "nodes"

@@ -374,13 +374,14 @@ def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkey
     folders.make_own(str(folder))
     assert folder.parent.stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
     (folder / "job.json").write_text(
-        '{"run_dir": "here", "config": "there", "words": [], "records": ""}'
+        '{"run_dir": "here", "config": "there", "words": [], "records": "", "label": ""}'
     )
     assert agreement._recorded_job(str(folder)) == {
         "run_dir": "here",
         "config": "there",
         "words": [],
         "records": "",
+        "label": "",
     }
     folder.parent.chmod(0o770)
     assert agreement._recorded_job(str(folder)) is None
@@ -404,7 +405,7 @@ def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for variable in ("XDG_RUNTIME_DIR", AGENT, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(variable, raising=False)
-    job = {"run_dir": "a", "config": "b", "words": ["c"], "records": "d"}
+    job = {"run_dir": "a", "config": "b", "words": ["c"], "records": "d", "label": ""}
     agreement._record_job(job)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")

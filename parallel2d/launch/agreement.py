@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from parallel2d import files
@@ -24,12 +24,12 @@ from parallel2d.config.serialization import from_yaml, to_yaml
 from parallel2d.config.words import is_multirun
 from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
-from parallel2d.rank_environment import AGENT, CONFIG, LABEL, RECORDS, RUN_DIR, WORDS, RankIdentity
+from parallel2d.rank_environment import AGENT, JOB, RankIdentity
 
 _Position = TypeVar("_Position")
 # Chooses what is left to the planner, from the words, the number of nodes and of ranks.
-Settle = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
-_RECORDED = ("run_dir", "config", "words", "records")  # of a job, for workers that replace others
+ChooseLayout = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
+_RECORDED = {"run_dir", "config", "words", "records", "label"}
 
 
 def agree_on_job(
@@ -37,28 +37,36 @@ def agree_on_job(
     store: Any,
     arguments: Sequence[str],
     composition: Composition | None,
-    settle: Settle,
+    choose_layout: ChooseLayout,
 ) -> Job | None:
     """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
     and published in ``store``.
 
-    ``composition``: of ``arguments``, if there is one already. ``settle``: rank 0 calls it, at each
-    start, since after a restart there may be other nodes. None when rank 0 had nothing to run
-    (``--help``, ``--cfg``). See [Note: one run directory].
+    ``composition``: of ``arguments``, if there is one already. ``choose_layout``: rank 0 calls it,
+    at each start, since after a restart there may be other nodes. None when rank 0 had nothing to
+    run (``--help``, ``--cfg``). See [Note: one run directory].
     """
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
     if identity.rank == 0:
-        _publish_job(identity, store, arguments, composition, settle)
+        try:
+            message = _publishable_job(identity, store, arguments, composition, choose_layout)
+        except ConfigError as error:
+            store.set("parallel2d/job", json.dumps({"error": str(error)}))
+            raise
+        except SystemExit:
+            store.set("parallel2d/job", json.dumps(None))
+            raise
+        store.set("parallel2d/job", json.dumps(message))
     received = json.loads(store.get("parallel2d/job"))
     if received is None:
         return None
     if "error" in received:
         raise ConfigError(received["error"])
     if identity.local_rank == 0:
-        _record_job(received)
-    config = from_yaml(received["settled"])
+        _record_job({key: received[key] for key in _RECORDED})
+    config = from_yaml(received["chosen"])
     own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
     if own:  # the one key that differs between nodes
         config.launch.host_id = own[-1]
@@ -68,58 +76,48 @@ def agree_on_job(
         tuple(received["words"]),
         restarted=received["restarted"],
         records=received["records"],
-        label=os.environ.get(LABEL, ""),
+        label=received["label"],
     )
 
 
-def _publish_job(
+def job_record(job: Job) -> dict[str, Any]:
+    """What ranks receive of a job, and what is kept for those that replace them."""
+    return {
+        "run_dir": job.run_dir,
+        "config": to_yaml(job.config),
+        "words": list(job.overrides),
+        "records": job.records,
+        "label": job.label,
+    }
+
+
+def _publishable_job(
     identity: RankIdentity,
     store: Any,
     arguments: Sequence[str],
     composition: Composition | None,
-    settle: Settle,
-) -> None:
-    """Puts the job of the workers that these replace, or a new one, into ``store``; what went wrong
-    there too, and raises it."""
+    choose_layout: ChooseLayout,
+) -> dict[str, Any] | None:
+    """The job of the workers that these replace, or a new one, with the layout for these ranks."""
     records = [
         json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
     ]
     earlier = next((record for record in records if record), None)
-    try:
-        message: dict[str, Any] | None
-        if earlier:
-            message = {**earlier, "restarted": True}
-        else:
-            message = _first_job(identity, arguments, composition)
-        if message is not None:
-            message["settled"] = _settled(message, identity, settle)
-    except ConfigError as error:
-        store.set("parallel2d/job", json.dumps({"error": str(error)}))
-        raise
-    except SystemExit:
-        store.set("parallel2d/job", json.dumps(None))
-        raise
-    store.set("parallel2d/job", json.dumps(message))
-
-
-def _settled(job: Mapping[str, Any], identity: RankIdentity, settle: Settle) -> str:
-    """The configuration of ``job``, as text, with what ``settle`` has chosen."""
-    config = settle(from_yaml(job["config"]), job["words"], identity.nodes, identity.world_size)
-    return to_yaml(config)
+    job = earlier or _first_job(identity, arguments, composition)
+    if job is None:
+        return None
+    config = from_yaml(job["config"])
+    chosen = choose_layout(config, job["words"], identity.nodes, identity.world_size)
+    return {**job, "chosen": to_yaml(chosen), "restarted": earlier is not None}
 
 
 def _first_job(
     identity: RankIdentity, arguments: Sequence[str], composition: Composition | None
 ) -> dict[str, Any] | None:
-    """The job as its ranks receive it, composed here or by the launcher; None for no job."""
+    """Composed here or by the launcher; None for no job."""
     if identity.launcher == "self":
-        return {
-            "config": os.environ[CONFIG],
-            "run_dir": os.environ[RUN_DIR],
-            "words": json.loads(os.environ[WORDS]),
-            "records": os.environ.get(RECORDS, ""),
-            "restarted": False,
-        }
+        record: dict[str, Any] = json.loads(os.environ[JOB])
+        return record
     if is_multirun(arguments):
         raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
     jobs: list[Job] = []
@@ -128,16 +126,7 @@ def _first_job(
         run_sweep(arguments, jobs.append)
     else:
         composition.start(jobs.append)
-    if not jobs:
-        return None
-    job = jobs[0]
-    return {
-        "config": to_yaml(job.config),
-        "run_dir": job.run_dir,
-        "words": list(job.overrides),
-        "records": job.records,
-        "restarted": False,
-    }
+    return job_record(jobs[0]) if jobs else None
 
 
 def launcher_folder() -> str:
@@ -180,17 +169,15 @@ def _recorded_job(folder: str) -> dict[str, Any] | None:
         record = files.read_json(os.path.join(folder, "job.json"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and set(record) == set(_RECORDED) else None
+    return record if isinstance(record, dict) and set(record) == _RECORDED else None
 
 
-def _record_job(job: Mapping[str, Any]) -> None:
-    if not _is_started_again():
-        return
-    folder = launcher_folder()
-    with folder_errors_explained():
-        folders.make_own(folder)
-    path = os.path.join(folder, "job.json")
-    files.replace(path, json.dumps({key: job[key] for key in _RECORDED}))
+def _record_job(record: dict[str, Any]) -> None:
+    if _is_started_again():
+        folder = launcher_folder()
+        with folder_errors_explained():
+            folders.make_own(folder)
+        files.replace(os.path.join(folder, "job.json"), json.dumps(record))
 
 
 def forget_run(identity: RankIdentity) -> None:

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from parallel2d.config import Job, LaunchConfig
-from parallel2d.config.serialization import to_yaml
-from parallel2d.launch.agreement import recorded_run_dir
+from parallel2d.launch.agreement import job_record, recorded_run_dir
 from parallel2d.launch.failures import Preempted, StoppedBySignal, StoreLost, WorkersFailed
 from parallel2d.launch.network_interface import GLOO, NCCL
-from parallel2d.rank_environment import CONFIG, LABEL, RECORDS, RUN_DIR, WORDS
+from parallel2d.rank_environment import JOB
 
 
 def start_workers(job: Job, nproc: int) -> None:
@@ -37,14 +36,8 @@ def start_workers(job: Job, nproc: int) -> None:
     from parallel2d.launch.rendezvous import own_rendezvous
 
     settings = job.config.launch
-    inherited = {
-        CONFIG: to_yaml(job.config),
-        RUN_DIR: job.run_dir,
-        WORDS: json.dumps(job.overrides),
-        RECORDS: job.records,
-        LABEL: job.label,
-    }
-    with launcher_environment({**inherited, **_defaults(nproc, "lo")}) as folder:
+    given = {JOB: json.dumps(job_record(job)), **_defaults(nproc, "lo")}
+    with launcher_environment(given) as folder:
         workers = NodeWorkers((), nproc, settings, folder, logs=os.path.join(job.run_dir, "logs"))
         with (
             contextlib.closing(own_rendezvous(folder)) as rendezvous,
