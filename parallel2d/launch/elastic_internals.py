@@ -21,24 +21,20 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-# The agent, its processes and the rendezvous as torch has them, and what is reached on each. None
-# of it has a public counterpart in torch 2.13.
+# torch's loop calls the first four, and they decide how workers are started, how a failure is
+# judged, and how long workers have to save. The fifth meets the other nodes again at a restart; the
+# last ends workers within a time of ours, where the public loop has one time for all cases.
+_OF_AGENT = (
+    "_start_workers",
+    "_monitor_workers",
+    "_stop_workers",
+    "_restart_workers",
+    "_initialize_workers",
+    "_shutdown",
+)
+# What is reached on each. None of it has a public counterpart in torch 2.13.
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (
-        LocalElasticAgent,
-        (
-            # torch's loop calls the first four, and they decide how workers are started, how a
-            # failure is judged, and how long workers have to save.
-            "_start_workers",
-            "_monitor_workers",
-            "_stop_workers",
-            "_restart_workers",
-            # A restart meets the other nodes again.
-            "_initialize_workers",
-            # Ends workers within a time of ours; the public loop has one time for all cases.
-            "_shutdown",
-        ),
-    ),
+    (LocalElasticAgent, _OF_AGENT),
     # Workers are forked ranks: torch starts functions or commands only.
     (SubprocessContext, ("_start",)),
     # A launcher that has ended its job must not look alive to the others.

@@ -79,11 +79,15 @@ def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
             try:
                 return run_node(workers, rendezvous)
             except StoreLost as lost:
-                message = f"the rendezvous store at {endpoint} does not answer"
                 pause = workers.restarts.after_failure()
                 if rendezvous.server or pause is None:
-                    raise WorkersFailed(f"{message}: {lost}") from None
-                workers.say(f"{message} ({lost}); the ranks have ended, waiting for it")
+                    raise WorkersFailed(
+                        f"the rendezvous store at {endpoint} does not answer: {lost}"
+                    ) from None
+                workers.say(
+                    f"the rendezvous store at {endpoint} does not answer ({lost}); the ranks have "
+                    "ended, waiting for it"
+                )
                 rendezvous.close()
                 time.sleep(pause + 1.0)
                 rendezvous = find_rendezvous(settings)

@@ -87,10 +87,8 @@ class Rendezvous:
         """What the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's
         worker group of the round. The first node deletes the keys of the round before."""
         if group.group_rank == 0:
-            latest, prefix = (
-                f"parallel2d/ranks/{self.name}",
-                f"parallel2d/ranks/{self.name}/{uuid.uuid4().hex}/",
-            )
+            latest = f"parallel2d/ranks/{self.name}"
+            prefix = f"{latest}/{uuid.uuid4().hex}/"
             if self.store.check([latest]):
                 self.store.delete_all(self.store.get(latest).decode())
             self.store.set(latest, prefix)
@@ -111,12 +109,10 @@ class Rendezvous:
 
 def own_rendezvous(folder: str) -> Rendezvous:
     """For a single node: a store in this launcher's private folder, and no port."""
-    secret = new_secret()
+    secret, loopback = new_secret(), Interface("lo", "127.0.0.1")
     server = StoreServer.within(folder, secret)
     store = StoreClient(server.address, secret, timeout_s=_READ_TIMEOUT_S)
-    return Rendezvous(
-        store, secret, server.address, server, Interface("lo", "127.0.0.1"), "parallel2d"
-    )
+    return Rendezvous(store, secret, server.address, server, loopback, "parallel2d")
 
 
 def find_rendezvous(config: LaunchConfig) -> Rendezvous:
@@ -146,15 +142,15 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
         )
     except ConfigError as error:
         raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
-    job = config.job_id
-    if job is None and store.check([OUTSIDE]):
+    if config.job_id is None and store.check([OUTSIDE]):
         raise ConfigError(
             f"the store at {endpoint} serves more than one job: give yours a name with "
             "launch.job_id, the same on all its nodes"
         )
-    return Rendezvous(
-        store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d")
-    )
+    job, number = config.job_id or "parallel2d", 0
+    while store.check([_closed_key(f"{job}-{number}")]):
+        number += 1
+    return Rendezvous(store, secret, endpoint, server, interface, f"{job}-{number}")
 
 
 def _check_reachable(host: str, config: LaunchConfig) -> None:
@@ -169,10 +165,3 @@ def _check_reachable(host: str, config: LaunchConfig) -> None:
 
 def _closed_key(name: str) -> str:
     return f"parallel2d/closed/{name}"
-
-
-def _open_name(store: StoreClient, job: str) -> str:
-    number = 0
-    while store.check([_closed_key(f"{job}-{number}")]):
-        number += 1
-    return f"{job}-{number}"

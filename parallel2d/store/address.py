@@ -71,11 +71,8 @@ def owns_address(host: str) -> bool:
     """Whether an address of ``host`` belongs to this machine (to its network namespace). Raises
     `ConfigError` as `resolve` does."""
     for family, _, address in resolve(host):
-        with socket.socket(family, socket.SOCK_STREAM) as attempt:
-            try:
-                attempt.bind(address)
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.bind(address)
             return True
     return False
 
@@ -90,15 +87,11 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     """
     failure: OSError | None = None
     for family, numeric, address in resolve(host):
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        place: Any = (address[0], port, *address[2:])
         try:
-            # a store that ended a moment ago left the port waiting
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address[0], port, *address[2:]))
-            listener.listen(_BACKLOG)
-            return listener, numeric
+            # It also takes a port that a store which ended a moment ago left waiting.
+            return socket.create_server(place, family=family, backlog=_BACKLOG), numeric
         except OSError as error:
-            listener.close()
             if failure is None or failure.errno == errno.EADDRNOTAVAIL:
                 failure = error
     assert failure is not None
@@ -143,13 +136,20 @@ def connect(address: str, patience_s: float) -> socket.socket:
 def _connect_once(address: str, seconds: float) -> socket.socket:
     kind, _, path = address.partition(":")
     if kind == "unix":
-        with unix_path(path) as short:
-            return _connected(socket.AF_UNIX, short, seconds)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(seconds)
+        try:
+            with unix_path(path) as short:
+                connection.connect(short)
+        except OSError:
+            connection.close()
+            raise
+        return connection
     host, port = split_endpoint(address)
     failure: OSError | None = None
-    for family, _, target in resolve(host):
+    for _, numeric, _ in resolve(host):
         try:
-            connection = _connected(family, (target[0], port, *target[2:]), seconds)
+            connection = socket.create_connection((numeric, port), seconds)
         except OSError as error:
             failure = error
         else:
@@ -157,17 +157,6 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
             return connection
     assert failure is not None
     raise failure
-
-
-def _connected(family: socket.AddressFamily, target: Any, seconds: float) -> socket.socket:
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.settimeout(seconds)
-    try:
-        connection.connect(target)
-    except OSError:
-        connection.close()
-        raise
-    return connection
 
 
 def set_for_requests(connection: socket.socket) -> None:

@@ -117,37 +117,32 @@ class StoreServer:
 
     def _serve(self) -> None:
         try:
-            self._serve_until_woken()
+            while not self._is_woken(self._selector.select(self._next_due())):
+                self._expire()
         finally:  # clients that wait get an error
-            self._end()
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+            self._wake.close()
 
-    def _serve_until_woken(self) -> None:
-        while True:
-            for key, events in self._selector.select(self._next_due()):
-                if key.fileobj is self._woken:
-                    return
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._guarded(key.data, functools.partial(self._attend, key.data, events))
-            self._expire()
+    def _is_woken(self, ready: list[tuple[selectors.SelectorKey, int]]) -> bool:
+        """Attends to all connections that are ready, unless `close` was called."""
+        for key, events in ready:
+            if key.fileobj is self._woken:
+                return True
+            if key.data is None:
+                self._accept()
+            else:
+                self._guarded(key.data, functools.partial(self._attend, key.data, events))
+        return False
 
     def _next_due(self) -> float:
         """Seconds until something is."""
         now = time.monotonic()
-        due = [now + _LONGEST_WAIT_S]
-        if self._deadlines:
-            due.append(self._deadlines[0][0])
-        if self._unproven:
-            # In the order in which they came, so the first one is due first.
-            due.append(next(iter(self._unproven.values())))
-        return max(0.0, min(due) - now)
-
-    def _end(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
-        self._wake.close()
+        waits = (due for due, _, _ in self._deadlines[:1])
+        # In the order in which they came, so the first one is due first.
+        proofs = itertools.islice(self._unproven.values(), 1)
+        return max(0.0, min([now + _LONGEST_WAIT_S, *waits, *proofs]) - now)
 
     def _accept(self) -> None:
         try:
