@@ -44,20 +44,19 @@ def main(
     that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     launch.open_standard_streams()
+    text: object
     try:
         return _run(words, program, purpose)
     except ConfigError as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
+        text, code = error, 2
     except launch.Preempted as preempted:
-        print(f"parallel2d: {for_terminal(preempted)}", file=sys.stderr)
-        return preempted.exit_code
+        text, code = preempted, preempted.exit_code
     except launch.WorkersFailed as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 1
+        text, code = error, 1
     except KeyboardInterrupt:
-        print("parallel2d: interrupted; all workers have ended", file=sys.stderr)
-        return 130
+        text, code = "interrupted; all workers have ended", 130
+    print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
+    return code
 
 
 def _run(words: list[str], program: str, purpose: str) -> int:
@@ -159,18 +158,14 @@ def _prepare_launch() -> None:
 
 def _check(config: TrainConfig, nodes: int) -> int:
     """The workers of a node, once the job was checked as far as one process can."""
-
     from parallel2d.assemble import check
     from parallel2d.topology import Topology
 
     workers = launch.workers_per_node(config.launch)
     if config.is_automatic:  # rank 0 of the job chooses a layout, which is checked there
         return workers
-    if nodes == 1:
-        topology = Topology.single_host(workers)
-    else:
-        topology = Topology.equal_hosts(nodes, workers)
-    check(config, topology)
+    alone = nodes == 1
+    check(config, Topology.single_host(workers) if alone else Topology.equal_hosts(nodes, workers))
     return workers
 
 

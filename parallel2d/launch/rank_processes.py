@@ -80,6 +80,7 @@ class _RankServer:
             "\nfrom parallel2d.launch.rank_processes import serve"
             f"\nserve({theirs.fileno()}, {os.getpid()}, {PRELOADED})"
         )
+        # -O, -W, -X and the like hold for ranks too.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # A new process blocks the signals that its parent blocks.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
@@ -145,6 +146,10 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
     socket pair; ``launcher``: a process id."""
     end_with_parent(launcher)
     set_process_name("parallel2d ranks")
+    # Who started the launcher may have ignored some, and without SIGCHLD no exit code is kept.
+    for number in (*BATCH_SIGNALS, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Should a library ask for GPUs while it is imported, torch answers without starting the driver.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
