@@ -207,9 +207,9 @@ def test_a_sweep_and_a_restarted_torchrun_give_complete_runs_with_equal_losses(f
     assert losses(first)[-1] < losses(first)[0]
 
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    torchrun += ["--max-restarts=1", "-m", "parallel2d.train"]
+    train = ["-m", "parallel2d.train"]
     failing = ["model.arguments.fail_on=1", "model.arguments.fail_at=6"]
-    done = execute(folder, *words, *failing, launcher=torchrun)
+    done = execute(folder, *words, *failing, launcher=[*torchrun, "--max-restarts=1", *train])
     assert done.returncode == 0, done.stderr
     (other,) = [path for path in run_dirs(folder) if path not in (first, second)]
     assert len(list(folder.rglob(".hydra"))) == 3
@@ -220,7 +220,7 @@ def test_a_sweep_and_a_restarted_torchrun_give_complete_runs_with_equal_losses(f
     assert "resumed after step 4" in done.stderr
     assert len(list(other.glob("metrics.before-restart-*.jsonl"))) == 1
 
-    refused = execute(folder, *words, "-m", "strategy=ddp,zero3", launcher=torchrun)
+    refused = execute(folder, *words, "-m", "strategy=ddp,zero3", launcher=[*torchrun, *train])
     assert refused.returncode != 0
     assert refused.stderr.count("-m is refused here") == 1
 
