@@ -50,15 +50,7 @@ def agree_on_job(
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
     if identity.rank == 0:
-        try:
-            message = _publishable_job(identity, store, arguments, composition, choose_layout)
-        except ConfigError as error:
-            store.set("parallel2d/job", json.dumps({"error": str(error)}))
-            raise
-        except SystemExit:
-            store.set("parallel2d/job", json.dumps(None))
-            raise
-        store.set("parallel2d/job", json.dumps(message))
+        _publish_job(identity, store, arguments, composition, choose_layout)
     received = json.loads(store.get("parallel2d/job"))
     if received is None:
         return None
@@ -91,24 +83,31 @@ def job_record(job: Job) -> dict[str, Any]:
     }
 
 
-def _publishable_job(
+def _publish_job(
     identity: RankIdentity,
     store: Any,
     arguments: Sequence[str],
     composition: Composition | None,
     choose_layout: ChooseLayout,
-) -> dict[str, Any] | None:
-    """The job of the workers that these replace, or a new one, with the layout for these ranks."""
+) -> None:
+    """Puts the job of the workers that these replace, or a new one, with the layout for these ranks
+    into ``store``; what went wrong there too, and raises it."""
     records = [
         json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
     ]
     earlier = next((record for record in records if record), None)
-    job = earlier or _first_job(identity, arguments, composition)
-    if job is None:
-        return None
-    config = from_yaml(job["config"])
-    chosen = choose_layout(config, job["words"], identity.nodes, identity.world_size)
-    return {**job, "chosen": to_yaml(chosen), "restarted": earlier is not None}
+    message: dict[str, Any] | None = None
+    try:
+        job = earlier or _first_job(identity, arguments, composition)
+        if job is not None:
+            config = from_yaml(job["config"])
+            chosen = choose_layout(config, job["words"], identity.nodes, identity.world_size)
+            message = {**job, "chosen": to_yaml(chosen), "restarted": earlier is not None}
+    except ConfigError as error:
+        message = {"error": str(error)}
+        raise
+    finally:  # whatever went wrong: the other ranks wait for it
+        store.set("parallel2d/job", json.dumps(message))
 
 
 def _first_job(

@@ -46,34 +46,44 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] | None =
     present = list_interfaces()
     targets = resolve(endpoint_host)
     routed = _routed(targets, present)
-    here = socket.gethostname()
-    listing = ", ".join(f"{each.name} ({each.address})" for each in present) or "none that is up"
     variable = _variable_set(env)
     if variable is None:
-        if routed is not None:
-            return routed
-        addresses = ", ".join(sorted({address for _, address, _ in targets}))
-        raise ConfigError(
-            f"no interface of {here} leads to the endpoint {endpoint_host} ({addresses}); it has "
-            f"{listing}; set {GLOO} and {NCCL}"
-        )
-    if variable == GLOO:
-        # Gloo takes a list of names too, but one address is needed here: that of the first.
-        name = env[GLOO].strip(" ,").split(",")[0].strip()
-        allowed = [each for each in present if each.name == name]
-    else:
-        allowed = [each for each in present if matches_nccl(env[NCCL], each.name)]
-    if not allowed:
-        raise ConfigError(
-            f"{variable}={env[variable]}: {here} has no such interface that is up and has an "
-            f"address; it has {listing}"
-        )
+        if routed is None:
+            addresses = ", ".join(sorted({address for _, address, _ in targets}))
+            raise ConfigError(
+                f"no interface of {socket.gethostname()} leads to the endpoint {endpoint_host} "
+                f"({addresses}); it has {_listing(present)}; set {GLOO} and {NCCL}"
+            )
+        return routed
+    allowed = _allowed(present, variable, env[variable])
     # NCCL's pattern may match several interfaces; the one that leads to the endpoint is preferred.
     if variable == NCCL and routed in allowed:
         return routed
     # Without a route from here, the family that the endpoint itself prefers.
-    family = targets[0][0] if routed is None else routed.family
-    return next((each for each in allowed if each.family == family), allowed[0])
+    family = routed.family if routed else targets[0][0]
+    of_family = [each for each in allowed if each.family == family]
+    return (of_family or allowed)[0]
+
+
+def _allowed(present: list[Interface], variable: str, value: str) -> list[Interface]:
+    """Those of ``present`` that a variable names. Raises `ConfigError` where there is none."""
+    if variable == GLOO:
+        # Gloo takes a list of names too, but one address is needed here: that of the first.
+        name = value.strip(" ,").split(",")[0].strip()
+        found = [each for each in present if each.name == name]
+    else:
+        found = [each for each in present if matches_nccl(value, each.name)]
+    if not found:
+        raise ConfigError(
+            f"{variable}={value}: {socket.gethostname()} has no such interface that is up and has "
+            f"an address; it has {_listing(present)}"
+        )
+    return found
+
+
+def _listing(present: list[Interface]) -> str:
+    """For a message: ``eth0 (10.0.0.1), lo (127.0.0.1)``."""
+    return ", ".join(f"{each.name} ({each.address})" for each in present) or "none that is up"
 
 
 def _variable_set(env: Mapping[str, str]) -> str | None:
