@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,7 @@ from parallel2d.launch import agreement, elastic_internals
 from parallel2d.launch.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launch.elastic_internals import ElasticAgent, goes_on_without_this_node
 from parallel2d.launch.rendezvous import find_rendezvous, own_rendezvous
+from parallel2d.launch.rendezvous_state import from_json, to_json
 from parallel2d.mesh import MeshSpec, Topology
 from parallel2d.metrics import watch
 from parallel2d.rank_environment import AGENT
@@ -49,15 +51,8 @@ SMALL = (
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "parallel2d.train",
-        *SMALL,
-        f"hydra.run.dir={folder}/run",
-        f"data.cache_dir={folder}/cache",
-        *words,
-    ]
+    places = [f"hydra.run.dir={folder}/run", f"data.cache_dir={folder}/cache"]
+    return [sys.executable, "-m", "parallel2d.train", *SMALL, *places, *words]
 
 
 def wait_for(condition, seconds=90.0):
@@ -281,10 +276,8 @@ def test_one_file_alone_reaches_private_names_of_torch_elastic():
 
 def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
     """Two nodes have met; one beats no more and the other drops it, without a word to it."""
-    rendezvous, settings = (
-        own_rendezvous(str(tmp_path)),
-        LaunchConfig(nnodes="1:2", rdzv_endpoint="set below"),
-    )
+    settings = LaunchConfig(nnodes="1:2", rdzv_endpoint="set below")
+    rendezvous = own_rendezvous(str(tmp_path))
     other = replace(rendezvous, store=StoreClient(rendezvous.endpoint, rendezvous.secret))
     silent, awake = rendezvous.handler(settings), other.handler(settings)
     try:
@@ -292,6 +285,9 @@ def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
             for joined in [pool.submit(silent.next_rendezvous), pool.submit(awake.next_rendezvous)]:
                 assert joined.result(timeout=60).world_size == 2
         silent._state_holder.sync()
+        state = silent._state_holder.state
+        assert len(state.last_heartbeats) == 2
+        assert vars(from_json(to_json(state).encode())) == vars(state)
         assert not goes_on_without_this_node(silent)
         silent._stop_heartbeats()
         wait_for(lambda: len(awake._state_holder.state.participants) == 1)
@@ -334,14 +330,8 @@ def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, mon
     begin = time.monotonic()
     assert answered_within(0.2, lambda: silent_store.check(["before"]), "silence") == "silence"
     monkeypatch.setattr(watch, "_PATIENCE_WITH_STORE_S", 0.2)
-    waiting = watch.Watch(
-        silent_store,
-        1,
-        ["one/0", "two/0"],
-        str(tmp_path),
-        15.0,
-        lambda: watch.Position(3, 4, "nothing"),
-    )
+    hosts, position = ["one/0", "two/0"], watch.Position(3, 4, "nothing")
+    waiting = watch.Watch(silent_store, 1, hosts, str(tmp_path), 15.0, lambda: position)
     assert (
         waiting.explain()
         == "late: rank 0 on one, whose store does not answer (stopped, or the machine is gone)"
@@ -373,16 +363,9 @@ def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkey
     folder.parent.chmod(0o777)
     folders.make_own(str(folder))
     assert folder.parent.stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
-    (folder / "job.json").write_text(
-        '{"run_dir": "here", "config": "there", "words": [], "records": "", "label": ""}'
-    )
-    assert agreement._recorded_job(str(folder)) == {
-        "run_dir": "here",
-        "config": "there",
-        "words": [],
-        "records": "",
-        "label": "",
-    }
+    job = {"run_dir": "here", "config": "there", "words": [], "records": "", "label": ""}
+    (folder / "job.json").write_text(json.dumps(job))
+    assert agreement._recorded_job(str(folder)) == job
     folder.parent.chmod(0o770)
     assert agreement._recorded_job(str(folder)) is None
     folder.parent.chmod(0o700)

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from listening import in_table, listeners
 from torch.distributed.elastic.rendezvous import RendezvousStateError
@@ -139,46 +138,35 @@ def test_the_store_says_what_is_wrong_with_its_address():
             StoreClient(f"127.0.0.1:{stranger.getsockname()[1]}", SECRET, timeout_s=0.5)
 
 
+def raised_late(act, *arguments) -> str:
+    try:
+        act(*arguments)
+    except dist.DistStoreError:
+        return "late"
+    return "in time"
+
+
 def exercised(store: dist.Store) -> list[object]:
     """What the operations of a store answer."""
-    long = timedelta(seconds=3)
+    long, short = timedelta(seconds=3), timedelta(milliseconds=50)
     store.set("a", "1")
     store.set("bytes", bytes(range(256)))
-    told = [
-        store.get("a"),
-        store.get("bytes"),
-        store.check(["a", "bytes"]),
-        store.check(["a", "z"]),
-        store.check([]),
-    ]
+    told: list[object] = [store.get("a"), store.get("bytes")]
+    told += [store.check(["a", "bytes"]), store.check(["a", "z"]), store.check([])]
     told += [store.add("n", 5), store.add("n", -7), store.get("n"), store.add("a", 1)]
-    told += [
-        store.compare_set("c", "", "first"),
-        store.compare_set("c", "other", "second"),
-        store.compare_set("c", "first", "2"),
-    ]
+    told += [store.compare_set("c", "", "first"), store.compare_set("c", "other", "second")]
+    told += [store.compare_set("c", "first", "2")]
     told += [store.compare_set("missing", "expected", "new"), store.check(["missing"])]
     store.append("t", "x")
     store.append("t", "yz")
     store.multi_set(["p", "q"], ["P", ""])
-    told += [
-        store.get("t"),
-        store.multi_get(["p", "q"]),
-        store.delete_key("p"),
-        store.delete_key("p"),
-        store.check(["p"]),
-    ]
+    told += [store.get("t"), store.multi_get(["p", "q"])]
+    told += [store.delete_key("p"), store.delete_key("p"), store.check(["p"])]
     store.wait(["a", "q"])
     store.wait(["a", "q"], long)
-    try:
-        store.wait(["never"], timedelta(milliseconds=50))
-    except dist.DistStoreError:
-        told.append("late")
-    store.set_timeout(timedelta(milliseconds=50))
-    try:
-        store.get("never")
-    except dist.DistStoreError:
-        told.append("late")
+    told.append(raised_late(store.wait, ["never"], short))
+    store.set_timeout(short)
+    told.append(raised_late(store.get, "never"))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.wait, ["later", "latest"], long)
         store.set("later", "")
@@ -305,13 +293,8 @@ sys.stdin.read(1)
 open("/dev/null").close()  # this process may still open files
 print("well", flush=True)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", words, SECRET],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
+    command, pipe = [sys.executable, "-c", words, SECRET], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
     port = int(process.stdout.readline())
     held = [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
     client = StoreClient(f"127.0.0.1:{port}", SECRET, timeout_s=5)
@@ -349,15 +332,8 @@ def test_a_store_that_is_just_ending_is_asked_again(monkeypatch):
 
 def test_requests_that_make_no_sense_are_answered(server, client, monkeypatch):
     opened, channel = member(server)
-    for request in (
-        [],
-        [b"run"],
-        [b"set", b"key"],
-        [b"add", b"n", b"one"],
-        [b"get"],
-        [b"get", b"soon", b"x"],
-        [b"check"] * 3,
-    ):
+    wrong = [[], [b"run"], [b"set", b"key"], [b"add", b"n", b"one"], [b"get"], [b"get", b"x", b"y"]]
+    for request in [*wrong, [b"check"] * 3]:
         opened.sendall(channel.seal(request))
         header = receive(opened, 36)
         answer = channel.open(header, receive(opened, int.from_bytes(header[:4], "big")))
@@ -379,33 +355,6 @@ def test_a_store_that_ends_is_told_apart_from_one_that_is_late(server, client):
     server.close()
     with pytest.raises(dist.DistNetworkError, match="the store at .*connection"):
         client.get("key")
-
-
-def _rank(rank: int, address: str, answers) -> None:
-    torch.set_num_threads(1)
-    client = StoreClient(address, SECRET)
-    dist.init_process_group("gloo", store=dist.PrefixStore("job", client), rank=rank, world_size=4)
-    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    total = torch.tensor([float(rank)])
-    dist.all_reduce(total)
-    dist.all_reduce(total, group=half)
-    dist.barrier()
-    answers.put((rank, total.item()))
-    dist.destroy_process_group()
-
-
-def test_a_process_group_meets_over_it(server):
-    context = torch.multiprocessing.get_context("fork")
-    answers = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, server.address, answers)) for rank in range(4)
-    ]
-    for each in ranks:
-        each.start()
-    assert sorted(answers.get(timeout=60) for _ in ranks) == [(rank, 12.0) for rank in range(4)]
-    for each in ranks:
-        each.join(20)
-        assert each.exitcode == 0
 
 
 # What others can do to it
@@ -527,17 +476,8 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
         def __reduce__(self):
             return os.system, (f"touch {ran}",)
 
-    for state in (
-        pickle.dumps(Runs()),
-        b"[]",
-        b"{}",
-        b'"text"',
-        b"[" * 100_000,
-        b"nan",
-        b"\xff",
-        _told(round=1.5),
-        _told(deadline=3),
-    ):
+    damaged = [pickle.dumps(Runs()), b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
+    for state in [*damaged, _told(round=1.5), _told(deadline=3)]:
         client.set("parallel2d/rendezvous/job", state)
         backend = rendezvous_state.JsonBackend(client, "job")
         with pytest.raises(RendezvousStateError, match="damaged"):
@@ -548,27 +488,6 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
 def _told(**changed) -> bytes:
     state = rendezvous_state.RendezvousState()
     return json.dumps({**json.loads(rendezvous_state.to_json(state)), **changed}).encode()
-
-
-def test_the_state_of_a_rendezvous_survives_as_json(client):
-    place = rendezvous.Rendezvous(
-        client, SECRET, client.address, None, rendezvous.Interface("lo", "127.0.0.1"), "job"
-    )
-    handlers = [place.handler(LaunchConfig(nnodes="2", rdzv_endpoint="not used")) for _ in range(2)]
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            joined = [
-                each.result(timeout=60)
-                for each in [pool.submit(handler.next_rendezvous) for handler in handlers]
-            ]
-        assert sorted(each.rank for each in joined) == [0, 1]
-        state = handlers[0]._state_holder.state
-        again = rendezvous_state.from_json(rendezvous_state.to_json(state).encode())
-        assert vars(again) == vars(state)
-        assert len(state.last_heartbeats) == 2
-    finally:
-        for handler in handlers:
-            handler._stop_heartbeats()
 
 
 # The secret
