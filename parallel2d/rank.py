@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def rank_main(words: Sequence[str]) -> int:
-    """What a rank of our launcher runs. Returns its exit code, as `run_rank` does."""
+    """Runs a rank that our launcher forked. Returns its exit code, as `run_rank` does."""
     identity = find_rank()
     assert identity is not None, "the launcher sets the variables of a rank"
     return run_rank(identity, words)

@@ -73,7 +73,7 @@ def agree_on_job(
 
 
 def job_record(job: Job) -> dict[str, Any]:
-    """What ranks receive of a job, and what is kept for those that replace them."""
+    """Describes a job to ranks, and to those that replace them."""
     return {
         "run_dir": job.run_dir,
         "config": to_yaml(job.config),

@@ -102,7 +102,7 @@ class RankFailure:
         return self.error.time if self.error else math.inf
 
     def __str__(self) -> str:
-        """What happened, in one line."""
+        """Says in one line what happened."""
         if self.lost_a_peer:
             return "lost the connection to another rank"
         if self.error:
@@ -144,7 +144,7 @@ def write_error_file(error: RankError) -> None:
 
 
 def read_error_file(path: str) -> RankError | None:
-    """What `write_error_file` wrote, or None."""
+    """Returns what `write_error_file` wrote, or None."""
     try:
         with open(path) as file:
             return RankError(**json.load(file)["message"]["extraInfo"]["parallel2d"])

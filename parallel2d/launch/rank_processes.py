@@ -142,8 +142,8 @@ def start_rank(
 
 
 def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
-    """What the server does until the launcher ends. ``descriptor``: of the server's end of the
-    socket pair; ``launcher``: a process id."""
+    """Runs in the server: forks ranks until the launcher ends. ``descriptor``: of the server's end
+    of the socket pair; ``launcher``: a process id."""
     end_with_parent(launcher)
     set_process_name("parallel2d ranks")
     # Who started the launcher may have ignored some, and without SIGCHLD no exit code is kept.

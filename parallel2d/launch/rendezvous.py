@@ -84,7 +84,7 @@ class Rendezvous:
             arrived = self.store.add(key, 0)
 
     def ranks_prefix(self, group: Any) -> str:
-        """What the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's
+        """Returns what the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's
         worker group of the round. The first node deletes the keys of the round before."""
         if group.group_rank == 0:
             latest = f"parallel2d/ranks/{self.name}"

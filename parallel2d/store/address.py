@@ -44,7 +44,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """What `split_endpoint` takes apart."""
+    """Puts together what `split_endpoint` takes apart."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -180,7 +180,7 @@ def unix_path(path: str) -> Iterator[str]:
 
 
 def connection_failure(error: OSError) -> str:
-    """What a failed connection means, in the same words on every node: ``connection refused``,
+    """Says what a failed connection means, in the same words on every node: ``connection refused``,
     ``connection timed out``."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused (the machine answers, nothing listens on the port)"

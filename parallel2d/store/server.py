@@ -104,7 +104,7 @@ class StoreServer:
 
     @property
     def port(self) -> int:
-        """That it listens on."""
+        """The port on which it listens."""
         return int(self.address.rpartition(":")[2])
 
     def close(self) -> None:
