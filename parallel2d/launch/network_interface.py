@@ -66,7 +66,7 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] | None =
 
 
 def _allowed(present: list[Interface], variable: str, value: str) -> list[Interface]:
-    """Returns those of ``present`` that a variable names. Raises `ConfigError` where there is none."""
+    """Finds what of ``present`` a variable names. Raises `ConfigError` for nothing."""
     if variable == GLOO:
         # Gloo takes a list of names too, but one address is needed here: that of the first.
         name = value.strip(" ,").split(",")[0].strip()

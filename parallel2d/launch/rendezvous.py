@@ -84,8 +84,8 @@ class Rendezvous:
             arrived = self.store.add(key, 0)
 
     def ranks_prefix(self, group: Any) -> str:
-        """Returns what the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's
-        worker group of the round. The first node deletes the keys of the round before."""
+        """Chooses what the keys of this round's ranks begin with, the same on all nodes. The first
+        node deletes the keys of the round before. ``group``: torch's worker group of the round."""
         if group.group_rank == 0:
             latest = f"parallel2d/ranks/{self.name}"
             prefix = f"{latest}/{uuid.uuid4().hex}/"
