@@ -21,20 +21,16 @@ def find_boards(paths: Sequence[str]) -> dict[str, str]:
     there is none."""
     found: dict[str, str] = {}
     for path in paths:
-        below = sorted(
-            os.path.join(folder, "tensorboard")
-            for folder, names, _ in os.walk(path)
-            if "tensorboard" in names
-        )
-        if not below:
+        runs = sorted(folder for folder, names, _ in os.walk(path) if "tensorboard" in names)
+        if not runs:
             raise ConfigError(f"{path}: no run with a tensorboard folder here or below")
-        for board in below:
-            run = os.path.dirname(os.path.abspath(board))
-            parts = run.split(os.sep)
-            name = next(
-                n for k in range(1, len(parts) + 1) if (n := "-".join(parts[-k:])) not in found
-            )
-            found[name] = board
+        for run in runs:
+            # As much of the path as tells it apart from those before.
+            above, name = os.path.split(os.path.abspath(run))
+            while name in found and above != os.sep:
+                above, folder = os.path.split(above)
+                name = f"{folder}-{name}"
+            found[name] = os.path.join(run, "tensorboard")
     return found
 
 
@@ -64,17 +60,8 @@ def main(
             link = os.path.join(shown, name)
             os.makedirs(os.path.dirname(link), exist_ok=True)
             os.symlink(os.path.abspath(folder), link)
-        server.configure(
-            argv=[
-                "tensorboard",
-                "--logdir",
-                shown,
-                "--host",
-                "localhost",
-                "--port",
-                str(options.port),
-            ]
-        )
+        place = ["--host", "localhost", "--port", str(options.port)]
+        server.configure(argv=["tensorboard", "--logdir", shown, *place])
         return int(server.main() or 0)
 
 

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 
 from parallel2d.errors import ConfigError
 
-# set by the launcher of one node for the workers it starts
-CONFIG, RUN_DIR = "PARALLEL2D_CONFIG", "PARALLEL2D_RUN_DIR"
-# the same: the words of the command line, as JSON; the folder of Hydra's records; what its lines
-# begin with on the console
-WORDS, RECORDS, LABEL = "PARALLEL2D_WORDS", "PARALLEL2D_RECORDS", "PARALLEL2D_LABEL"
+JOB = "PARALLEL2D_JOB"  # set by the launcher of one node for its workers: the job, as JSON
 AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
 # set by our launcher: the endpoint of the workers' store, and the prefix of their keys in it
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
@@ -65,24 +61,18 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
 
 def _find_launcher(env: MutableMapping[str, str]) -> str | None:
     """``launcher`` of the `RankIdentity`, or None when no launcher started this process."""
-    if "RANK" in env and "WORLD_SIZE" in env:
-        _check_master(env)
-        # Our own launchers set the variables of torchrun and one of their own.
-        if CONFIG in env:
-            return "self"
-        if AGENT in env:
-            return "nodes"
-        return "torchrun"
-    return "srun" if _is_srun_task(env) else None
-
-
-def _check_master(env: MutableMapping[str, str]) -> None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return "srun" if _is_srun_task(env) else None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ConfigError(
             f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with torchrun, or "
             "unset them"
         )
+    # Our own launchers set the variables of torchrun and one of their own.
+    if JOB in env:
+        return "self"
+    return "nodes" if AGENT in env else "torchrun"
 
 
 def _whole_number(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:

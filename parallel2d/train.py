@@ -1,19 +1,16 @@
 """``python -m parallel2d.train``: from the command line to a finished run.
 
-A process that is not a rank composes the job, checks all that can be checked before a worker
-exists, and starts the workers. A rank builds the parts (`assemble`) and runs the `Trainer`.
+This process composes the job, checks all that can be checked before a rank exists, and starts the
+ranks, each of which runs `parallel2d.rank.rank_main`. Under torchrun and srun it is a rank itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
 
 from parallel2d import launch
 from parallel2d.config import Job, TrainConfig
@@ -21,22 +18,13 @@ from parallel2d.config.composition import Composition, compose, run_sweep
 from parallel2d.config.information import information, show
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
+from parallel2d.rank import choose_layout, run_rank
 from parallel2d.run_directory import (
     discard_pending,
     note_failure,
     objective_missing,
     read_objective,
-    read_segments,
-    summarize,
 )
-
-if TYPE_CHECKING:
-    from parallel2d.certification import Certificate
-    from parallel2d.runtime import Runtime
-    from parallel2d.trainer import Trainer
-
-log = logging.getLogger("parallel2d.train")  # __main__ when it is the command
-
 
 _PURPOSE = (
     "Trains a model with hybrid 2-D parallelism: sharded inside a node, replicated across nodes. "
@@ -56,20 +44,19 @@ def main(
     that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     launch.open_standard_streams()
+    text: object
     try:
         return _run(words, program, purpose)
     except ConfigError as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
+        text, code = error, 2
     except launch.Preempted as preempted:
-        print(f"parallel2d: {for_terminal(preempted)}", file=sys.stderr)
-        return preempted.exit_code
+        text, code = preempted, preempted.exit_code
     except launch.WorkersFailed as error:
-        print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 1
+        text, code = error, 1
     except KeyboardInterrupt:
-        print("parallel2d: interrupted; all workers have ended", file=sys.stderr)
-        return 130
+        text, code = "interrupted; all workers have ended", 130
+    print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
+    return code
 
 
 def _run(words: list[str], program: str, purpose: str) -> int:
@@ -81,7 +68,7 @@ def _run(words: list[str], program: str, purpose: str) -> int:
             show(answer)
         return 0
     if identity is not None:
-        return _run_rank(identity, words)
+        return run_rank(identity, words)
     composition = compose(words)
     if composition is None:
         run_sweep(words, _launch)
@@ -106,7 +93,7 @@ def _plan(composition: Composition) -> int:
     config = composition.config
     topology = planned_topology(config)
     nodes = len(topology.ranks_by_host)
-    config = _settled(config, composition.words, nodes, topology.world_size, sys.stdout)
+    config = choose_layout(config, composition.words, nodes, topology.world_size, sys.stdout)
     cost = cost_of(config)
     for line in summary(config, cost):
         print(for_terminal(line))
@@ -146,29 +133,9 @@ def _launch_locally(job: Job) -> None:
         )
     _prepare_launch()
     workers = launch.workers_per_node(job.config.launch)
-    config = _settled(job.config, job.overrides, nodes=1, ranks=workers)
+    config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
     job = dataclasses.replace(job, config=config)
     launch.start_workers(job, _check(job.config, nodes=1))
-
-
-def _settled(
-    config: TrainConfig,
-    words: Sequence[str],
-    nodes: int,
-    ranks: int,
-    stream: TextIO | None = None,
-) -> TrainConfig:
-    """``config`` with the layout that the planner chooses for these ranks, where it is to. Says
-    why, on ``stream`` (default: standard error, as a run does)."""
-    if not config.is_automatic:
-        return config
-    # Imported here because most jobs need none of it.
-    from parallel2d.planner.automatic import with_chosen_layout
-
-    config, lines = with_chosen_layout(config, words, nodes, ranks)
-    for line in lines:
-        print(for_terminal(line), file=stream or sys.stderr, flush=True)
-    return config
 
 
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
@@ -191,157 +158,15 @@ def _prepare_launch() -> None:
 
 def _check(config: TrainConfig, nodes: int) -> int:
     """The workers of a node, once the job was checked as far as one process can."""
-
     from parallel2d.assemble import check
     from parallel2d.topology import Topology
 
     workers = launch.workers_per_node(config.launch)
     if config.is_automatic:  # rank 0 of the job chooses a layout, which is checked there
         return workers
-    if nodes == 1:
-        topology = Topology.single_host(workers)
-    else:
-        topology = Topology.equal_hosts(nodes, workers)
-    check(config, topology)
+    alone = nodes == 1
+    check(config, Topology.single_host(workers) if alone else Topology.equal_hosts(nodes, workers))
     return workers
-
-
-def _run_rank(identity: launch.RankIdentity, words: Sequence[str]) -> int:
-    composition = None
-    if identity.launcher != "srun":
-        launch.end_with_parent()
-    with launch.failures_told_once(identity, None):
-        from parallel2d.runtime import connect
-
-        if identity.launcher == "srun":  # the configuration says where the secret is
-            composition = compose(words)
-        store = connect(identity, composition.config.launch if composition else None)
-    with launch.failures_told_once(identity, store):
-        job = launch.agree_on_job(identity, store, words, composition, _settled)
-        if job is not None and job.config.plan.dry_run:
-            raise ConfigError(
-                "plan.dry_run=true plans in one process: start it without torchrun or srun"
-            )
-        return 0 if job is None else _train(job, identity, store)
-
-
-def _train(job: Job, identity: launch.RankIdentity, store: object) -> int:
-    from parallel2d.launch import signals
-    from parallel2d.runtime import process_group
-
-    signals.listen()
-    _log_to(job.run_dir, identity)
-    settings = job.config.launch
-    with process_group(
-        identity,
-        store,
-        timeout_s=settings.timeout,
-        host_id=settings.host_id,
-        first_timeout_s=settings.longest_wait,
-    ) as runtime:
-        # inside, so that nothing waits for peers on the way out
-        with launch.failures_told_once(identity, store, job.run_dir):
-            try:
-                preempted = _run_trainer(job, runtime, store)
-            except ConfigError:
-                if runtime.is_first:
-                    discard_pending(job)
-                raise
-    launch.forget_run(identity)
-    return settings.requeue_exit_code if preempted else 0
-
-
-def _run_trainer(job: Job, runtime: Runtime, store: object) -> bool:
-    """Trains to the end; returns whether the run was asked to stop before."""
-    from parallel2d.assemble import build_trainer
-    from parallel2d.launch import signals
-    from parallel2d.metrics.out_of_memory import out_of_memory_named
-    from parallel2d.metrics.watch import Watch
-    from parallel2d.runtime import check_shared_run_dir, limit_waiting
-
-    identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
-    hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
-    host = hosts[identity.rank]
-    check_shared_run_dir(run_dir)
-    loop = job.config.train
-    certificate = None
-    if loop.certify_only or (loop.certify and not job.restarted):
-        certificate = _certify(job, runtime)
-        job = dataclasses.replace(job, certified=True)
-    if loop.certify_only:
-        return False
-    with out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history):
-        trainer = build_trainer(job, runtime)
-        if certificate is not None and runtime.is_first:
-            certificate.write(run_dir)
-        trainer.stop_requested = signals.preemption_requested
-        position = launch.telling_progress(identity, trainer.recorder.position)
-        first = settings.longest_wait
-        with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
-
-            def tighten(watch: Watch = watch) -> None:
-                limit_waiting(settings.timeout)
-                watch.limit(settings.timeout)
-
-            trainer.after_first_step = tighten
-            try:
-                trainer.run()
-            except RuntimeError as error:
-                if "imed out" in str(error) or "imeout" in str(error):
-                    error.add_note(watch.explain())
-                raise
-        trainer.recorder.close()
-        if runtime.is_first:
-            _conclude(job, trainer, identity.launcher)
-    return trainer.preempted
-
-
-def _conclude(job: Job, trainer: Trainer, launcher: str) -> None:
-    """Says how the run ended, and keeps it in ``summary.json``. Rank 0."""
-    checkpointer = trainer.checkpointer
-    lines = summarize(
-        dataclasses.replace(job, config=trainer.config),  # steps of train.epochs are known there
-        stopped=trainer.preempted,
-        checkpoint=checkpointer.newest(),
-        best=checkpointer.best(),
-        reason=trainer.stopped,
-        launcher=launcher,
-    )
-    for line in lines:
-        trainer.recorder.say(line)
-
-
-def _certify(job: Job, runtime: Runtime) -> Certificate:
-    """Raises `ConfigError` on every rank if the layout does not compute what one process computes.
-    Collective. Writes the certificate where no training follows."""
-    from parallel2d.certification import certify_job
-
-    certificate = certify_job(job, runtime)
-    if runtime.is_first:
-        print(certificate.table(), flush=True)
-        if not certificate.passed and read_segments(job.run_dir):
-            # Not in the place of the certificate of a start that has trained.
-            certificate.write(os.path.join(job.run_dir, "refused"))
-        elif job.config.train.certify_only or not certificate.passed:
-            certificate.write(job.run_dir)
-    if not certificate.passed:
-        raise ConfigError(certificate.problems())
-    return certificate
-
-
-def _log_to(run_dir: str, identity: launch.RankIdentity) -> None:
-    """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
-    people goes through the display."""
-    logging.getLogger().handlers.clear()  # Hydra's, where this process composed
-    logging.raiseExceptions = False  # a line that a full disk refuses is no traceback
-    errors = logging.StreamHandler(sys.stderr)
-    errors.setLevel(logging.ERROR)
-    logging.getLogger().addHandler(errors)
-    if identity.rank == 0:
-        kept = logging.FileHandler(os.path.join(run_dir, "train.log"))
-        kept.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-        logging.getLogger("parallel2d").setLevel(logging.INFO)
-        logging.getLogger().addHandler(kept)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,31 @@ python runtime_runs.py FUNCTION[:ARGUMENT] ...    with RANK, WORLD_SIZE, MASTER_
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import sys
 import threading
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import nn
+
+def gloo_threads() -> int:
+    return sum("gloo" in task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())  # fmt: skip
+
+
+@atexit.register
+def _check_threads() -> None:
+    """Before torch and parallel2d are imported, so after their functions: a thread that frees a tensor when Python ends would kill
+    the process, after all of its work."""
+    if gloo_threads():
+        print(f"{gloo_threads()} threads of gloo are left", flush=True)
+        os._exit(3)
+
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
 
 
 def one_run() -> float:
@@ -177,6 +193,21 @@ def signals() -> dict[str, object]:
         "restored": before == after,
         "forgotten": not ours.preemption_requested(),
     }
+
+
+def foreign() -> dict[str, int]:
+    """A process group of somebody else, such as Ray, who destroys it without `teardown`."""
+    from parallel2d import ParallelConfig, Topology, build_mesh, build_on_meta, parallelize
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    topology = Topology.gather()
+    mesh = build_mesh(strategy="zero3", topology=topology)
+    with build_on_meta():
+        model = nn.Sequential(nn.Linear(8, 8))
+    model = parallelize(model, mesh, ParallelConfig("zero3"), seed=0, topology=topology)
+    model(torch.ones(2, 8)).sum().backward()
+    dist.destroy_process_group()
+    return {"threads": gloo_threads()}
 
 
 def main() -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import jobs
+import psutil
 import pytest
+from listening import listeners
 
+NOBODY = 65534
 SMALL = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=4",
     "model.n_layers=1", "model.dim=32", "model.hidden_dim=32", "train.validate_every=2", "train.validate_batches=1",
@@ -94,9 +99,61 @@ def wait_until(condition, what, seconds=90.0):
         time.sleep(0.05)
 
 
-def test_a_run_has_one_run_dir_with_everything_in_it(folder):
-    alone = execute(folder, *SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
-    assert alone.returncode == 0, alone.stderr
+@pytest.fixture
+def open_place():
+    """A temporary folder that every user may write to."""
+    place = tempfile.mkdtemp(prefix="parallel2d-test-")
+    os.chmod(place, 0o1777)
+    yield Path(place)
+    shutil.rmtree(place)
+
+
+def as_nobody(act) -> str:
+    """What an OSError says that ``act`` raises when another user does it; empty when it succeeds."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            act()
+        except OSError as error:
+            os.write(writer, (error.strerror or "failed").encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_a_run_has_one_run_dir_with_everything_in_it_and_opens_no_port(folder, open_place):
+    words = command(*SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
+    variables = {k: v for k, v in environment().items() if k != "XDG_RUNTIME_DIR"}
+    launcher = subprocess.Popen(
+        words,
+        cwd=folder,
+        env={**variables, "TMPDIR": str(open_place)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: launcher.poll() is not None or jobs.ranks_of(launcher.pid), "the first rank")
+    held = jobs.ranks_of(launcher.pid)[0]
+    os.kill(held, signal.SIGSTOP)
+    (store,) = open_place.glob("parallel2d-*/launcher-*/store")
+    assert listeners(str(launcher.pid)) == set()
+    if os.getuid() == 0:
+        assert as_nobody(lambda: (open_place / "mine").touch()) == ""
+        connect = socket.socket(socket.AF_UNIX).connect
+        assert as_nobody(lambda: connect(str(store))) == "Permission denied"
+        assert as_nobody(lambda: os.listdir(store.parent)) == "Permission denied"
+        move = store.parent.parent.rename
+        assert as_nobody(lambda: move(open_place / "moved")) == "Operation not permitted"
+    os.kill(held, signal.SIGCONT)
+    said = launcher.communicate(timeout=150)[1]
+    assert launcher.returncode == 0, said
+    assert not list(open_place.glob("parallel2d-*"))
+
     run_dir = folder / "alone"
     assert {"metrics.jsonl", "tensorboard", "layout.json", "train.log", ".hydra"} <= set(
         os.listdir(run_dir)
@@ -127,110 +184,98 @@ def test_a_run_has_one_run_dir_with_everything_in_it(folder):
     assert layout["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
     assert {"parameters", "hosts", "predicted"} <= layout.keys()
     for text in ("replica 0  [0 1]", "run dir", "first step", "step 4/4"):
-        assert text in alone.stderr
+        assert text in said
 
 
 @pytest.mark.slow
-def test_a_job_runs_without_standard_streams(folder):
-    words = command(*SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
-    without = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
-    closed = subprocess.run([*without, *words], cwd=folder, env=environment(), timeout=150)
-    assert closed.returncode == 0
-    assert len(rows(folder / "alone")) == 4
-
-
-@pytest.mark.slow
-def test_torchrun_gives_one_run_dir_and_the_same_losses(folder):
-    alone = execute(folder, *SMALL, "launch.nproc_per_node=2", "hydra.run.dir=alone")
-    assert alone.returncode == 0, alone.stderr
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "parallel2d.train",
-    )
-    started = execute(folder, *SMALL, "strategy=zero3", launcher=torchrun)
-    assert started.returncode == 0, started.stderr
-    (other,) = [path for path in run_dirs(folder) if path != folder / "alone"]
-    assert len(list(folder.rglob(".hydra"))) == 2
-    assert losses(other) == pytest.approx(losses(folder / "alone"), rel=1e-5)
-    assert [row["data/batch_hash"] for row in rows(other)] == [
-        row["data/batch_hash"] for row in rows(folder / "alone")
+def test_a_sweep_and_a_restarted_torchrun_give_complete_runs_with_equal_losses(folder):
+    words = [w for w in SMALL if not w.startswith(("model.", "train.steps", "train.validate"))]
+    words += ["model=custom", "model.target=my_models:Bigram", "train.steps=8"]
+    words += ["checkpoint.asynchronous=false", "checkpoint.every=2"]
+    both = ["strategy=ddp,zero3", "launch.nproc_per_node=2", "metrics.console=silent"]
+    sweep = execute(folder, "-m", *words, *both)
+    assert sweep.returncode == 0, sweep.stderr
+    assert "Traceback" not in sweep.stderr
+    assert "step" not in sweep.stderr
+    first, second = run_dirs(folder)
+    strategies = [
+        re.search(r"strategy:\n  name: (\w+)", (each / ".hydra/config.yaml").read_text())[1]
+        for each in (first, second)
     ]
+    assert strategies == ["ddp", "zero3"]
+    assert losses(first) == pytest.approx(losses(second), rel=1e-5)
+    assert losses(first)[-1] < losses(first)[0]
 
-    refused = execute(folder, *SMALL, "-m", "strategy=ddp,zero3", launcher=torchrun)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    train = ["-m", "parallel2d.train"]
+    failing = ["model.arguments.fail_on=1", "model.arguments.fail_at=6"]
+    done = execute(folder, *words, *failing, launcher=[*torchrun, "--max-restarts=1", *train])
+    assert done.returncode == 0, done.stderr
+    (other,) = [path for path in run_dirs(folder) if path not in (first, second)]
+    assert len(list(folder.rglob(".hydra"))) == 3
+    assert [row["step"] for row in rows(other)] == list(range(1, 9))
+    assert losses(other) == pytest.approx(losses(first), rel=1e-5)
+    hashes = [[row["data/batch_hash"] for row in rows(each)] for each in (first, other)]
+    assert hashes[0] == hashes[1]
+    assert "resumed after step 4" in done.stderr
+    assert len(list(other.glob("metrics.before-restart-*.jsonl"))) == 1
+
+    refused = execute(folder, *words, "-m", "strategy=ddp,zero3", launcher=[*torchrun, *train])
     assert refused.returncode != 0
     assert refused.stderr.count("-m is refused here") == 1
 
 
 @pytest.mark.slow
-def test_a_sweep_over_a_custom_model_gives_every_job_its_own_complete_run(folder):
-    words = (
-        "model=custom",
-        "model.target=my_models:Bigram",
-        "model.arguments.width=32",
-        "strategy=ddp,zero3",
-    )
-    small = [word for word in SMALL if not word.startswith("model.")]
-    done = execute(
-        folder, "-m", *small, *words, "launch.nproc_per_node=2", "metrics.console=silent"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "step" not in done.stderr  # metrics.console=silent
-    first, second = run_dirs(folder)
-    assert losses(first) == pytest.approx(losses(second), rel=1e-5)
-    strategies = [
-        re.search(r"strategy:\n  name: (\w+)", (d / ".hydra/config.yaml").read_text())[1]
-        for d in (first, second)
-    ]
-    assert strategies == ["ddp", "zero3"]
-    assert losses(first)[-1] < losses(first)[0]
-
-
-@pytest.mark.slow
-def test_a_workers_exception_is_told_once_with_the_logs_of_the_others(folder):
-    words = (
-        "model=custom",
-        "model.target=my_models:Bigram",
-        "model.arguments.fail_on=1",
-        "hydra.run.dir=run",
-    )
-    small = [word for word in SMALL if not word.startswith("model.")]
-    failed = execute(folder, *small, *words, "launch.nproc_per_node=2", "metrics.console=silent")
-    assert failed.returncode == 1
-    assert failed.stderr.count("RuntimeError: the model has had enough") == 1
-    assert "rank 1 failed first" in failed.stderr
-    assert str(folder / "run" / "logs") in failed.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["SIGINT to the launcher", "SIGKILL of the launcher"])
-def test_ending_the_launcher_ends_every_worker(folder, way):
+def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
+    """Asked to stop, interrupted, killed; in the end without standard streams."""
     words = [word for word in SMALL if "steps" not in word]
-    launcher = subprocess.Popen(
-        command(
-            *words, "train.steps=1000000", "launch.nproc_per_node=2", "hydra.run.dir=run",
-        ),
-        cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    run = [*words, "checkpoint.every=0", "launch.nproc_per_node=2", "hydra.run.dir=run"]
     metrics = folder / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
-    workers = jobs.ranks_of(launcher.pid)
-    assert len(workers) == 2
-    launcher.send_signal(signal.SIGINT if "SIGINT" in way else signal.SIGKILL)
-    _, said = launcher.communicate(timeout=20)
-    wait_until(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers),
-        "the end of all workers",
-        10,
-    )
-    if "SIGINT" in way:
-        assert launcher.returncode == 130
-        assert "interrupted; all workers have ended" in said
-        assert "Traceback" not in said
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command(*run, "train.steps=1000000"),
+            cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def wait_for_step(step: int) -> None:
+        def is_there() -> bool:
+            return metrics.exists() and len(rows(folder / "run")) >= step
+
+        wait_until(is_there, f"step {step}")
+
+    step = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        launcher = start()
+        wait_for_step(step + 2)
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=60)
+        assert launcher.returncode == 75, said
+        assert (f"resumed after step {step}" in said) == (step > 0)
+        saved = max(os.listdir(folder / "run" / "checkpoints"))
+        assert f"asked to stop; saved {saved}" in said
+        step = int(saved.removeprefix("step-"))
+        assert rows(folder / "run")[-1]["step"] == step
+
+    for number in (signal.SIGINT, signal.SIGKILL):
+        launcher = start()
+        wait_until(lambda pid=launcher.pid: len(jobs.ranks_of(pid)) == 2, "the start of two ranks")
+        if number == signal.SIGINT:
+            wait_for_step(step + 2)
+        workers = jobs.ranks_of(launcher.pid)
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=20)
+        for pid in workers:
+            wait_until(lambda pid=pid: not psutil.pid_exists(pid), "the end of all workers", 10)
+        if number == signal.SIGINT:
+            assert launcher.returncode == 130
+            assert "interrupted; all workers have ended" in said
+            assert "Traceback" not in said
+
+    without = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
+    last = [*without, *command(*run, f"train.steps={step + 3}")]
+    assert subprocess.run(last, cwd=folder, env=environment(), timeout=150).returncode == 0
+    assert [row["step"] for row in rows(folder / "run")] == list(range(1, step + 4))
 
 
 def test_a_taken_port_is_one_clear_message(folder):
@@ -280,63 +325,3 @@ def test_own_loop_example_runs():
     found = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(found) == 20
     assert found[-1] < found[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_that_is_told_to_end_saves_and_goes_on_later(folder, told):
-    words = [word for word in SMALL if "steps" not in word]
-    run = [
-        *words,
-        "train.steps=100000",
-        "checkpoint.every=0",
-        "launch.nproc_per_node=2",
-        "hydra.run.dir=run",
-    ]
-    launcher = subprocess.Popen(
-        command(*run),
-        cwd=folder,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    metrics = folder / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step")
-    launcher.send_signal(told)
-    _, said = launcher.communicate(timeout=60)
-    assert launcher.returncode == 75, said
-    (saved,) = os.listdir(folder / "run" / "checkpoints")
-    assert f"told to end; saved {saved}" in said
-    step = int(saved.removeprefix("step-"))
-    assert rows(folder / "run")[-1]["step"] == step
-    steps = [f"train.steps={step + 3}" if "train.steps" in word else word for word in run]
-    later = execute(folder, *steps)
-    assert later.returncode == 0, later.stderr
-    assert f"resumed after step {step}" in later.stderr
-    assert [row["step"] for row in rows(folder / "run")] == list(range(1, step + 4))
-
-
-@pytest.mark.slow
-def test_restarted_workers_go_on_in_the_run_dir_of_their_first_life(folder):
-    torchrun = (
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "parallel2d.train",
-    )  # fmt: skip
-    small = [
-        word for word in SMALL if not word.startswith(("model.", "train.steps", "train.validate"))
-    ]
-    words = [
-        "model=custom",
-        "model.target=my_models:Bigram",
-        "model.arguments.fail_on=1",
-        "model.arguments.fail_at=6",
-    ]
-    done = subprocess.run(
-        command(*small, *words, "train.steps=8", "checkpoint.every=2", "checkpoint.asynchronous=false", launcher=torchrun),
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (run_dir,) = run_dirs(folder)
-    assert [row["step"] for row in rows(run_dir)] == list(range(1, 9))
-    assert "resumed after step 4" in done.stderr
-    assert len(list(run_dir.glob("metrics.before-restart-*.jsonl"))) == 1

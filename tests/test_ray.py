@@ -59,33 +59,6 @@ def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp
     equal(rows_of(launch, tmp_path), alone)
 
 
-def test_no_thread_of_a_destroyed_group_is_left_when_python_ends(tmp_path):
-    """One that frees a tensor then would kill the process, after all of its work."""
-    script = tmp_path / "loop.py"
-    script.write_text(
-        f"""
-import atexit, sys
-from pathlib import Path
-
-def threads(when):
-    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    print(when, sum("gloo" in name for name in names))
-
-atexit.register(threads, "left")  # before torch and parallel2d, so after their functions
-sys.path.insert(0, {str(EXAMPLE.parent)!r})
-import ray_train
-
-config = dict(steps=1, shard=1, precision="fp32", global_batch=4, micro_batch=2)
-ray_train.run_without_ray(config, gpu=False)
-threads("after")
-"""
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    after, left = (int(line.split()[1]) for line in done.stdout.splitlines())
-    assert after > left == 0
-
-
 def test_the_name_in_the_package_can_be_sent_to_a_worker():
     """Ray sends a training function along with the globals it names."""
     from parallel2d import parallelize

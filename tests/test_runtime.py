@@ -70,12 +70,12 @@ def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, 
 @pytest.fixture(scope="module")
 def three_ranks() -> list[list[dict[str, Any]]]:
     """Answers of three ranks to soak, timeouts and late, all in one process each: what one leaves behind would harm the next."""
-    return start(3, "soak:6", "timeouts", "late")
+    return start(3, "soak:5", "timeouts", "late")
 
 
 @pytest.fixture(scope="module")
 def one_process() -> list[dict[str, Any]]:
-    return start(0, "alone", "signals")[0]
+    return start(0, "alone", "signals", "foreign")[0]
 
 
 def check_nothing_is_left(answers: list[dict[str, Any]], resident: float) -> None:
@@ -166,6 +166,10 @@ def test_a_barrier_names_the_late_rank_and_its_host(three_ranks):
 
 def test_teardown_puts_signal_handlers_back(one_process):
     assert one_process[1] == {"heard": True, "restored": True, "forgotten": True}
+
+
+def test_no_thread_of_a_destroyed_group_is_left_when_python_ends(one_process):
+    assert one_process[2]["threads"] > 0, "and at its end the process has found none"
 
 
 def test_a_first_timeout_below_the_later_one_is_refused():

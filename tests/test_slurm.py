@@ -126,7 +126,7 @@ def folder(tmp_path):
 
 
 def live_twice(folder: Path, **variables: str) -> tuple[list[dict], str]:
-    """A job that is told to end after three steps, and its next life, which is told to end too (400 steps would take too long)."""
+    """A job that is asked to stop after three steps, and its next life, which is asked too (400 steps would take too long)."""
     first = Batch(folder, 0, **variables)
     first.wait_for_step(3)
     first.process.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@120 does: to the script alone
@@ -166,7 +166,7 @@ def test_the_script_is_sound_and_may_be_run():
 def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
     """Ranks by srun: one node, two tasks."""
     rows, log = live_twice(folder, START="ranks", TASKS_PER_NODE="2")
-    assert log.count("told to end by SIGUSR1: saving") == 2
+    assert log.count("asked to stop by SIGUSR1: saving") == 2
     assert len({row["data/batch_hash"] for row in rows}) == len(rows)
 
 
@@ -215,7 +215,7 @@ def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, numb
     assert code == 75
     assert notes.startswith("requeue ")
     assert notes.count("\n") == 1
-    assert f"told to end by {signal.Signals(number).name}" in log
+    assert f"asked to stop by {signal.Signals(number).name}" in log
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (75, True)])

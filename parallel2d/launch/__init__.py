@@ -5,36 +5,21 @@ elastic agent. However they were started, all ranks get the same `Job`, which wa
 one run directory.
 """
 
-from parallel2d.launch.agreement import (
-    agree_on_job,
-    failures_told_once,
-    forget_run,
-    telling_progress,
-)
-from parallel2d.launch.endings import Preempted, WorkersFailed
-from parallel2d.launch.processes import (
-    end_with_parent,
-    open_standard_streams,
-    workers_per_node,
-)
+from parallel2d.launch.failures import Preempted, WorkersFailed
+from parallel2d.launch.launcher import start_node, start_workers
+from parallel2d.launch.processes import open_standard_streams, workers_per_node
 from parallel2d.launch.rank_processes import start_server
-from parallel2d.launch.workers import start_node, start_workers
 from parallel2d.rank_environment import RankIdentity, find_rank, first_host
 
 __all__ = [
     "Preempted",
     "RankIdentity",
     "WorkersFailed",
-    "agree_on_job",
-    "end_with_parent",
-    "failures_told_once",
     "find_rank",
     "first_host",
-    "forget_run",
     "open_standard_streams",
     "start_node",
     "start_server",
     "start_workers",
-    "telling_progress",
     "workers_per_node",
 ]

@@ -1,4 +1,4 @@
-"""One node's launcher: `run_team` starts the node's ranks, watches them, and starts them again with
+"""One node's launcher: `run_node` starts the node's ranks, watches them, and starts them again with
 the nodes that remain.
 
 torch's elastic agent does the work. This module decides whether, when and how a group of workers
@@ -6,10 +6,15 @@ starts again, and turns a failure into one exception with the error of the rank 
 
 [Note: three reasons to start again] A worker failed: the others of this node are ended at once,
 since they wait for it in vain; see [Note: a storm of restarts]. The nodes changed, because one
-wants to join: workers are asked to end, so they save and nothing is repeated. A worker ended
-because a rank somewhere got a signal to end (a node is being taken away): it has saved too, and the
-rest go on. There is one reason to end running workers unsaved: the other nodes have gone on without
-this one, because it did not answer for too long.
+wants to join: workers are asked to stop, so they save and nothing is repeated. A worker stopped
+because a rank somewhere got a signal to stop (a node is being taken away): it has saved too, and
+the rest go on. There is one reason to end running workers unsaved: the other nodes have gone on
+without this one, because it did not answer for too long.
+
+[Note: a storm of restarts] A count for the whole of a job would end a month's run for its twentieth
+lost node; no count would repeat a broken step for ever. So what counts are failures in a row
+without a step further than any before. The first of them is followed by a restart at once, the next
+ones after 1, 2, 4 ... seconds, a minute at most.
 """
 
 from __future__ import annotations
@@ -21,8 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -35,51 +39,81 @@ from parallel2d import files
 from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
-from parallel2d.launch.agreement import folder_errors_explained, read_story
+from parallel2d.launch.agreement import folder_errors_explained
 from parallel2d.launch.elastic_internals import (
+    GRACE_AFTER_FAILURE_S,
     ElasticAgent,
     StartedProcesses,
     goes_on_without_this_node,
     nodes_there,
     stop_heartbeats,
 )
-from parallel2d.launch.endings import StoreLost, WorkersFailed
-from parallel2d.launch.rank_processes import LOST, start_rank
-from parallel2d.launch.rendezvous import Meeting
-from parallel2d.launch.restarts import Restarts
+from parallel2d.launch.failures import RankFailure, StoreLost, WorkersFailed, first_failure
+from parallel2d.launch.rank_processes import start_rank
+from parallel2d.launch.rendezvous import Rendezvous
 from parallel2d.rank_environment import AGENT, PREFIX
 from parallel2d.recovery.place import SHARED_MEMORY, VARIABLE
 
-# that workers have between SIGTERM and SIGKILL once one of their group has failed
-_SECONDS_FOR_LAST_WORDS = 5
-_STORY = "parallel2d/story"
+LONGEST_PAUSE_S = 60.0
+_FAILURE = "parallel2d/failure-of-job"  # the node that is first to claim it shows the error
 
 
-@dataclass(frozen=True)
-class Team:
-    """The ranks of this node."""
+class Restarts:
+    """Whether workers that failed may try again, and after which pause.
 
-    words: tuple[str, ...]  # of each, on its command line
-    size: int
-    settings: LaunchConfig
-    restarts: Restarts
-    folder: str  # exists as long as this launcher
-    # where ranks beside the first write what they print; None: to the console
-    logs: str | None = None
-    say: Callable[[str], None] = field(
-        default=lambda text: print(
-            f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True
-        )
-    )
+    ``limit``: failures in a row without progress after which workers still start again. ``step``:
+    called after each failure, returns the last step begun. See [Note: a storm of restarts].
+    """
+
+    def __init__(self, limit: int, step: Callable[[], int]) -> None:
+        self.limit, self._step = limit, step
+        self._furthest, self.in_a_row = -1, 0
+
+    def after_failure(self) -> float | None:
+        """Seconds to wait before the next try; None when there is none left."""
+        step = self._step()
+        if step > self._furthest:
+            self._furthest, self.in_a_row = step, 0
+        self.in_a_row += 1
+        if self.in_a_row > self.limit:
+            return None
+        if self.in_a_row == 1:
+            return 0.0
+        return min(2.0 ** (self.in_a_row - 2), LONGEST_PAUSE_S)
 
 
-def last_step(folder: str) -> int:
-    """The last step that workers of this launcher have begun; -1 before the first."""
-    try:
-        with open(os.path.join(folder, "step")) as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return -1
+class NodeWorkers:
+    """The ranks of this node, as long as the job lasts.
+
+    ``words``: of each, on its command line. ``folder``: exists as long as this launcher. ``logs``:
+    where ranks beside the first write what they print; None: to the console.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        size: int,
+        settings: LaunchConfig,
+        folder: str,
+        logs: str | None = None,
+    ) -> None:
+        self.words, self.size, self.settings = tuple(words), size, settings
+        self.folder, self.logs = folder, logs
+        limit = settings.max_restarts
+        if limit == "auto":  # on one node a person is near
+            limit = 0 if settings.node_range == (1, 1) else 5
+        self.restarts = Restarts(int(limit), self.last_step)
+
+    def last_step(self) -> int:
+        """The last step that workers of this launcher have begun; -1 before the first."""
+        try:
+            with open(os.path.join(self.folder, "step")) as file:
+                return int(file.read())
+        except (OSError, ValueError):
+            return -1
+
+    def say(self, text: str) -> None:
+        print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -107,7 +141,7 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
             folders.remove(path)
 
 
-def run_team(team: Team, meeting: Meeting) -> None:
+def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
     """Runs this node's ranks until the job ends. See [Note: three reasons to start again].
 
     Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
@@ -115,46 +149,43 @@ def run_team(team: Team, meeting: Meeting) -> None:
     workers.
     """
     os.environ.update(
-        meeting.environment, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+        rendezvous.environment,
+        TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
-    handler = meeting.handler(team.settings)
+    handler = rendezvous.handler(workers.settings)
     spec = WorkerSpec(
         role="worker",
-        local_world_size=team.size,
-        entrypoint="parallel2d.train:main",
-        args=team.words,
+        local_world_size=workers.size,
+        entrypoint="parallel2d.rank:rank_main",
+        args=workers.words,
         rdzv_handler=handler,
-        max_restarts=team.restarts.limit,
+        max_restarts=workers.restarts.limit,
         monitor_interval=0.1,
-        local_addr=meeting.interface.address,
+        local_addr=rendezvous.interface.address,
     )
-    redirects = dict.fromkeys(range(1, team.size), Std.ALL) if team.logs else Std.NONE
-    agent = _Agent(
-        team,
-        meeting,
-        spec,
-        DefaultLogsSpecs(
-            log_dir=team.logs or os.path.join(team.folder, "logs"), redirects=redirects
-        ),
+    redirects = dict.fromkeys(range(1, workers.size), Std.ALL) if workers.logs else Std.NONE
+    logs = DefaultLogsSpecs(
+        log_dir=workers.logs or os.path.join(workers.folder, "logs"), redirects=redirects
     )
+    agent = _Agent(workers, rendezvous, spec, logs)
     over = True
     try:
         result = agent.run()
         if result is not None and result.is_failed():
-            raise _told(meeting, result.failures, team)
+            raise _explain_failure(workers, rendezvous, first_failure(result.failures))
     except SignalException:
         over = False  # closing would keep a node that is only being replaced from coming back
         raise
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
-        raise _explained(error, handler, meeting, team) from None
+        raise _explain_rendezvous(workers, rendezvous, error, nodes_there(handler)) from None
     finally:
         # Otherwise the heartbeats' thread may hold the last reference to the handler, and a thread
         # cannot wait for its own end.
         stop_heartbeats(handler)
         if over:
             with contextlib.suppress(Exception):  # the store may have ended with another node
-                meeting.end()
+                rendezvous.end()
                 handler.shutdown()
 
 
@@ -162,26 +193,21 @@ class _Agent(ElasticAgent):
     """torch's agent with our reasons to start again; it calls the methods below from its loop."""
 
     def __init__(
-        self, team: Team, meeting: Meeting, spec: WorkerSpec, logs: DefaultLogsSpecs
+        self,
+        workers: NodeWorkers,
+        rendezvous: Rendezvous,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
     ) -> None:
-        super().__init__(
-            spec, logs, exit_barrier_timeout=60, shutdown_timeout=team.settings.grace_s
-        )
-        self._meeting, self._team, self._pause, self._evicted = meeting, team, 0.0, False
+        grace_s = workers.settings.grace_s
+        super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=grace_s)
+        self.workers, self.rendezvous = workers, rendezvous
+        self._pause, self._evicted = 0.0, False
 
-    def start_workers(self, group: Any) -> Any:
-        os.environ[PREFIX] = self._meeting.ranks_prefix(group)
-        context: Any = StartedProcesses(
-            functools.partial(start_rank, group.spec.entrypoint, group.spec.args),
-            self._environments(group),
-            self.logs_specs,
-        )
-        self.process_context = context
-        context.start()
-        # torch calls it without a timeout once a worker has failed. A worker that is stopped or
-        # stuck then does not react to SIGTERM.
-        context.close = functools.partial(_close_soon, context.close)
-        return context.pids()
+    def new_processes(self, group: Any) -> StartedProcesses:
+        os.environ[PREFIX] = self.rendezvous.ranks_prefix(group)
+        start = functools.partial(start_rank, group.spec.entrypoint, group.spec.args)
+        return StartedProcesses(start, self._environments(group), self.logs_specs)
 
     def _environments(self, group: Any) -> dict[int, dict[str, str]]:
         """By local rank: the variables that torchrun gives a worker."""
@@ -197,19 +223,16 @@ class _Agent(ElasticAgent):
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": False,
         }
-        return {
-            worker.local_rank: {
-                name: str(value)
-                for name, value in {
-                    **os.environ,
-                    **of_all,
-                    "RANK": worker.global_rank,
-                    "LOCAL_RANK": worker.local_rank,
-                    "WORLD_SIZE": worker.world_size,
-                }.items()
+        environments = {}
+        for worker in group.workers:
+            of_one = {
+                "RANK": worker.global_rank,
+                "LOCAL_RANK": worker.local_rank,
+                "WORLD_SIZE": worker.world_size,
             }
-            for worker in group.workers
-        }
+            given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
+            environments[worker.local_rank] = {**os.environ, **given}
+        return environments
 
     def monitor_workers(self, group: Any) -> RunResult:
         result = super().monitor_workers(group)
@@ -219,52 +242,51 @@ class _Agent(ElasticAgent):
         elif result.state == WorkerState.HEALTHY and goes_on_without_this_node(
             group.spec.rdzv_handler
         ):
-            self._team.say(
-                "the other nodes took this one for lost and went on; ending its ranks and joining "
-                "again"
+            self.workers.say(
+                "the other nodes considered this one lost and went on; ending its ranks and "
+                "rejoining"
             )
             self.remaining_restarts, self._pause, self._evicted = 1, 0.0, True
             return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def _may_start_again(self, failures: dict[int, Any]) -> bool:
-        team = self._team
-        if any(
-            failure.exitcode == team.settings.requeue_exit_code for failure in failures.values()
-        ):
+        workers, restarts = self.workers, self.workers.restarts
+        saved = workers.settings.requeue_exit_code
+        if any(failure.exitcode == saved for failure in failures.values()):
             self._pause = 0.0
-            team.say(
-                "a rank was told to end, and all have saved; going on with the nodes that are left"
+            workers.say(
+                "a rank was asked to stop, and all have saved; continuing with the nodes that are "
+                "left"
             )
-            return team.restarts.limit > 0
-        rank, failure, story = first_failure(failures)
-        if story and story["config_error"]:
+            return restarts.limit > 0
+        failure = first_failure(failures)
+        if failure.error and failure.error.config_error:
             return False
-        pause = team.restarts.after_failure()
+        pause = restarts.after_failure()
         if pause is None:
             return False
         self._pause = pause
-        what = one_line(failure, story)
         wait = f" in {pause:.0f} s" if pause else ""
-        left = team.restarts.limit - team.restarts.in_a_row
-        team.say(f"rank {rank}: {what}; starting again{wait} ({left} more without progress)")
+        left = restarts.limit - restarts.in_a_row
+        workers.say(
+            f"rank {failure.rank}: {failure}; starting again{wait} ({left} more without progress)"
+        )
         return True
 
     def stop_workers(self, group: Any) -> None:
-        asked_to_save = group.state == WorkerState.HEALTHY
-        if asked_to_save:
-            self._team.say(
+        # What its ranks have done since is done again elsewhere: they must not save it.
+        if self._evicted:
+            self._evicted = False
+            self.shut_down(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
+        elif group.state == WorkerState.HEALTHY:
+            self.workers.say(
                 "the nodes of this job have changed; saving, and starting again with all that are "
                 "there"
             )
-        # what its ranks have done since is done again elsewhere: they must not save it
-        if self._evicted:
-            self._evicted = False
-            self.shut_down(signal.SIGKILL, _SECONDS_FOR_LAST_WORDS)
-            return
-        self.shut_down(
-            timeout=self._team.settings.grace_s if asked_to_save else _SECONDS_FOR_LAST_WORDS
-        )
+            self.shut_down(timeout=self.workers.settings.grace_s)
+        else:
+            self.shut_down(timeout=GRACE_AFTER_FAILURE_S)
 
     def restart_workers(self, group: Any) -> None:
         failed = group.state != WorkerState.HEALTHY
@@ -275,100 +297,52 @@ class _Agent(ElasticAgent):
         self.initialize_workers(group)
 
 
-def _close_soon(
-    close: Callable[..., None],
-    death_sig: signal.Signals | None = None,
-    timeout: int = _SECONDS_FOR_LAST_WORDS,
-) -> None:
-    close(death_sig, timeout)
-
-
-def first_failure(failures: dict[int, Any]) -> tuple[int, Any, dict[str, Any] | None]:
-    """The rank that failed first, torch's record of it and its own error report, if it left one."""
-    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    stories = [(rank, failure, read_story(failure.error_file)) for rank, failure in ordered]
-    told = sorted(((r, f, s) for r, f, s in stories if s), key=lambda item: item[2]["time"])
-    killed = [(r, f, s) for r, f, s in stories if s is None and f.exitcode < 0]
-    if killed and all(lost_a_peer(s) for _, _, s in told):
-        return killed[0]
-    return told[0] if told else stories[0]
-
-
-def lost_a_peer(story: dict[str, Any]) -> bool:
-    """Whether a rank failed only because another one had ended: its connection broke."""
-    words = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "Connection refused",
-        "connection was closed",
-    )
-    return any(word in story["text"] for word in words)
-
-
-def one_line(failure: Any, story: dict[str, Any] | None) -> str:
-    """What happened to a rank, in one line."""
-    if story:
-        return (
-            "lost the connection to another rank"
-            if lost_a_peer(story)
-            else story["text"].strip().splitlines()[-1]
-        )
-    if failure.exitcode == -signal.SIGKILL:
-        return "ended by SIGKILL, by somebody or by the kernel for want of memory"
-    if failure.exitcode < 0:
-        return f"ended by {signal.Signals(-failure.exitcode).name}"
-    if failure.exitcode == LOST:
-        return f"exited with code {LOST}, as ranks do when the process that forks them is ended"
-    return f"exited with code {failure.exitcode}"
-
-
-def _told(meeting: Meeting, failures: dict[int, Any], team: Team) -> Exception:
-    """The exception for these failures. One node's has the error of the rank that failed first;
+def _explain_failure(
+    workers: NodeWorkers, rendezvous: Rendezvous, failure: RankFailure
+) -> Exception:
+    """The exception for the end of a job. One node's has the error of the rank that failed first;
     that of the others refers to it."""
-    rank, failure, story = first_failure(failures)
-    config_error = bool(story and story["config_error"])
-    bystander = bool(story and lost_a_peer(story))
-    alone = team.settings.node_range == (1, 1)
-    first = alone or _is_first_to_tell(meeting, bystander)
-    if not first:
+    alone = workers.settings.node_range == (1, 1)
+    if not alone and not _is_first_to_tell(rendezvous, failure.lost_a_peer):
         return WorkersFailed(
-            f"the ranks of {socket.gethostname()} ended, because one on another node did; it tells "
-            "why"
+            f"the ranks of {socket.gethostname()} ended because a rank on another node failed; see "
+            "the error there"
         )
-    if config_error and story:
-        return ConfigError(story["text"])
-    cause = story["text"] if story else one_line(failure, story)
-    tried = (
-        f"\n{team.restarts.limit} restarts brought no step further"
-        if team.restarts.in_a_row > team.restarts.limit > 0
-        else ""
-    )
-    others = f"\nlogs of the other ranks: {team.logs}" if team.logs else ""
-    first_line = "" if story and story["complete"] else f"rank {rank} failed first:\n"
-    return WorkersFailed(f"{first_line}{cause}{tried}{others}")
+    error, restarts = failure.error, workers.restarts
+    if error and error.config_error:
+        return ConfigError(error.text)
+    text = error.text if error else str(failure)
+    if error is None or not error.complete:
+        text = f"rank {failure.rank} failed first:\n{text}"
+    if restarts.in_a_row > restarts.limit > 0:
+        text += f"\n{restarts.limit} restarts brought no step further"
+    if workers.logs:
+        text += f"\nlogs of the other ranks: {workers.logs}"
+    return WorkersFailed(text)
 
 
-def _is_first_to_tell(meeting: Meeting, bystander: bool) -> bool:
+def _is_first_to_tell(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
     """Whether this node is the one to report the error. A node whose ranks only lost a peer waits a
     moment before it claims the report."""
     try:
-        if bystander:
+        if lost_a_peer:
             time.sleep(1.5)
-        return meeting.store.add(f"{_STORY}/{meeting.name}", 1) == 1
+        return rendezvous.store.add(f"{_FAILURE}/{rendezvous.name}", 1) == 1
     except Exception:  # the store ended with its node
         return True
 
 
-def _explained(error: Exception, handler: Any, meeting: Meeting, team: Team) -> Exception:
-    kind = type(error).__name__
+def _explain_rendezvous(
+    workers: NodeWorkers, rendezvous: Rendezvous, error: Exception, there: Sequence[str]
+) -> Exception:
+    """``there``: addresses of the nodes that have come."""
+    kind, settings = type(error).__name__, workers.settings
     if kind == "RendezvousClosedError":
-        return WorkersFailed("the job was ended by another node, which tells why")
+        return WorkersFailed("the job was ended by another node; see the error there")
     if kind == "RendezvousTimeoutError":
-        there = nodes_there(handler)
         return WorkersFailed(
-            f"after {team.settings.rendezvous_timeout:.0f} s {len(there)} of "
-            f"launch.nnodes={team.settings.nnodes} nodes were at {meeting.endpoint} "
+            f"after {settings.rendezvous_timeout:.0f} s {len(there)} of "
+            f"launch.nnodes={settings.nnodes} nodes were at {rendezvous.endpoint} "
             f"({', '.join(there)}); python -m parallel2d.preflight tells which cannot reach it"
         )
     return StoreLost(str(error).splitlines()[0])

@@ -1,5 +1,4 @@
-"""What all ranks agree on before they train, by `agree_on_job`, and one message for all of them
-when they fail, by `failures_told_once`.
+"""What all ranks agree on before they train: `agree_on_job`.
 
 [Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
 publishes configuration and directory through the rendezvous store. Workers that replace others go
@@ -14,12 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from parallel2d import files
@@ -27,16 +22,14 @@ from parallel2d.config import Job, TrainConfig
 from parallel2d.config.composition import Composition, compose, run_sweep
 from parallel2d.config.serialization import from_yaml, to_yaml
 from parallel2d.config.words import is_multirun
-from parallel2d.errors import ConfigError, HookError
+from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
-from parallel2d.rank_environment import AGENT, CONFIG, LABEL, RECORDS, RUN_DIR, WORDS, RankIdentity
-from parallel2d.run_directory import note_failure
-from parallel2d.store.address import answered_within
+from parallel2d.rank_environment import AGENT, JOB, RankIdentity
 
 _Position = TypeVar("_Position")
 # Chooses what is left to the planner, from the words, the number of nodes and of ranks.
-Settle = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
-_RECORDED = ("run_dir", "config", "words", "records")  # of a job, for workers that replace others
+ChooseLayout = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
+_RECORDED = {"run_dir", "config", "words", "records", "label"}
 
 
 def agree_on_job(
@@ -44,28 +37,28 @@ def agree_on_job(
     store: Any,
     arguments: Sequence[str],
     composition: Composition | None,
-    settle: Settle,
+    choose_layout: ChooseLayout,
 ) -> Job | None:
     """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
     and published in ``store``.
 
-    ``composition``: of ``arguments``, if there is one already. ``settle``: rank 0 calls it, at each
-    start, since after a restart there may be other nodes. None when rank 0 had nothing to run
-    (``--help``, ``--cfg``). See [Note: one run directory].
+    ``composition``: of ``arguments``, if there is one already. ``choose_layout``: rank 0 calls it,
+    at each start, since after a restart there may be other nodes. None when rank 0 had nothing to
+    run (``--help``, ``--cfg``). See [Note: one run directory].
     """
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
     if identity.rank == 0:
-        _publish_job(identity, store, arguments, composition, settle)
+        _publish_job(identity, store, arguments, composition, choose_layout)
     received = json.loads(store.get("parallel2d/job"))
     if received is None:
         return None
     if "error" in received:
         raise ConfigError(received["error"])
     if identity.local_rank == 0:
-        _record_job(received)
-    config = from_yaml(received["settled"])
+        _record_job({key: received[key] for key in _RECORDED})
+    config = from_yaml(received["chosen"])
     own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
     if own:  # the one key that differs between nodes
         config.launch.host_id = own[-1]
@@ -75,8 +68,19 @@ def agree_on_job(
         tuple(received["words"]),
         restarted=received["restarted"],
         records=received["records"],
-        label=os.environ.get(LABEL, ""),
+        label=received["label"],
     )
+
+
+def job_record(job: Job) -> dict[str, Any]:
+    """Describes a job to ranks, and to those that replace them."""
+    return {
+        "run_dir": job.run_dir,
+        "config": to_yaml(job.config),
+        "words": list(job.overrides),
+        "records": job.records,
+        "label": job.label,
+    }
 
 
 def _publish_job(
@@ -84,49 +88,35 @@ def _publish_job(
     store: Any,
     arguments: Sequence[str],
     composition: Composition | None,
-    settle: Settle,
+    choose_layout: ChooseLayout,
 ) -> None:
-    """Puts the job of the workers that these replace, or a new one, into ``store``; what went wrong
-    there too, and raises it."""
+    """Puts the job of the workers that these replace, or a new one, with the layout for these ranks
+    into ``store``; what went wrong there too, and raises it."""
     records = [
         json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
     ]
     earlier = next((record for record in records if record), None)
+    message: dict[str, Any] | None = None
     try:
-        message: dict[str, Any] | None
-        if earlier:
-            message = {**earlier, "restarted": True}
-        else:
-            message = _first_job(identity, arguments, composition)
-        if message is not None:
-            message["settled"] = _settled(message, identity, settle)
+        job = earlier or _first_job(identity, arguments, composition)
+        if job is not None:
+            config = from_yaml(job["config"])
+            chosen = choose_layout(config, job["words"], identity.nodes, identity.world_size)
+            message = {**job, "chosen": to_yaml(chosen), "restarted": earlier is not None}
     except ConfigError as error:
-        store.set("parallel2d/job", json.dumps({"error": str(error)}))
+        message = {"error": str(error)}
         raise
-    except SystemExit:
-        store.set("parallel2d/job", json.dumps(None))
-        raise
-    store.set("parallel2d/job", json.dumps(message))
-
-
-def _settled(job: Mapping[str, Any], identity: RankIdentity, settle: Settle) -> str:
-    """The configuration of ``job``, as text, with what ``settle`` has chosen."""
-    config = settle(from_yaml(job["config"]), job["words"], identity.nodes, identity.world_size)
-    return to_yaml(config)
+    finally:  # whatever went wrong: the other ranks wait for it
+        store.set("parallel2d/job", json.dumps(message))
 
 
 def _first_job(
     identity: RankIdentity, arguments: Sequence[str], composition: Composition | None
 ) -> dict[str, Any] | None:
-    """The job as its ranks receive it, composed here or by the launcher; None for no job."""
+    """Composed here or by the launcher; None for no job."""
     if identity.launcher == "self":
-        return {
-            "config": os.environ[CONFIG],
-            "run_dir": os.environ[RUN_DIR],
-            "words": json.loads(os.environ[WORDS]),
-            "records": os.environ.get(RECORDS, ""),
-            "restarted": False,
-        }
+        record: dict[str, Any] = json.loads(os.environ[JOB])
+        return record
     if is_multirun(arguments):
         raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
     jobs: list[Job] = []
@@ -135,16 +125,7 @@ def _first_job(
         run_sweep(arguments, jobs.append)
     else:
         composition.start(jobs.append)
-    if not jobs:
-        return None
-    job = jobs[0]
-    return {
-        "config": to_yaml(job.config),
-        "run_dir": job.run_dir,
-        "words": list(job.overrides),
-        "records": job.records,
-        "restarted": False,
-    }
+    return job_record(jobs[0]) if jobs else None
 
 
 def launcher_folder() -> str:
@@ -187,17 +168,15 @@ def _recorded_job(folder: str) -> dict[str, Any] | None:
         record = files.read_json(os.path.join(folder, "job.json"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and set(record) == set(_RECORDED) else None
+    return record if isinstance(record, dict) and set(record) == _RECORDED else None
 
 
-def _record_job(job: Mapping[str, Any]) -> None:
-    if not _is_started_again():
-        return
-    folder = launcher_folder()
-    with folder_errors_explained():
-        folders.make_own(folder)
-    path = os.path.join(folder, "job.json")
-    files.replace(path, json.dumps({key: job[key] for key in _RECORDED}))
+def _record_job(record: dict[str, Any]) -> None:
+    if _is_started_again():
+        folder = launcher_folder()
+        with folder_errors_explained():
+            folders.make_own(folder)
+        files.replace(os.path.join(folder, "job.json"), json.dumps(record))
 
 
 def forget_run(identity: RankIdentity) -> None:
@@ -226,90 +205,3 @@ def telling_progress(
         return now
 
     return tell
-
-
-@contextlib.contextmanager
-def failures_told_once(
-    identity: RankIdentity, store: Any, run_dir: str | None = None
-) -> Iterator[None]:
-    """Turns an exception on a rank into a non-zero exit and, over all ranks, one message.
-
-    Workers of our own launchers leave the message to them. Otherwise the rank that is first to
-    claim it in ``store`` prints it. ``run_dir``: where the message is kept in ``train.log``, unless
-    the launcher of a single node does so.
-    """
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        # to the microsecond: peers fail within the same second, because this one did
-        now = time.time()
-        config_error = isinstance(error, ConfigError)
-        complete = config_error or isinstance(error, HookError)
-        text = _text_of(error, complete)
-        first = identity.launcher != "self" and _first_to_claim(store)
-        if first and run_dir is not None:
-            note_failure(run_dir, text)
-        # torchrun would print what it finds there beside what is printed here
-        if identity.launcher in ("self", "nodes"):
-            leave_story(text, now, config_error=config_error, complete=complete)
-            if identity.rank and identity.launcher == "self":  # its stderr is its log
-                print(files.for_terminal(text), file=sys.stderr, flush=True)
-        elif first:
-            prefix = "" if complete else f"rank {identity.rank} failed first:\n"
-            print(f"{prefix}{files.for_terminal(text)}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)  # peers may be inside a collective: no destructor may wait for them
-
-
-def _text_of(error: BaseException, complete: bool) -> str:
-    """``complete``: the error's own text says all."""
-    if complete:
-        return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _first_to_claim(store: Any) -> bool:
-    def claim() -> bool:
-        try:
-            return store is None or store.add("parallel2d/failure", 1) == 1
-        except Exception:  # the store ended with rank 0, which has printed its error
-            return False
-
-    # rank 0 is stopped: better printed by every rank than by none
-    return answered_within(5.0, claim, True)
-
-
-def leave_story(text: str, when: float, *, config_error: bool, complete: bool = False) -> None:
-    """Writes a worker's error to the file that torch's elastic agent reads. ``complete``: the text
-    says which rank failed."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        info = {
-            "py_callstack": text,
-            "timestamp": str(int(when)),
-            "time": when,
-            "config_error": config_error,
-            "complete": complete,
-        }
-        with open(path, "w") as file:
-            json.dump(
-                {"message": {"message": text.splitlines()[-1] if text else "", "extraInfo": info}},
-                file,
-            )
-
-
-def read_story(path: str) -> dict[str, Any] | None:
-    """``text``, ``time`` and both flags of what `leave_story` wrote, or None."""
-    try:
-        with open(path) as file:
-            extra = json.load(file)["message"]["extraInfo"]
-        return {
-            "text": extra["py_callstack"],
-            "config_error": extra.get("config_error", False),
-            "complete": extra.get("complete", False),
-            "time": extra.get("time", math.inf),
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

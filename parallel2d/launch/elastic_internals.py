@@ -21,24 +21,20 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-# The agent, its processes and the rendezvous as torch has them, and what is reached on each. None
-# of it has a public counterpart in torch 2.13.
+# torch's loop calls the first four, and they decide how workers are started, how a failure is
+# judged, and how long workers have to save. The fifth meets the other nodes again at a restart; the
+# last ends workers within a time of ours, where the public loop has one time for all cases.
+_OF_AGENT = (
+    "_start_workers",
+    "_monitor_workers",
+    "_stop_workers",
+    "_restart_workers",
+    "_initialize_workers",
+    "_shutdown",
+)
+# What is reached on each. None of it has a public counterpart in torch 2.13.
 REACHED: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (
-        LocalElasticAgent,
-        (
-            # torch's loop calls the first four, and they decide how workers are started, how a
-            # failure is judged, and how long workers have to save.
-            "_start_workers",
-            "_monitor_workers",
-            "_stop_workers",
-            "_restart_workers",
-            # A restart meets the other nodes again.
-            "_initialize_workers",
-            # Ends workers within a time of ours; the public loop has one time for all cases.
-            "_shutdown",
-        ),
-    ),
+    (LocalElasticAgent, _OF_AGENT),
     # Workers are forked ranks: torch starts functions or commands only.
     (SubprocessContext, ("_start",)),
     # A launcher that has ended its job must not look alive to the others.
@@ -57,29 +53,24 @@ KEPT: dict[type, tuple[str, ...]] = {
     DynamicRendezvousHandler: ("_state_holder", "_this_node"),
 }
 
+# Between SIGTERM and SIGKILL for workers of a group of which one has failed.
+GRACE_AFTER_FAILURE_S = 5
+
 NodeDescription = _NodeDesc
 RendezvousState = _RendezvousState
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torch's agent, with public names for what it calls from its loop and for what it keeps."""
+    """torch's agent, with public names for what it calls from its loop, which a subclass has, and
+    for what it keeps."""
 
-    def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
-        """Starts the ranks of this node. Returns what torch takes for their ids, by local rank."""
-        started: dict[int, Any] = super()._start_workers(group)
-        return started
+    new_processes: Callable[[WorkerGroup], StartedProcesses]
+    stop_workers: Callable[[WorkerGroup], None]
+    restart_workers: Callable[[WorkerGroup], None]
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """How the ranks of this node are now."""
         return super()._monitor_workers(group)
-
-    def stop_workers(self, group: WorkerGroup) -> None:
-        """Ends the ranks of this node."""
-        super()._stop_workers(group)
-
-    def restart_workers(self, group: WorkerGroup) -> None:
-        """Ends the ranks of this node and starts them again."""
-        super()._restart_workers(group)
 
     def initialize_workers(self, group: WorkerGroup) -> None:
         """Meets the other nodes and starts the ranks."""
@@ -88,15 +79,6 @@ class ElasticAgent(LocalElasticAgent):
     def shut_down(self, death_signal: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Signals all ranks, and kills those that are there after ``timeout`` seconds."""
         self._shutdown(death_signal, timeout)
-
-    @property
-    def process_context(self) -> Any:
-        """The processes that run."""
-        return self._pcontext
-
-    @process_context.setter
-    def process_context(self, context: Any) -> None:
-        self._pcontext = context
 
     @property
     def logs_specs(self) -> Any:
@@ -112,7 +94,9 @@ class ElasticAgent(LocalElasticAgent):
         self._remaining_restarts = number
 
     def _start_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
-        return self.start_workers(worker_group)
+        self._pcontext = self.new_processes(worker_group)
+        self._pcontext.start()
+        return self._pcontext.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         return self.monitor_workers(worker_group)
@@ -125,19 +109,19 @@ class ElasticAgent(LocalElasticAgent):
 
 
 class StartedProcesses(SubprocessContext):
-    """torch's set of worker processes, each started by ``start(environment, stdout, stderr)``.
-    ``environments``: variables of each local rank; what ``start`` returns has a ``pid``, ``proc``,
-    ``poll``, ``wait`` and ``close`` as torch's handlers do."""
+    """torch's set of worker processes, each started by ``start_one(environment, stdout, stderr)``,
+    which returns a process with what torch reads of its own handlers (`RankProcess`).
+    ``environments``: variables of each local rank."""
 
     def __init__(
         self,
-        start: Callable[[Mapping[str, str], str | None, str | None], Any],
+        start_one: Callable[[Mapping[str, str], str | None, str | None], Any],
         environments: dict[int, dict[str, str]],
         logs: Any,
     ) -> None:
         nothing: dict[int, tuple[Any, ...]] = dict.fromkeys(environments, ())
         super().__init__("worker", "parallel2d", nothing, environments, logs)
-        self.start_one = start
+        self.start_one = start_one
 
     def _start(self) -> None:
         self.subprocess_handlers: dict[int, Any] = {}
@@ -145,6 +129,13 @@ class StartedProcesses(SubprocessContext):
             self.subprocess_handlers[rank] = self.start_one(
                 self.envs[rank], self.stdouts[rank], self.stderrs[rank]
             )
+
+    def close(
+        self, death_sig: signal.Signals | None = None, timeout: int = GRACE_AFTER_FAILURE_S
+    ) -> None:
+        # torch calls it without a timeout once a worker has failed. A worker that is stopped or
+        # stuck then does not react to SIGTERM.
+        super().close(death_sig, timeout)
 
 
 def stop_heartbeats(handler: DynamicRendezvousHandler) -> None:

@@ -1,5 +1,5 @@
-"""The store at which the nodes of a job meet, and torch's rendezvous on it: `meet`, or `meet_alone`
-for a single node.
+"""The store of a job, and torch's rendezvous on it: `find_rendezvous`, or `own_rendezvous` for a
+single node.
 
 [Note: where the store lives] The store may run on one of the nodes, which then must not fail:
 whichever node owns the endpoint's address opens it when nothing listens there yet. Or it runs
@@ -22,7 +22,7 @@ from typing import Any
 from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
 from parallel2d.launch.network_interface import Interface, choose_interface, is_loopback
-from parallel2d.launch.round import JsonBackend
+from parallel2d.launch.rendezvous_state import JsonBackend
 from parallel2d.rank_environment import STORE
 from parallel2d.store.address import PortTaken, owns_address, resolve, split_endpoint
 from parallel2d.store.client import StoreClient
@@ -37,7 +37,7 @@ _BEAT_S, _BEATS_MISSED = 1, 3  # a node whose launcher sends nothing for 3 s cou
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store of a job, and how this machine reaches it."""
 
     store: StoreClient
@@ -84,13 +84,11 @@ class Meeting:
             arrived = self.store.add(key, 0)
 
     def ranks_prefix(self, group: Any) -> str:
-        """What the keys of this round's ranks begin with, the same on all nodes. ``group``: torch's
-        worker group of the round. The first node deletes the keys of the round before."""
+        """Chooses what the keys of this round's ranks begin with, the same on all nodes. The first
+        node deletes the keys of the round before. ``group``: torch's worker group of the round."""
         if group.group_rank == 0:
-            latest, prefix = (
-                f"parallel2d/ranks/{self.name}",
-                f"parallel2d/ranks/{self.name}/{uuid.uuid4().hex}/",
-            )
+            latest = f"parallel2d/ranks/{self.name}"
+            prefix = f"{latest}/{uuid.uuid4().hex}/"
             if self.store.check([latest]):
                 self.store.delete_all(self.store.get(latest).decode())
             self.store.set(latest, prefix)
@@ -109,17 +107,15 @@ class Meeting:
             self.server.close()
 
 
-def meet_alone(folder: str) -> Meeting:
+def own_rendezvous(folder: str) -> Rendezvous:
     """For a single node: a store in this launcher's private folder, and no port."""
-    secret = new_secret()
+    secret, loopback = new_secret(), Interface("lo", "127.0.0.1")
     server = StoreServer.within(folder, secret)
     store = StoreClient(server.address, secret, timeout_s=_READ_TIMEOUT_S)
-    return Meeting(
-        store, secret, server.address, server, Interface("lo", "127.0.0.1"), "parallel2d"
-    )
+    return Rendezvous(store, secret, server.address, server, loopback, "parallel2d")
 
 
-def meet(config: LaunchConfig) -> Meeting:
+def find_rendezvous(config: LaunchConfig) -> Rendezvous:
     """The store at ``launch.rdzv_endpoint``, opened here if it is this machine's to open. See
     [Note: where the store lives].
 
@@ -146,15 +142,15 @@ def meet(config: LaunchConfig) -> Meeting:
         )
     except ConfigError as error:
         raise ConfigError(f"launch.rdzv_endpoint={endpoint}: {error}") from None
-    job = config.job_id
-    if job is None and store.check([OUTSIDE]):
+    if config.job_id is None and store.check([OUTSIDE]):
         raise ConfigError(
             f"the store at {endpoint} serves more than one job: give yours a name with "
             "launch.job_id, the same on all its nodes"
         )
-    return Meeting(
-        store, secret, endpoint, server, interface, _open_name(store, job or "parallel2d")
-    )
+    job, number = config.job_id or "parallel2d", 0
+    while store.check([_closed_key(f"{job}-{number}")]):
+        number += 1
+    return Rendezvous(store, secret, endpoint, server, interface, f"{job}-{number}")
 
 
 def _check_reachable(host: str, config: LaunchConfig) -> None:
@@ -169,10 +165,3 @@ def _check_reachable(host: str, config: LaunchConfig) -> None:
 
 def _closed_key(name: str) -> str:
     return f"parallel2d/closed/{name}"
-
-
-def _open_name(store: StoreClient, job: str) -> str:
-    number = 0
-    while store.check([_closed_key(f"{job}-{number}")]):
-        number += 1
-    return f"{job}-{number}"

@@ -34,7 +34,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500"
         )
-    if not host.strip("[]") or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    is_port = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not host.strip("[]") or not is_port:
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "
             "node0:29500"
@@ -43,7 +44,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """What `split_endpoint` takes apart."""
+    """Puts together what `split_endpoint` takes apart."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -70,11 +71,8 @@ def owns_address(host: str) -> bool:
     """Whether an address of ``host`` belongs to this machine (to its network namespace). Raises
     `ConfigError` as `resolve` does."""
     for family, _, address in resolve(host):
-        with socket.socket(family, socket.SOCK_STREAM) as attempt:
-            try:
-                attempt.bind(address)
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.bind(address)
             return True
     return False
 
@@ -89,32 +87,25 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     """
     failure: OSError | None = None
     for family, numeric, address in resolve(host):
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        place: Any = (address[0], port, *address[2:])
         try:
-            # a store that ended a moment ago left the port waiting
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address[0], port, *address[2:]))
-            listener.listen(_BACKLOG)
-            return listener, numeric
+            # It also takes a port that a store which ended a moment ago left waiting.
+            return socket.create_server(place, family=family, backlog=_BACKLOG), numeric
         except OSError as error:
-            listener.close()
             if failure is None or failure.errno == errno.EADDRNOTAVAIL:
                 failure = error
     assert failure is not None
-    here = socket.gethostname()
     if failure.errno == errno.EADDRINUSE:
         raise PortTaken(
             f"port {port} on {host} is in use by another process; choose another port"
         ) from None
-    if failure.errno == errno.EADDRNOTAVAIL:
-        raise ConfigError(
-            f"{host} is no address of {here}: the store can only listen where it runs"
-        ) from None
-    if failure.errno == errno.EACCES:
-        raise ConfigError(
-            f"port {port} may not be opened by this user; choose one from 1024 to 65535"
-        ) from None
-    raise ConfigError(f"cannot listen on {host}:{port} ({failure.strerror})") from None
+    problems = {
+        errno.EADDRNOTAVAIL: f"{host} is no address of {socket.gethostname()}: the store can only "
+        "listen where it runs",
+        errno.EACCES: f"port {port} may not be opened by this user; choose one from 1024 to 65535",
+    }
+    otherwise = f"cannot listen on {host}:{port} ({failure.strerror})"
+    raise ConfigError(problems.get(failure.errno or 0, otherwise)) from None
 
 
 class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
@@ -156,16 +147,14 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
         return connection
     host, port = split_endpoint(address)
     failure: OSError | None = None
-    for family, _, target in resolve(host):
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.settimeout(seconds)
+    for _, numeric, _ in resolve(host):
         try:
-            connection.connect((target[0], port, *target[2:]))
+            connection = socket.create_connection((numeric, port), seconds)
+        except OSError as error:
+            failure = error
+        else:
             set_for_requests(connection)
             return connection
-        except OSError as error:
-            connection.close()
-            failure = error
     assert failure is not None
     raise failure
 
@@ -191,7 +180,7 @@ def unix_path(path: str) -> Iterator[str]:
 
 
 def connection_failure(error: OSError) -> str:
-    """What a failed connection means, in the same words on every node: ``connection refused``,
+    """Says what a failed connection means, in the same words on every node: ``connection refused``,
     ``connection timed out``."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused (the machine answers, nothing listens on the port)"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 import struct
 from collections.abc import Sequence
 
@@ -26,10 +25,6 @@ class Untrusted(Exception):  # noqa: N818 (named after what happened)
     """The other end does not have the secret, or a frame is not what it sent."""
 
 
-def random_number() -> bytes:
-    return secrets.token_bytes(NUMBER)
-
-
 class Channel:
     """Both directions of one connection, from the secret and the two random numbers of its start.
 
@@ -38,14 +33,11 @@ class Channel:
 
     def __init__(self, secret: str, servers: bytes, clients: bytes, *, server: bool) -> None:
         key = hmac.digest(hashlib.sha256(secret.encode()).digest(), servers + clients, "sha256")
-        proofs = [
-            hmac.digest(key, b"proof of the " + side, "sha256") for side in (b"client", b"server")
-        ]
-        keys = [
-            hmac.digest(key, b"frames of the " + side, "sha256") for side in (b"client", b"server")
-        ]
-        self.proof, self._expected = proofs[server], proofs[not server]
-        self._sends, self._receives = keys[server], keys[not server]
+        own, other = (b"server", b"client") if server else (b"client", b"server")
+        self.proof = hmac.digest(key, b"proof of the " + own, "sha256")
+        self._expected = hmac.digest(key, b"proof of the " + other, "sha256")
+        self._sends = hmac.digest(key, b"frames of the " + own, "sha256")
+        self._receives = hmac.digest(key, b"frames of the " + other, "sha256")
         self._sent = self._received = 0
 
     def check(self, proof: bytes) -> None:
@@ -55,9 +47,7 @@ class Channel:
 
     def seal(self, fields: Sequence[bytes]) -> bytes:
         """The next frame to send. Raises ValueError when it is larger than `LARGEST_FRAME`."""
-        content = b"".join(
-            part for field in fields for part in (len(field).to_bytes(4, "big"), field)
-        )
+        content = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
         if len(content) > LARGEST_FRAME:
             raise ValueError(f"{len(content)} bytes are more than a store takes at once")
         length = len(content).to_bytes(4, "big")
@@ -68,12 +58,9 @@ class Channel:
     def open(self, header: bytes, content: bytes) -> list[bytes]:
         """The fields of the next frame. Raises `Untrusted` unless the other end sent it, and sent
         it next."""
-        if not hmac.compare_digest(
-            header[4:], _code(self._receives, self._received, header[:4] + content)
-        ):
-            raise Untrusted(
-                "it sent a frame that is not sealed with the job's secret, or not the next one"
-            )
+        code = _code(self._receives, self._received, header[:4] + content)
+        if not hmac.compare_digest(header[4:], code):
+            raise Untrusted("it sent a frame that is not sealed with the job's secret, or not next")
         self._received += 1
         fields, start = [], 0
         while start < len(content):

@@ -3,6 +3,7 @@ part] in `parallel2d.store`."""
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from parallel2d.store.channel import (
     GREETING,
     HEADER,
     HELLO,
+    NUMBER,
     Channel,
     Untrusted,
     frame_length,
-    random_number,
 )
 
 _ANSWER_S = 30.0  # a store answers at once, unless a whole cluster comes in the same second
@@ -183,37 +184,35 @@ class _Connection:
         deadline = time.monotonic() + patience_s
         for left in reversed(range(_TRIES)):
             self._socket = connect(address, round(max(0.0, deadline - time.monotonic()), 1))
+            self._socket.settimeout(answer_s)
             try:
-                self._socket.settimeout(answer_s)
-                self._channel = self._prove(address, secret, answer_s)
+                self._channel = self._prove(address, secret)
                 return
             except BaseException as error:
                 self._socket.close()
-                if (
-                    not isinstance(error, _Closed)
-                    or not left
-                    or time.monotonic() + _AGAIN_S > deadline
-                ):
+                ends = time.monotonic() + _AGAIN_S > deadline or not left
+                if ends or not isinstance(error, _Closed):
                     raise
             time.sleep(_AGAIN_S)
 
-    def _prove(self, address: str, secret: str, answer_s: float) -> Channel:
+    def _prove(self, address: str, secret: str) -> Channel:
+        stranger = f"{address} answers, but not as a store (%s): does another program listen there?"
+        greeted = False
         try:
             hello = self._receive(HELLO)
-        except TimeoutError:
-            raise ConfigError(_stranger(address, f"no answer within {answer_s:g} s")) from None
-        except OSError as error:
-            raise _Closed(_stranger(address, str(error))) from None
-        if not hello.startswith(GREETING):
-            raise ConfigError(_stranger(address, "it speaks another protocol"))
-        own = random_number()
-        channel = Channel(secret, hello[len(GREETING) :], own, server=False)
-        try:
+            greeted = hello.startswith(GREETING)
+            if not greeted:
+                raise ConfigError(stranger % "it speaks another protocol")
+            own = secrets.token_bytes(NUMBER)
+            channel = Channel(secret, hello[len(GREETING) :], own, server=False)
             self._socket.sendall(own + channel.proof)
             channel.check(self._receive(CODE))
         except TimeoutError:
-            raise ConfigError(_stranger(address, f"no answer within {answer_s:g} s")) from None
-        except OSError:
+            silent = f"no answer within {self._socket.gettimeout():g} s"
+            raise ConfigError(stranger % silent) from None
+        except OSError as error:
+            if not greeted:
+                raise _Closed(stranger % error) from None
             raise _Closed(
                 f"the store at {address} does not take this node's secret: give every node the "
                 "same launch.secret_file or PARALLEL2D_SECRET"
@@ -243,7 +242,3 @@ class _Connection:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _stranger(address: str, reason: str) -> str:
-    return f"{address} answers, but not as a store ({reason}): does another program listen there?"

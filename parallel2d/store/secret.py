@@ -61,7 +61,7 @@ def read_secret(path: str) -> str:
 
 
 def find_secret(secret_file: str | None, insecure: bool = False) -> str:
-    """That of a job on several nodes: from ``secret_file``, otherwise from the environment,
+    """Finds the secret of a job on several nodes: in ``secret_file``, otherwise in the environment,
     otherwise `NOBODYS` if ``insecure``.
 
     Raises `ConfigError` where there is none.

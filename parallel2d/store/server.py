@@ -14,13 +14,14 @@ import heapq
 import itertools
 import os
 import resource
+import secrets
 import selectors
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from parallel2d.errors import ConfigError
 from parallel2d.store.address import bind, join_endpoint, set_for_requests, unix_path
@@ -33,7 +34,6 @@ from parallel2d.store.channel import (
     Channel,
     Untrusted,
     frame_length,
-    random_number,
 )
 
 _PROOF_S = 20.0  # that a connection has to prove itself
@@ -104,7 +104,7 @@ class StoreServer:
 
     @property
     def port(self) -> int:
-        """That it listens on."""
+        """The port on which it listens."""
         return int(self.address.rpartition(":")[2])
 
     def close(self) -> None:
@@ -117,37 +117,32 @@ class StoreServer:
 
     def _serve(self) -> None:
         try:
-            self._serve_until_woken()
+            while not self._is_woken(self._selector.select(self._next_due())):
+                self._expire()
         finally:  # clients that wait get an error
-            self._end()
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+            self._wake.close()
 
-    def _serve_until_woken(self) -> None:
-        while True:
-            for key, events in self._selector.select(self._next_due()):
-                if key.fileobj is self._woken:
-                    return
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._guarded(key.data, functools.partial(self._attend, key.data, events))
-            self._expire()
+    def _is_woken(self, ready: list[tuple[selectors.SelectorKey, int]]) -> bool:
+        """Attends to all connections that are ready, unless `close` was called."""
+        for key, events in ready:
+            if key.fileobj is self._woken:
+                return True
+            if key.data is None:
+                self._accept()
+            else:
+                self._guarded(key.data, functools.partial(self._attend, key.data, events))
+        return False
 
     def _next_due(self) -> float:
         """Seconds until something is."""
         now = time.monotonic()
-        due = [now + _LONGEST_WAIT_S]
-        if self._deadlines:
-            due.append(self._deadlines[0][0])
-        if self._unproven:
-            # In the order in which they came, so the first one is due first.
-            due.append(next(iter(self._unproven.values())))
-        return max(0.0, min(due) - now)
-
-    def _end(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
-        self._wake.close()
+        waits = (due for due, _, _ in self._deadlines[:1])
+        # In the order in which they came, so the first one is due first.
+        proofs = itertools.islice(self._unproven.values(), 1)
+        return max(0.0, min([now + _LONGEST_WAIT_S, *waits, *proofs]) - now)
 
     def _accept(self) -> None:
         try:
@@ -237,15 +232,11 @@ class StoreServer:
         peer.socket.close()
         peer.inbox.clear()
         peer.outbox.clear()
-        if (
-            suspect
-            and self._report is not None
-            and peer.address not in self._told
-            and len(self._told) < _REPORTED
-        ):
+        told = peer.address in self._told or len(self._told) >= _REPORTED
+        if suspect and self._report is not None and not told:
             self._told.add(peer.address)
             # A terminal that is stopped must not stop the store.
-            threading.Thread(target=_report, args=(self._report, peer.address), daemon=True).start()
+            threading.Thread(target=self._report, args=(peer.address,), daemon=True).start()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -373,11 +364,9 @@ class StoreServer:
 
 def say_who_came(address: str) -> None:
     """Prints that a connection from ``address`` was dropped. A ``report`` of `StoreServer`."""
-    print(
-        f"parallel2d: dropped a connection from {address}, which does not know this job's secret",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = f"dropped a connection from {address}, which does not know this job's secret"
+    with contextlib.suppress(Exception):  # the terminal may be gone
+        print(f"parallel2d: {text}", file=sys.stderr, flush=True)
 
 
 class _Peer:
@@ -385,7 +374,7 @@ class _Peer:
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket, self.address = connection, address
-        self.number = random_number()
+        self.number = secrets.token_bytes(NUMBER)
         self.channel: Channel | None = None  # until it has proved itself
         self.wait: _Wait | None = None  # the request that it waits for
         self.inbox, self.outbox = bytearray(), bytearray()
@@ -406,17 +395,13 @@ def _take(buffer: bytearray, length: int) -> bytes:
     return taken
 
 
-def _report(report: Callable[[str], None], address: str) -> None:
-    with contextlib.suppress(Exception):
-        report(address)
-
-
 def _raise_descriptor_limit() -> int:
     """Lets this process have as many connections as this user may have. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted: Any = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    with contextlib.suppress(ValueError, OSError):
-        if soft != resource.RLIM_INFINITY and soft < wanted:
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return int(soft) if soft != resource.RLIM_INFINITY else int(wanted)
+    return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -51,43 +51,37 @@ class JsonBackend(RendezvousBackend):
 
 def to_json(state: RendezvousState) -> str:
     """The state as text."""
-    return json.dumps(
-        {
-            "round": state.round,
-            "complete": state.complete,
-            "deadline": state.deadline.isoformat() if state.deadline else None,
-            "closed": state.closed,
-            "participants": [[*_node(node), rank] for node, rank in state.participants.items()],
-            "wait_list": [_node(node) for node in state.wait_list],
-            "redundancy_list": [_node(node) for node in state.redundancy_list],
-            "last_heartbeats": [
-                [*_node(node), beat.isoformat()] for node, beat in state.last_heartbeats.items()
-            ],
-        }
-    )
+    told = {
+        "round": state.round,
+        "complete": state.complete,
+        "deadline": state.deadline.isoformat() if state.deadline else None,
+        "closed": state.closed,
+        "participants": [[*_node(node), rank] for node, rank in state.participants.items()],
+        "wait_list": [_node(node) for node in state.wait_list],
+        "redundancy_list": [_node(node) for node in state.redundancy_list],
+        "last_heartbeats": [
+            [*_node(node), beat.isoformat()] for node, beat in state.last_heartbeats.items()
+        ],
+    }
+    return json.dumps(told)
 
 
 def from_json(text: bytes) -> RendezvousState:
     """The state from text. Raises RendezvousStateError for anything that `to_json` does not
     make."""
+    state, to_time = RendezvousState(), datetime.fromisoformat
     try:
         told = json.loads(text)
-        state = RendezvousState()
-        state.round, state.complete, state.closed = (
-            _of(int, told["round"]),
-            _of(bool, told["complete"]),
-            _of(bool, told["closed"]),
-        )
-        state.deadline = (
-            datetime.fromisoformat(told["deadline"]) if told["deadline"] is not None else None
-        )
+        state.round = _of(int, told["round"])
+        state.complete, state.closed = _of(bool, told["complete"]), _of(bool, told["closed"])
+        state.deadline = None if told["deadline"] is None else to_time(told["deadline"])
         state.participants = {
             _to_node(node): _of(int, rank) for *node, rank in told["participants"]
         }
         state.wait_list = {_to_node(node) for node in told["wait_list"]}
         state.redundancy_list = {_to_node(node) for node in told["redundancy_list"]}
         state.last_heartbeats = {
-            _to_node(node): datetime.fromisoformat(beat) for *node, beat in told["last_heartbeats"]
+            _to_node(node): to_time(beat) for *node, beat in told["last_heartbeats"]
         }
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RendezvousStateError(f"the state of the rendezvous is damaged: {error}") from None

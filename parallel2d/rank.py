@@ -1,0 +1,203 @@
+"""One rank of a job, from finding the others to its exit code: `rank_main`.
+
+Our launcher forks processes that call `rank_main`; torchrun and srun start the train command, which
+calls `run_rank`. Either way the ranks agree on the job, build its parts and run the `Trainer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from parallel2d.config import Job, TrainConfig
+from parallel2d.config.composition import compose
+from parallel2d.errors import ConfigError
+from parallel2d.files import for_terminal
+from parallel2d.launch.agreement import agree_on_job, forget_run, telling_progress
+from parallel2d.launch.failures import failures_told_once
+from parallel2d.launch.processes import end_with_parent
+from parallel2d.rank_environment import RankIdentity, find_rank
+from parallel2d.run_directory import discard_pending, read_segments, summarize
+
+if TYPE_CHECKING:
+    from parallel2d.certification import Certificate
+    from parallel2d.runtime import Runtime
+    from parallel2d.trainer import Trainer
+
+
+def rank_main(words: Sequence[str]) -> int:
+    """Runs a rank that our launcher forked. Returns its exit code, as `run_rank` does."""
+    identity = find_rank()
+    assert identity is not None, "the launcher sets the variables of a rank"
+    return run_rank(identity, words)
+
+
+def run_rank(identity: RankIdentity, words: Sequence[str]) -> int:
+    """Runs this rank of the job that ``words`` describe, or that our launcher has composed.
+
+    Returns the exit code: 0 done, ``launch.requeue_exit_code`` stopped and saved. After an
+    exception the process exits with 1, and one rank or the launcher has said why.
+    """
+    composition = None
+    if identity.launcher == "torchrun":
+        end_with_parent()
+    with failures_told_once(identity, None):
+        from parallel2d.runtime import connect
+
+        if identity.launcher == "srun":  # the configuration says where the secret is
+            composition = compose(words)
+        store = connect(identity, composition.config.launch if composition else None)
+    with failures_told_once(identity, store):
+        job = agree_on_job(identity, store, words, composition, choose_layout)
+        if job is None:
+            return 0
+        if job.config.plan.dry_run:
+            raise ConfigError(
+                "plan.dry_run=true plans in one process: start it without torchrun or srun"
+            )
+        return _run_job(job, identity, store)
+
+
+def choose_layout(
+    config: TrainConfig,
+    words: Sequence[str],
+    nodes: int,
+    ranks: int,
+    stream: TextIO | None = None,
+) -> TrainConfig:
+    """``config`` with the layout that the planner chooses for these ranks, where it is to. Says
+    why, on ``stream`` (default: standard error, as a run does)."""
+    if not config.is_automatic:
+        return config
+    # Imported here because most jobs need none of it.
+    from parallel2d.planner.automatic import with_chosen_layout
+
+    config, lines = with_chosen_layout(config, words, nodes, ranks)
+    for line in lines:
+        print(for_terminal(line), file=stream or sys.stderr, flush=True)
+    return config
+
+
+def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
+    from parallel2d.launch import signals
+    from parallel2d.runtime import check_shared_run_dir, process_group
+
+    signals.listen()
+    _log_to(job.run_dir, identity)
+    settings = job.config.launch
+    with process_group(
+        identity,
+        store,
+        timeout_s=settings.timeout,
+        host_id=settings.host_id,
+        first_timeout_s=settings.longest_wait,
+    ) as runtime:
+        # inside, so that nothing waits for peers on the way out
+        with failures_told_once(identity, store, job.run_dir):
+            try:
+                check_shared_run_dir(job.run_dir)
+                certificate = _certify(job, runtime)
+                stopped = False
+                if not job.config.train.certify_only:
+                    stopped = _train(job, runtime, store, certificate)
+            except ConfigError:
+                if runtime.is_first:
+                    discard_pending(job)
+                raise
+    forget_run(identity)
+    return settings.requeue_exit_code if stopped else 0
+
+
+def _certify(job: Job, runtime: Runtime) -> Certificate | None:
+    """The certificate of the job's layout, or None where none is asked for. Raises `ConfigError` on
+    every rank if the layout does not compute what one process computes. Collective. Writes the
+    certificate where no training follows."""
+    loop = job.config.train
+    if not loop.certify_only and (not loop.certify or job.restarted):
+        return None
+    from parallel2d.certification import certify_job
+
+    certificate = certify_job(job, runtime)
+    if runtime.is_first:
+        print(certificate.table(), flush=True)
+        if not certificate.passed and read_segments(job.run_dir):
+            # Not in the place of the certificate of a start that has trained.
+            certificate.write(os.path.join(job.run_dir, "refused"))
+        elif loop.certify_only or not certificate.passed:
+            certificate.write(job.run_dir)
+    if not certificate.passed:
+        raise ConfigError(certificate.problems())
+    return certificate
+
+
+def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
+    """Trains to the end; returns whether the run was asked to stop before."""
+    from parallel2d.assemble import build_trainer
+    from parallel2d.launch import signals
+    from parallel2d.metrics.out_of_memory import out_of_memory_named
+    from parallel2d.metrics.watch import Watch
+    from parallel2d.runtime import limit_waiting
+
+    identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
+    hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
+    host = hosts[identity.rank]
+    if certificate is not None:
+        job = dataclasses.replace(job, certified=True)
+    with out_of_memory_named(identity.rank, host, run_dir, runtime.device, history=history):
+        trainer = build_trainer(job, runtime)
+        if certificate is not None and runtime.is_first:
+            certificate.write(run_dir)
+        trainer.stop_requested = signals.preemption_requested
+        position = telling_progress(identity, trainer.recorder.position)
+        first = settings.longest_wait
+        with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
+
+            def tighten(watch: Watch = watch) -> None:
+                limit_waiting(settings.timeout)
+                watch.limit(settings.timeout)
+
+            trainer.after_first_step = tighten
+            try:
+                trainer.run()
+            except RuntimeError as error:
+                if "imed out" in str(error) or "imeout" in str(error):
+                    error.add_note(watch.explain())
+                raise
+        trainer.recorder.close()
+        if runtime.is_first:
+            _conclude(job, trainer, identity.launcher)
+    return trainer.preempted
+
+
+def _conclude(job: Job, trainer: Trainer, launcher: str) -> None:
+    """Says how the run ended, and keeps it in ``summary.json``. Rank 0."""
+    checkpointer = trainer.checkpointer
+    lines = summarize(
+        dataclasses.replace(job, config=trainer.config),  # steps of train.epochs are known there
+        stopped=trainer.preempted,
+        checkpoint=checkpointer.newest(),
+        best=checkpointer.best(),
+        reason=trainer.stopped,
+        launcher=launcher,
+    )
+    for line in lines:
+        trainer.recorder.say(line)
+
+
+def _log_to(run_dir: str, identity: RankIdentity) -> None:
+    """Rank 0 keeps what it logs in ``train.log``; every rank speaks of errors. Anything else for
+    people goes through the display."""
+    logging.getLogger().handlers.clear()  # Hydra's, where this process composed
+    logging.raiseExceptions = False  # a line that a full disk refuses is no traceback
+    errors = logging.StreamHandler(sys.stderr)
+    errors.setLevel(logging.ERROR)
+    logging.getLogger().addHandler(errors)
+    if identity.rank == 0:
+        kept = logging.FileHandler(os.path.join(run_dir, "train.log"))
+        kept.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        logging.getLogger("parallel2d").setLevel(logging.INFO)
+        logging.getLogger().addHandler(kept)
