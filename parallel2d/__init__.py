@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel2d.certification import certify
+    from parallel2d.checkpoint import Checkpointer
     from parallel2d.chunked_head import ChunkedHead
     from parallel2d.chunked_loss import cross_entropy_from_hidden
     from parallel2d.config import (
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from parallel2d.optimizer import build_optimizer, set_learning_rate
     from parallel2d.parallelize import build_on_meta, parallelize
     from parallel2d.parallelize.context import model_sharded_context
-    from parallel2d.recovery import Checkpointer
     from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
     from parallel2d.sync import (
         accumulate,
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "BucketingConfig": "config",
     "CheckpointConfig": "config",
-    "Checkpointer": "recovery",
+    "Checkpointer": "checkpoint",
     "ChunkedHead": "chunked_head",
     "ConfigError": "errors",
     "Hook": "hooks",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.chunked_head import ChunkedHead, find_head
 from parallel2d.config import Job, TrainConfig
 from parallel2d.data import BatchPlan
@@ -27,7 +28,7 @@ from parallel2d.parallelize.activation_checkpointing import kept_operators
 from parallel2d.parallelize.compilation import check_compilation
 from parallel2d.parallelize.float8 import check_float8
 from parallel2d.parallelize.sharding import check_offload
-from parallel2d.recovery import Checkpointer
+from parallel2d.recovery import memory_copies
 from parallel2d.run_description import (
     RunFacts,
     build_recorder,
@@ -137,7 +138,13 @@ def build_trainer(
     if adapted := settings_of(model):
         layout["adapters"] = adapted
     checkpointer = Checkpointer(
-        config.checkpoint, job.run_dir, mesh, model, optimizer, layout=layout
+        config.checkpoint,
+        job.run_dir,
+        mesh,
+        model,
+        optimizer,
+        layout=layout,
+        copies=memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
         config=config,

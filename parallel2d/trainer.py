@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.best_metric import WatchedMetrics
-from parallel2d.checkpoint import StoreCheckpointer
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.chunked_head import ChunkedHead
 from parallel2d.config import TrainConfig
 from parallel2d.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
@@ -74,7 +74,7 @@ class Trainer:
         validation: SampleStream | None,
         plan: BatchPlan,
         recorder: Recorder,
-        checkpointer: StoreCheckpointer,
+        checkpointer: Checkpointer,
         device: torch.device,
         data_fingerprint: str,
         named_validation: Mapping[str, SampleStream] | None = None,

@@ -23,11 +23,11 @@ from parallel2d import (
     mesh_shape,
     token_weight,
 )
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
 from parallel2d.mesh import sum_over_data_ranks
 from parallel2d.models.llama import tensor_plan
 from parallel2d.parallelize import parallelize
-from parallel2d.recovery import Checkpointer
 
 
 class Heard(logging.Handler):

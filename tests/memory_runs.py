@@ -10,9 +10,10 @@ from unittest import mock
 import torch
 from checkpoint_runs import Heard, build, train_step
 
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
-from parallel2d.recovery import Checkpointer
 from parallel2d.recovery import buffer as buffers
+from parallel2d.recovery import memory_copies
 from parallel2d.recovery.place import VARIABLE
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
@@ -44,11 +45,12 @@ def life(
         mesh, model, optimizer = build(mesh_sizes, parallel or FP64, **(llama or {}))
         settings = CheckpointConfig(every=disk_every, memory_every=every, **checkpoint)
         with Heard() as heard:
-            saver = Checkpointer(settings, run_dir, mesh, model, optimizer)
+            net = memory_copies(settings, run_dir, mesh)
+            saver = Checkpointer(settings, run_dir, mesh, model, optimizer, copies=net)
             restored = saver.restore(restarted=restarted)
             start = restored["step"] if restored else 0
             if fault is not None:
-                fault(saver.memory)
+                fault(net)
             losses, draws = {}, {}
             for step in range(start + 1, until + 1):
                 losses[step] = train_step(model, optimizer, mesh, step)
@@ -60,12 +62,11 @@ def life(
                     last=last,
                     preempted=step == until and end == "preempted",
                 )
-                if saver.memory is not None:
-                    saver.memory.wait()
+                if net is not None:
+                    net.wait()
             saver._join()
             if end != "killed":
                 saver.finish()
-        net = saver.memory
         return {
             "start": start,
             "losses": losses,

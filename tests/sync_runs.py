@@ -25,8 +25,8 @@ from parallel2d import (
     set_step,
     updated_parameters,
 )
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig, SyncConfig
-from parallel2d.recovery import Checkpointer
 from parallel2d.sync.one_process import Batch, Method
 from parallel2d.sync.one_process import train as train_reference
 from parallel2d.sync.updates import outer_sync

@@ -27,12 +27,6 @@ pytestmark = pytest.mark.extras("peft")
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 WORDS = "{r: 4, lora_alpha: 16, target_modules: [q_proj, v_proj]}"
 VOCAB = 260  # of bytes
-ADAPTED = {
-    "gpt2": "{r: 4, target_modules: [c_attn]}",
-    "bert": "{r: 4, target_modules: [query, value], init_lora_weights: gaussian}",
-    "t5": "{r: 4, target_modules: [q, v], task_type: SEQ_2_SEQ_LM}",
-    "mixtral": "{r: 4, target_modules: [q_proj], use_rslora: true}",
-}
 
 
 @pytest.fixture
@@ -203,28 +197,22 @@ def exported(folder, kind):
     return PeftModel.from_pretrained(base, folder / "adapter")
 
 
-@pytest.mark.parametrize(
-    ("kind", "adapter", "changes"),
-    [
-        *((kind, adapter, {}) for kind, adapter in ADAPTED.items()),
-        ("llama", WORDS, {"tie_word_embeddings": True}),
-        ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}", {}),
-        ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}", {}),
-    ],
-)
-def test_an_adapter_is_loaded_by_the_library_with_equal_logits(
-    ranks, folder, kind, adapter, changes
-):
+@pytest.mark.parametrize(("kind", "adapter"), [
+    ("gpt2", "{r: 4, target_modules: [c_attn], init_lora_weights: gaussian}"),
+    ("mixtral", "{r: 4, target_modules: [q_proj], use_rslora: true}"),
+    ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}"),
+    ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}"),
+])  # fmt: skip
+def test_an_adapter_is_loaded_by_the_library_with_equal_logits(ranks, folder, kind, adapter):
     from omegaconf import OmegaConf
     from safetensors.torch import load_file
 
-    if kind in ADAPTED:
-        save_base(folder, kind)
-    else:
-        save_base(folder, kind, **changes)
+    save_base(folder, kind)
     # The library computes experts in fp32 at most.
     words = ["strategy=hybrid", "train.seq_len=8", "precision=fp32"]
-    rows = train(ranks, folder, "run", 4, words, adapter)
+    # Replicas that average now and then have an outer adapter.
+    diloco = ["sync=diloco", "sync.every=2"] if kind == "gpt2" else []
+    rows = train(ranks, folder, "run", 4, [*words, *diloco], adapter)
     assert rows[-1]["loss"] != rows[0]["loss"]
     before = logits(loaded(folder / "base", kind), kind)
     found = exported(folder, kind)
@@ -335,7 +323,7 @@ def test_a_checkpoint_without_an_adapter_is_refused(tmp_path, capsys):
     model = drawn(architecture="llama", arguments=MODELS["llama"])
     checkpoint = save(tmp_path / "run", model, architecture="llama", arguments=MODELS["llama"])
     assert main(["convert", checkpoint, str(tmp_path / "out"), "--to", "peft"]) == 1
-    assert "the checkpoint names no adapter" in capsys.readouterr().err
+    assert "the checkpoint names the adapters []" in capsys.readouterr().err
 
 
 PLANTED = [
@@ -365,13 +353,6 @@ def test_a_configuration_in_a_checkpoint_is_checked(ranks, folder, capsys):
     assert "system" not in (folder / "out" / "adapter_config.json").read_text()
     assert main(["convert", str(victim), str(folder / "merged"), "--to", "hf"]) == 1
     assert "--to peft writes them" in capsys.readouterr().err
-
-
-def test_an_adapter_of_a_run_whose_replicas_meet_now_and_then_is_saved(ranks, folder, capsys):
-    save_base(folder)
-    train(ranks, folder, "run", 4, ["strategy=hybrid", "sync=diloco", "sync.every=2"])
-    assert main(["convert", str(folder / "run"), str(folder / "adapter"), "--to", "peft"]) == 0
-    assert capsys.readouterr().out.strip() == f"{folder / 'adapter'}: 8 tensors"
 
 
 def _with_real_weights(base, strategy):

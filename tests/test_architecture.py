@@ -133,7 +133,7 @@ def test_no_name_of_a_class_or_module_exists_twice():
                 )
             },
         ),
-        ("transformers", {"parallel2d.models.huggingface", "parallel2d.models.library_forms"}),
+        ("transformers", {"parallel2d.models.huggingface"}),
         ("peft", {"parallel2d.models.adapters"}),
     ],
 )

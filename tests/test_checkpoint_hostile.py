@@ -18,6 +18,7 @@ import shutil
 import struct
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,12 +101,7 @@ def refused(folder, tmp_path, says=""):
     return text
 
 
-def first_tensor(manifest):
-    return manifest["tensors"]["model/0.weight"]
-
-
-# ---- code
-# ------------------------------------------------------------------------------------------------------
+# code
 
 
 def bombs(marker):
@@ -115,9 +111,7 @@ def bombs(marker):
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch.save"])
-@pytest.mark.parametrize(
-    "name", ["manifest.json", DATA, ".metadata", "extra.pt", "extra.safetensors"]
-)
+@pytest.mark.parametrize("name", ["manifest.json", DATA, ".metadata", "extra.pt", "extra.safetensors"])  # fmt: skip
 def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
     marker = tmp_path / "executed"
     (victim / name).write_bytes(bombs(marker)[kind])
@@ -172,26 +166,13 @@ def test_settings_of_another_kind_are_refused_before_anything_is_written(
     assert small.optimizer.param_groups[0]["lr"] == 0.1
 
 
-# ---- paths
-# -----------------------------------------------------------------------------------------------------
+# paths
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../secret.safetensors",
-        "/etc/passwd",
-        "a/../../secret.safetensors",
-        "..",
-        "",
-        "C:\\x.safetensors",
-        "s3://bucket/x.safetensors",
-        "x\0.safetensors",
-        "\x1b[2Jx.safetensors",
-        "x.pt",
-        "~root.safetensors",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "..", "", "C:\\x.safetensors", "s3://bucket/x.safetensors",
+    "x\0.safetensors", "\x1b[2Jx.safetensors", "x.pt", "~root.safetensors",
+])  # fmt: skip
 def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
     shutil.copy(victim / DATA, tmp_path / "secret.safetensors")
 
@@ -205,15 +186,10 @@ def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
     refused(victim, tmp_path, "cannot be the name of a file")
 
 
-def test_links_out_of_the_folder_are_not_followed(victim, tmp_path):
-    shutil.move(victim / DATA, tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", victim / DATA)
-    refused(victim, tmp_path, "symbolic link")
-
-
-def test_a_linked_manifest_is_not_followed(victim, tmp_path):
-    shutil.move(victim / "manifest.json", tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", victim / "manifest.json")
+@pytest.mark.parametrize("name", [DATA, "manifest.json"])
+def test_links_out_of_the_folder_are_not_followed(victim, tmp_path, name):
+    shutil.move(victim / name, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", victim / name)
     refused(victim, tmp_path, "symbolic link")
 
 
@@ -223,48 +199,14 @@ def test_a_linked_step_is_passed_over(original, tmp_path):
     assert Small(tmp_path).restore()["step"] == 1
 
 
-def test_a_pipe_does_not_make_it_wait(victim, tmp_path):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_does_not_make_it_wait_and_a_folder_is_no_file(victim, tmp_path, make):
     os.unlink(victim / DATA)
-    os.mkfifo(victim / DATA)
+    make(victim / DATA)
     refused(victim, tmp_path, "not a regular file")
 
 
-def test_a_folder_in_place_of_a_file(victim, tmp_path):
-    os.unlink(victim / DATA)
-    os.mkdir(victim / DATA)
-    refused(victim, tmp_path, DATA)
-
-
-# ---- files
-# -----------------------------------------------------------------------------------------------------
-
-
-def cut(data):
-    return data[: len(data) // 2]
-
-
-def flip_header(data):
-    return data[:20] + bytes([data[20] ^ 1]) + data[21:]
-
-
-FILES = {
-    "cut short": cut,
-    "empty": lambda data: b"",
-    "seven bytes": lambda data: data[:7],
-    "longer": lambda data: data + b"\0" * 64,
-    "a bit of the header flipped": flip_header,
-    "a header longer than the file": lambda data: struct.pack("<Q", 2**63) + data[8:],
-    "a header of 99 MB that is not there": lambda data: struct.pack("<Q", 99_000_000) + data[8:],
-    "noise": lambda data: hashlib.sha256(data).digest() * 40,
-    "a zip": lambda data: _zip(),
-    "deeply nested": lambda data: _file(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
-    "a number of a million digits": lambda data: _file(b'{"a":' + b"9" * 1_000_000 + b"}"),
-    "not UTF-8": lambda data: _file(b"\xff\xfe{}"),
-    "a list": lambda data: _file(b"[]"),
-    "twice the same name": lambda data: _file(
-        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
-    ),
-}
+# files
 
 
 def _file(header):
@@ -276,6 +218,25 @@ def _zip():
     with zipfile.ZipFile(content, "w") as file:
         file.writestr("data.pkl", b"x")
     return content.getvalue()
+
+
+EMPTY = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+FILES = {
+    "cut short": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "seven bytes": lambda data: data[:7],
+    "longer": lambda data: data + b"\0" * 64,
+    "a bit of the header flipped": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+    "a header longer than the file": lambda data: struct.pack("<Q", 2**63) + data[8:],
+    "a header of 99 MB that is not there": lambda data: struct.pack("<Q", 99_000_000) + data[8:],
+    "noise": lambda data: hashlib.sha256(data).digest() * 40,
+    "a zip": lambda data: _zip(),
+    "deeply nested": lambda data: _file(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "a number of a million digits": lambda data: _file(b'{"a":' + b"9" * 1_000_000 + b"}"),
+    "not UTF-8": lambda data: _file(b"\xff\xfe{}"),
+    "a list": lambda data: _file(b"[]"),
+    "twice the same name": lambda data: _file(b"{" + EMPTY + b"," + EMPTY + b"}"),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -299,11 +260,9 @@ def test_a_missing_file(victim, tmp_path):
     refused(victim, tmp_path, f"{DATA} is missing")
 
 
-def test_files_of_two_ranks_swapped(ranks, tmp_path):
-    from checkpoint_runs import run
-
-    ranks.run(2, run, str(tmp_path), {"shard": 2}, {"strategy": "zero3"}, steps=1)
-    folder = tmp_path / "checkpoints" / "step-00000001"
+def test_files_of_two_ranks_swapped(tmp_path):
+    folder = tmp_path / "step-00000002"
+    shutil.copytree(Path(__file__).parent / "written_before" / folder.name, folder)
     a, b = folder / DATA, folder / "rank-00001.safetensors"
     os.rename(a, folder / "t")
     os.rename(b, a)
@@ -353,15 +312,7 @@ def test_a_tensor_that_the_manifest_does_not_know(victim, tmp_path):
     refused(victim, tmp_path, "the manifest says")
 
 
-# ---- the manifest
-# ----------------------------------------------------------------------------------------------
-
-
-def _chunk(index, value):
-    def change(manifest):
-        first_tensor(manifest)["chunks"][0][index] = value
-
-    return change
+# the manifest
 
 
 def _set(*path_and_value):
@@ -375,12 +326,18 @@ def _set(*path_and_value):
     return change
 
 
-def _repeat(manifest):
-    first_tensor(manifest)["chunks"] *= 2
+def _tensor(**changes):
+    return lambda manifest: manifest["tensors"]["model/0.weight"].update(changes)
 
 
-def _overlap(manifest):
-    first_tensor(manifest).update(chunks=[[DATA, [0, 0], [2, 4]], [DATA, [1, 0], [1, 4]]])
+def _chunk(index, value):
+    return _set("tensors", "model/0.weight", "chunks", 0, index, value)
+
+
+def _renamed(name):
+    return lambda manifest: manifest["tensors"].update(
+        {name: manifest["tensors"].pop("model/0.weight")}
+    )
 
 
 def _nested(depth):
@@ -390,6 +347,7 @@ def _nested(depth):
     return value
 
 
+WHOLE = [DATA, [0, 0], [3, 4]]
 MANIFESTS = {
     "no tensors": lambda manifest: manifest.pop("tensors"),
     "no files": _set("files", {}),
@@ -403,23 +361,21 @@ MANIFESTS = {
     "state nested a hundred deep": _set("state", "a", _nested(100)),
     "layout nested nine hundred deep": _set("layout", "a", _nested(900)),
     "a mesh of text": _set("mesh", {"shard": "two"}),
-    "an absurd shape": lambda manifest: first_tensor(manifest).update(shape=[2**50, 2**50]),
-    "a large shape without data": lambda manifest: first_tensor(manifest).update(shape=[2**31, 4]),
-    "a negative shape": lambda manifest: first_tensor(manifest).update(shape=[-3, 4]),
-    "a hundred thousand dims": lambda manifest: first_tensor(manifest).update(shape=[1] * 100_000),
-    "an unknown dtype": lambda manifest: first_tensor(manifest).update(dtype="os.system"),
-    "an unhashable dtype": lambda manifest: first_tensor(manifest).update(dtype={}),
-    "no chunks": lambda manifest: first_tensor(manifest).update(chunks=[]),
+    "an absurd shape": _tensor(shape=[2**50, 2**50]),
+    "a large shape without data": _tensor(shape=[2**31, 4]),
+    "a negative shape": _tensor(shape=[-3, 4]),
+    "a hundred thousand dims": _tensor(shape=[1] * 100_000),
+    "an unknown dtype": _tensor(dtype="os.system"),
+    "an unhashable dtype": _tensor(dtype={}),
+    "no chunks": _tensor(chunks=[]),
     "a chunk outside": _chunk(1, [1, 0]),
     "a chunk at a negative place": _chunk(1, [-1, 0]),
     "a chunk of too few dims": _chunk(1, [0]),
-    "an empty chunk": lambda manifest: first_tensor(manifest)["chunks"].append(
-        [DATA, [0, 0], [0, 4]]
-    ),
+    "an empty chunk": _tensor(chunks=[WHOLE, [DATA, [0, 0], [0, 4]]]),
     "a chunk in no file": _chunk(0, "other.safetensors"),
     "a chunk in a number": _chunk(0, 7),
-    "the same chunk twice": _repeat,
-    "chunks that overlap": _overlap,
+    "the same chunk twice": _tensor(chunks=[WHOLE, WHOLE]),
+    "chunks that overlap": _tensor(chunks=[[DATA, [0, 0], [2, 4]], [DATA, [1, 0], [1, 4]]]),
     "a file with a negative size": _set("files", DATA, "bytes", -1),
     "a file with an absurd size": _set("files", DATA, "bytes", 2**62),
     "a checksum that is none": _set("files", DATA, "sha256", "x" * 64),
@@ -427,16 +383,11 @@ MANIFESTS = {
     "an optimizer that is a list": _set("optimizer", []),
     "groups that are text": _set("optimizer", "groups", "all"),
     "groups of nothing": _set("optimizer", "groups", [{"parameters": [[]]}]),
-    "a name with an escape sequence": lambda manifest: manifest["tensors"].update(
-        {"\x1b[31mred": manifest["tensors"].pop("model/0.weight")}
-    ),
-    "a very long name": lambda manifest: manifest["tensors"].update(
-        {"x" * 100_000: manifest["tensors"].pop("model/0.weight")}
-    ),
-    "a random generator of another shape": lambda manifest: manifest["tensors"][
-        "rng/00000/torch"
-    ].update(dtype="I8"),
-}
+    "a name with an escape sequence": _renamed("\x1b[31mred"),
+    "a very long name": _renamed("x" * 100_000),
+    "a random generator of another dtype": _set("tensors", "rng/00000/torch", "dtype", "I8"),
+    "a random generator of a million words": _set("tensors", "rng/00000/python", {"dtype": "U8", "shape": [10**6], "chunks": [[DATA, [0], [10**6]]]}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -445,18 +396,9 @@ def test_a_manifest_with(victim, tmp_path, name):
     refused(victim, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{",
-        b"null",
-        b"[" * 200_000,
-        b'{"format":1,"format":1}',
-        b"\xff",
-        b'{"format":' + b"1" * 100_000 + b"}",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    b"", b"{", b"null", b"[" * 200_000, b'{"format":1,"format":1}', b"\xff", b'{"format":' + b"1" * 100_000 + b"}",
+])  # fmt: skip
 def test_a_manifest_that_is_no_manifest(victim, tmp_path, text):
     (victim / "manifest.json").write_bytes(text)
     refused(victim, tmp_path, "manifest.json")
@@ -537,7 +479,7 @@ def trained(manifest, state):
 @pytest.mark.parametrize("name", STATES)
 def test_a_run_does_not_go_on_from(victim, tmp_path, name):
     reseal(victim, lambda manifest: trained(manifest, STATES[name]))
-    refused(victim, tmp_path, "state cannot be gone on from")
+    refused(victim, tmp_path, "no run can continue from its state")
     assert main(["verify", str(victim)]) == 1
 
 
@@ -567,8 +509,7 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     assert time.monotonic() - begin < 5
 
 
-# ---- chunks
-# ------------------------------------------------------------------------------------------------------
+# chunks
 
 
 def grid(shape, parts):
@@ -587,48 +528,36 @@ BRICKS = [  # not cut along whole planes
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "regions"),
-    [
-        ((), [Region((), ())]),
-        ((0, 4), []),
-        ((7,), grid((7,), (3,))),
-        ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
-        ((5, 5), BRICKS),
-        ((10, 100_000), grid((10, 100_000), (1, 100_000))),
-    ],
-    ids=["scalar", "empty", "line", "grid", "bricks", "many"],
-)
+@pytest.mark.parametrize(("shape", "regions"), [
+    ((), [Region((), ())]),
+    ((0, 4), []),
+    ((7,), grid((7,), (3,))),
+    ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
+    ((5, 5), BRICKS),
+    ((10, 100_000), grid((10, 100_000), (1, 100_000))),
+], ids=["scalar", "empty", "line", "grid", "bricks", "many"])  # fmt: skip
 def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
     random.Random(1).shuffle(regions)
     begin = time.monotonic()
-    check_tiling("x", shape, regions, "manifest")
+    check_tiling(shape, regions)
     assert time.monotonic() - begin < 5
 
 
-@pytest.mark.parametrize(
-    ("shape", "regions"),
-    [
-        ((), [Region((), ()), Region((), ())]),
-        ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
-        ((2, 2), [Region((0, 0), (1, 2)), Region((0, 0), (1, 2))]),
-        (
-            (2, 2),
-            [
-                Region((0, 0), (1, 1)),
-                Region((1, 1), (1, 1)),
-                Region((0, 0), (1, 1)),
-                Region((1, 1), (1, 1)),
-            ],
-        ),
-        ((5, 5), [*BRICKS[:-1], Region((0, 0), (1, 1))]),
-        ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
-        ((2,) * 16, grid((2,) * 16, (2,) * 8 + (1,) * 8)),
-        ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
-    ],
-)
+CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
+
+
+@pytest.mark.parametrize(("shape", "regions"), [
+    ((), [Region((), ()), Region((), ())]),
+    ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
+    ((2, 2), [Region((0, 0), (1, 2)), Region((0, 0), (1, 2))]),
+    ((2, 2), CORNERS * 2),
+    ((5, 5), [*BRICKS[:-1], Region((0, 0), (1, 1))]),
+    ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
+    ((2,) * 16, grid((2,) * 16, (2,) * 8 + (1,) * 8)),
+    ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
+])  # fmt: skip
 def test_chunks_that_do_not_are_refused_soon(shape, regions):
     begin = time.monotonic()
-    with pytest.raises(DamagedCheckpointError):
-        check_tiling("x", shape, regions, "manifest")
+    with pytest.raises(ValueError):
+        check_tiling(shape, regions)
     assert time.monotonic() - begin < 2

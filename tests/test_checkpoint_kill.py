@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing.connection
 import os
 import random
 import signal
+from collections import Counter
 
 import pytest
 import torch
 from workers import Pool, Pools
 
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
-from parallel2d.recovery import Checkpointer
+from parallel2d.weights.geometry import local_part
 
 INTERVAL = 2
 SHAPES = {"a": (257, 64), "b": (3, 5), "c": (1000,), "d": (2, 128, 33)}
@@ -43,25 +44,16 @@ def _build(folder, keep_last, asynchronous):
     return model, optimizer, Checkpointer(settings, folder, mesh, model, optimizer)
 
 
-def _set(model, optimizer, step):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().fill_(step)
-            for value in optimizer.state[parameter].values():
-                (value.to_local() if hasattr(value, "to_local") else value).fill_(step)
+def _local_values(model, optimizer):
+    for parameter in model.parameters():
+        for value in (parameter, *optimizer.state[parameter].values()):
+            yield local_part(value.detach())
 
 
 def _values(model, optimizer):
-    found = set()
-    for parameter in model.parameters():
-        for value in (parameter, *optimizer.state[parameter].values()):
-            found.update(
-                (value.to_local() if hasattr(value, "to_local") else value)
-                .detach()
-                .unique()
-                .tolist()
-            )
-    return found
+    return {
+        number for value in _local_values(model, optimizer) for number in value.unique().tolist()
+    }
 
 
 def save_without_end(folder, keep_last, asynchronous):
@@ -74,11 +66,11 @@ def save_without_end(folder, keep_last, asynchronous):
     assert _values(model, optimizer) <= {float(step)} | ({0.0, 1.0} if not state else set())
     while True:
         step += 1
-        _set(model, optimizer, step)
+        for value in _local_values(model, optimizer):
+            value.fill_(step)
         checkpointer.save_if_due(step, {"samples": step})
-        if (
-            dist.get_rank() == 0
-        ):  # what the run knows to be published, for the test to hold against what it finds
+        # What the run knows to be published, for the test to hold against what it finds.
+        if dist.get_rank() == 0:
             with open(os.path.join(folder, "known"), "a") as file:
                 file.write(f"{step} {max(checkpointer.published, default=0)}\n")
 
@@ -132,34 +124,21 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             # At most one save is running, and a new one waits for it: two intervals bound what a kill can
             # cost when the save of the last interval was still being written, one when it was not.
             assert step - state["step"] <= (2 if asynchronous else 1) * INTERVAL
-        left = [
-            name
-            for name in os.listdir(os.path.join(folder, "checkpoints"))
-            if not name.startswith(("step-", "."))
-        ]
-        assert not left, "a kill damages nothing, so nothing is moved aside"
+        left = os.listdir(os.path.join(folder, "checkpoints"))
+        assert all(name.startswith(("step-", ".")) for name in left), "nothing is moved aside"
         results.append((answers[0][0]["step"] if answers[0][0] else 0, step))
     return results
 
 
 def test_sigkill_of_all_ranks_at_random_moments_never_costs_a_published_checkpoint(ranks, tmp_path):
-    results = kill_while_saving(ranks, tmp_path, seed=1, rounds=3)
+    results = kill_while_saving(ranks, tmp_path, seed=1, rounds=2)
     assert results[-1][0] > 0
 
 
 @pytest.mark.soak
 def test_two_hundred_kills(ranks, tmp_path):
     rounds = int(os.environ.get("PARALLEL2D_KILLS", "200"))
-    results = kill_while_saving(
-        ranks, tmp_path, seed=int(os.environ.get("PARALLEL2D_SEED", "2")), rounds=rounds
-    )
-    lost = [step - restored for restored, step in results]
-    print(
-        json.dumps(
-            {
-                "kills": rounds,
-                "last step": results[-1][1],
-                "steps lost": {n: lost.count(n) for n in set(lost)},
-            }
-        )
-    )
+    seed = int(os.environ.get("PARALLEL2D_SEED", "2"))
+    results = kill_while_saving(ranks, tmp_path, seed=seed, rounds=rounds)
+    lost = Counter(step - restored for restored, step in results)
+    print(f"{rounds} kills, last step {results[-1][1]}, steps lost {dict(lost)}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 
 import pytest
 import torch
@@ -11,76 +13,58 @@ from checkpoint_runs import run
 
 from parallel2d.checkpoint import Checkpoint
 
-HYBRID = {"strategy": "hybrid"}
 STEPS = 8
+
+
+PRECISE = {"strategy": "hybrid", "precision": "fp64"}
+MESH = {"replicate": 2, "shard": 2}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks, tmp_path_factory):
-    """fp64 losses of a run on hybrid 2x2 that never stopped, and the run dir of one that stopped at step
-    4."""
-    folder = str(tmp_path_factory.mktemp("source"))
-    precise = dict(HYBRID, precision="fp64")
-    whole = ranks.run(
-        4, run, folder + "/whole", {"replicate": 2, "shard": 2}, precise, steps=STEPS
-    )[0]
-    ranks.run(4, run, folder + "/half", {"replicate": 2, "shard": 2}, precise, steps=4)
-    return whole["losses"], folder + "/half/checkpoints/step-00000004"
+    """fp64 losses of a run on hybrid 2x2 that never stopped, and the run dir of one that stopped at step 4."""
+    folder = tmp_path_factory.mktemp("source")
+    whole = ranks.run(4, run, str(folder / "whole"), MESH, PRECISE, steps=STEPS)[0]
+    ranks.run(4, run, str(folder / "half"), MESH, PRECISE, steps=4)
+    return whole["losses"], folder / "half"
 
 
-LAYOUTS = {
-    "one rank": (1, {}, {"strategy": "ddp"}),
-    "zero3 x4": (4, {"shard": 4}, {"strategy": "zero3", "bucketing": "layer"}),
-    "hybrid 2x1x2 with tensor": (4, {"replicate": 2, "shard": 1, "tensor": 2}, HYBRID),
-    "hybrid 1x2x2 with tensor": (4, {"replicate": 1, "shard": 2, "tensor": 2}, HYBRID),
-    "ddp x3": (3, {"replicate": 3}, {"strategy": "ddp", "bucketing": "size"}),
-    "zero2 x3": (3, {"shard": 3}, {"strategy": "zero2"}),
-}
+CHAIN = [
+    (4, {"shard": 4}, {"strategy": "zero3", "bucketing": "layer"}),
+    (4, {"replicate": 1, "shard": 2, "tensor": 2}, {"strategy": "hybrid"}),
+    (3, {"replicate": 3}, {"strategy": "ddp", "bucketing": "size"}),
+    (1, {}, {"strategy": "ddp"}),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_loss_goes_on_as_if_nothing_had_happened_on_any_other_layout_and_back(
-    ranks, uninterrupted, tmp_path, name
+def test_loss_goes_on_as_if_nothing_had_happened_on_one_layout_after_another(
+    ranks, uninterrupted, tmp_path
 ):
     expected, source = uninterrupted
-    world, mesh, config = LAYOUTS[name]
-    config = dict(config, precision="fp64")
-    there = ranks.run(
-        world, run, str(tmp_path), mesh, config, steps=6, checkpoint={"resume": source}
-    )
-    assert there[0]["restored"]["step"] == 4
-    assert there[0]["restored"]["samples"] == 32
-    back = ranks.run(
-        4,
-        run,
-        str(tmp_path),
-        {"replicate": 2, "shard": 2},
-        dict(HYBRID, precision="fp64"),
-        steps=STEPS,
-    )
-    assert back[0]["restored"]["step"] == 6
-    for step, loss in {**there[0]["losses"], **back[0]["losses"]}.items():
-        assert loss == pytest.approx(expected[step], abs=1e-10), f"step {step}"
+    shutil.copytree(source, tmp_path / "run")
+    for step, (world, mesh, config) in enumerate(CHAIN, start=5):
+        config = {**config, "precision": "fp64"}
+        result = ranks.run(world, run, str(tmp_path / "run"), mesh, config, steps=step)[0]
+        assert result["restored"] == {"step": step - 1, "samples": 8 * (step - 1)}
+        assert result["losses"] == {step: pytest.approx(expected[step], abs=1e-10)}
 
 
 @pytest.mark.soak
 def test_eight_ranks_with_tensor_parallelism_go_on_from_four(ranks, uninterrupted, tmp_path):
     expected, source = uninterrupted
+    shutil.copytree(source, tmp_path / "run")
     mesh = {"replicate": 2, "shard": 2, "tensor": 2}
-    config = dict(HYBRID, precision="fp64")
-    there = ranks.run(8, run, str(tmp_path), mesh, config, steps=6, checkpoint={"resume": source})
-    back = ranks.run(4, run, str(tmp_path), {"replicate": 2, "shard": 2}, config, steps=STEPS)
+    there = ranks.run(8, run, str(tmp_path / "run"), mesh, PRECISE, steps=6)
+    back = ranks.run(4, run, str(tmp_path / "run"), MESH, PRECISE, steps=STEPS)
     for step, loss in {**there[0]["losses"], **back[0]["losses"]}.items():
         assert loss == pytest.approx(expected[step], abs=1e-10), f"step {step}"
 
 
-def test_resume_on_the_same_layout_is_bitwise(ranks, tmp_path):
-    mesh = {"replicate": 2, "shard": 2}
-    whole = ranks.run(4, run, str(tmp_path / "whole"), mesh, HYBRID, steps=6)[0]["losses"]
-    ranks.run(4, run, str(tmp_path / "half"), mesh, HYBRID, steps=3)
-    rest = ranks.run(4, run, str(tmp_path / "half"), mesh, HYBRID, steps=6)[0]["losses"]
-    assert rest == {step: whole[step] for step in (4, 5, 6)}
+def test_resume_on_the_same_layout_is_bitwise(ranks, uninterrupted, tmp_path):
+    expected, source = uninterrupted
+    shutil.copytree(source, tmp_path / "run")
+    rest = ranks.run(4, run, str(tmp_path / "run"), MESH, PRECISE, steps=6)[0]["losses"]
+    assert rest == {step: expected[step] for step in (5, 6)}
 
 
 def test_a_save_right_after_validation_stores_the_same(ranks, tmp_path):
@@ -109,50 +93,55 @@ def test_a_save_right_after_validation_stores_the_same(ranks, tmp_path):
 
 def test_another_precision_loads_with_values_rounded_to_it(ranks, uninterrupted, tmp_path):
     expected, source = uninterrupted
-    mesh = {"replicate": 1, "shard": 2}
-    there = ranks.run(2, run, str(tmp_path), mesh, HYBRID, steps=6, checkpoint={"resume": source})[
-        0
-    ]
+    resume = {"resume": str(source / "checkpoints" / "step-00000004")}
+    mesh, config = {"replicate": 1, "shard": 2}, {"strategy": "hybrid"}
+    there = ranks.run(2, run, str(tmp_path), mesh, config, steps=6, checkpoint=resume)[0]
     for step, loss in there["losses"].items():
         assert loss == pytest.approx(expected[step], abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("world", "mesh", "strategy"),
-    [
-        (4, {"replicate": 2, "shard": 2}, "hybrid"),
-        (3, {"replicate": 3}, "ddp"),
-        (2, {"tensor": 2}, "zero3"),
-    ],
+    ("world", "mesh", "strategy"), [(4, MESH, "hybrid"), (3, {"replicate": 3}, "ddp")]
 )
-def test_nothing_is_written_twice_and_work_is_spread(
-    ranks, tmp_path, monkeypatch, world, mesh, strategy
-):
+def test_nothing_is_written_twice_and_work_is_spread(ranks, tmp_path, world, mesh, strategy):
     result = ranks.run(world, run, str(tmp_path), mesh, {"strategy": strategy}, steps=1)[0]
     folder = tmp_path / "checkpoints" / "step-00000001"
     manifest = json.loads((folder / "manifest.json").read_bytes())
-    parameters = sum(
-        _numel(tensor["shape"])
-        for name, tensor in manifest["tensors"].items()
-        if name.startswith("model/")
-    )
+    assert (manifest["format"], manifest["step"], manifest["position"]) == (1, 1, 8)
+    assert manifest["mesh"] == {"replicate": 1, "shard": 1, "tensor": 1} | mesh
+    sizes = {name: math.prod(tensor["shape"]) for name, tensor in manifest["tensors"].items()}
+    parameters = sum(size for name, size in sizes.items() if name.startswith("model/"))
     state = 3 * 4 * parameters  # weights and two moments, fp32
-    written = sum(os.path.getsize(folder / name) for name in os.listdir(folder))
-    assert result["bytes_written"] == written
-    tensors = sum(
-        _numel(tensor["shape"])
-        for name, tensor in manifest["tensors"].items()
-        if "rng/" not in name
-    )
-    assert 4 * tensors <= state + 4 * 100  # the rest are the optimizer's step counts
-    sizes = [file["bytes"] for file in manifest["files"].values()]
-    assert len(sizes) == world
-    assert max(sizes) < 1.35 * sum(sizes) / world
+    assert result["bytes_written"] == sum(path.stat().st_size for path in folder.iterdir())
+    # The rest are the optimizer's step counts.
+    assert 4 * sum(size for name, size in sizes.items() if "rng/" not in name) <= state + 4 * 100
+    written = [file["bytes"] for file in manifest["files"].values()]
+    assert len(written) == world
+    assert max(written) < 1.35 * sum(written) / world
     assert sorted(os.listdir(folder)) == sorted([*manifest["files"], "manifest.json"])
 
 
-def _numel(shape):
-    result = 1
-    for size in shape:
-        result *= size
-    return result
+def plans(nodes):
+    """What this rank writes of a tensor of 64 MiB that all ranks hold, and of small ones."""
+    from parallel2d import MeshSpec, build_mesh
+    from parallel2d.checkpoint.save import plan_writes
+
+    mesh = build_mesh(MeshSpec(replicate=4), "ddp")
+    large, small = torch.empty(8, 2**21), torch.empty(100)
+    tensors = [("large", large), *((f"small {number}", small) for number in range(6))]
+    return [
+        (name, region.offsets[0], region.lengths[0])
+        for name, region, _ in plan_writes(tensors, mesh, nodes)
+    ]
+
+
+def test_a_large_rectangle_is_cut_in_parts_of_16_mib_and_a_node_writes_all_of_it(ranks):
+    large = [("large", 2 * rank, 2) for rank in range(4)]
+    found = ranks.run(4, plans, None)
+    assert [plan[0] for plan in found] == large
+    assert sorted(each for plan in found for each in plan[1:]) == [
+        (f"small {number}", 0, 100) for number in range(6)
+    ]
+    assert [plan[0] for plan in ranks.run(4, plans, [0, 0, 1, 1])] == [
+        ("large", 0, 4), ("large", 4, 4), ("large", 0, 4), ("large", 4, 4)
+    ]  # fmt: skip

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import shutil
 import subprocess
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_runs import Heard, run, steps_in
+from safetensors.torch import load_file
 from workers import WorkerError
 
-from parallel2d.checkpoint import Checkpoint, CheckpointError
+from parallel2d.checkpoint import Checkpoint, Checkpointer, CheckpointError
 from parallel2d.config import CheckpointConfig
 from parallel2d.errors import ConfigError
-from parallel2d.recovery import Checkpointer
 
 HYBRID = {"strategy": "hybrid"}
 MESH = {"replicate": 1, "shard": 2}
@@ -102,21 +104,13 @@ def test_retention_keeps_the_newest_and_every_nth(tmp_path):
     assert steps_in(tmp_path) == [f"step-{n:08d}" for n in (3, 6, 7, 8)], "no debris"
 
 
-def test_keep_last_zero_keeps_all(tmp_path):
-    Small(tmp_path, keep_last=0).train(5).checkpointer.finish()
-    assert complete(tmp_path) == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"every": 3}, [3, 6, 7]),
-        ({"every": 0}, [7]),
-        ({"every": 5, "on_first_step": True}, [1, 5, 7]),
-        ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
-        ({"every": 1, "enabled": False}, []),
-    ],
-)
+@pytest.mark.parametrize(("config", "expected"), [
+    ({"every": 3}, [3, 6, 7]),
+    ({"every": 0}, [7]),
+    ({"every": 5, "on_first_step": True}, [1, 5, 7]),
+    ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
+    ({"every": 1, "enabled": False}, []),
+])  # fmt: skip
 def test_it_saves_when_it_is_due_and_at_the_end(tmp_path, config, expected):
     small = Small(tmp_path, keep_last=0, **config).train(6).train(1, last=True)
     small.checkpointer.finish()
@@ -129,9 +123,7 @@ def test_preemption_returns_only_when_the_checkpoint_is_published(tmp_path):
     assert small.checkpointer.age_steps == 0
 
 
-def test_a_running_save_is_awaited_and_said(tmp_path, monkeypatch):
-    import threading
-
+def test_a_running_save_is_awaited_and_has_the_values_of_its_step(tmp_path, monkeypatch):
     from parallel2d.checkpoint import checkpointer as module
 
     write, release = module.write_checkpoint, threading.Event()
@@ -141,31 +133,17 @@ def test_a_running_save_is_awaited_and_said(tmp_path, monkeypatch):
         return write(*args)
 
     monkeypatch.setattr(module, "write_checkpoint", slow)
-    small = Small(tmp_path).train(1)
+    small = Small(tmp_path, every=2, keep_last=0).train(2)
+    saved = [value.clone() for value in small.values()]
+    small.train(1)
     assert complete(tmp_path) == [], "the loop did not wait for the disk"
     with Heard() as heard:
-        threading.Timer(0.5, release.set).start()
+        threading.Timer(0.3, release.set).start()
         small.train(1)
     small.checkpointer.finish()
     assert any("still being written" in line for line in heard)
-    assert complete(tmp_path) == [1, 2]
-
-
-def test_values_are_those_of_the_step_even_when_the_loop_runs_on(tmp_path, monkeypatch):
-    import threading
-
-    from parallel2d.checkpoint import checkpointer as module
-
-    write, release = module.write_checkpoint, threading.Event()
-    monkeypatch.setattr(
-        module, "write_checkpoint", lambda *args: release.wait(timeout=30) and write(*args)
-    )
-    small = Small(tmp_path, every=2).train(2)
-    saved = [value.clone() for value in small.values()]
-    small.train(1)
-    release.set()
-    small.checkpointer.finish()
-    again = Small(tmp_path, seed=5)
+    assert complete(tmp_path) == [2, 4]
+    again = Small(tmp_path, seed=5, resume=str(tmp_path / "checkpoints" / "step-00000002"))
     again.restore()
     for a, b in zip(again.values(), saved, strict=True):
         assert torch.equal(a, b)
@@ -187,14 +165,8 @@ def test_auto_steps_back_over_damaged_checkpoints_and_names_each(tmp_path):
     assert "passing over step-00000003" in text
     assert "manifest.json is missing" in text
     small.train(2).checkpointer.finish()
-    assert steps_in(tmp_path) == [
-        "aside-step-00000003-1",
-        "aside-step-00000004-1",
-        "step-00000001",
-        "step-00000002",
-        "step-00000003",
-        "step-00000004",
-    ]
+    aside = ["aside-step-00000003-1", "aside-step-00000004-1"]
+    assert steps_in(tmp_path) == [*aside, *(f"step-{step:08d}" for step in (1, 2, 3, 4))]
     assert Small(tmp_path).restore()["step"] == 4
 
 
@@ -354,14 +326,19 @@ def test_failures_are_reported_counted_leave_no_debris_and_end_the_run_at_the_li
 
 def test_a_failed_last_save_is_an_error_at_the_end(tmp_path, monkeypatch):
     small = Small(tmp_path)
-    monkeypatch.setattr(type(small.checkpointer.store), "begin", _denied)
+
+    def denied(self, step, token):
+        raise PermissionError(13, "Permission denied", self.root)
+
+    monkeypatch.setattr(type(small.checkpointer.store), "begin", denied)
     small.train(1, last=True)
     with pytest.raises(CheckpointError):
         small.checkpointer.finish()
 
 
-def _denied(self, step, token):
-    raise PermissionError(13, "Permission denied", self.root)
+def test_copies_that_are_asked_for_must_be_given(tmp_path):
+    with pytest.raises(ConfigError, match="checkpoint.memory_every=5: give the copies"):
+        Small(tmp_path, memory_every=5)
 
 
 def fail_on_one_rank(folder):
@@ -407,36 +384,35 @@ def test_a_run_dir_that_ranks_do_not_share_is_refused_with_the_host(ranks, tmp_p
     assert socket.gethostname() in error.value.message
 
 
-def test_the_manifest_tells_step_position_mesh_and_files(ranks, tmp_path):
-    ranks.run(2, run, str(tmp_path), MESH, HYBRID, steps=1)
-    manifest = json.loads(
-        (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_bytes()
-    )
-    assert manifest["format"] == 1
-    assert manifest["step"] == 1
-    assert manifest["position"] == 8
-    assert manifest["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
-    assert {"bytes", "sha256"} == set(manifest["files"]["rank-00001.safetensors"])
+def test_a_checkpoint_of_the_version_before_is_loaded(tmp_path):
+    """Two ranks wrote it, each its part; the values count on from a hundred times the number of the tensor."""
+    folder = Path(__file__).parent / "written_before" / "step-00000002"
+    small = Small(tmp_path, resume=str(folder))
+    note = "written by the version before"
+    assert small.restore() == {"step": 2, "samples": 16, "note": note}
+    numbers = itertools.count(1)
+    for parameter in small.model.parameters():
+        state = small.optimizer.state[parameter]
+        for value in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+            expected = torch.arange(value.numel()) + 100.0 * next(numbers)
+            assert torch.equal(value.flatten(), expected)
+        assert state["step"] == 2
+    assert small.model[1].running_mean.tolist() == [0.5] * 3
+    small.train(1).checkpointer.finish()
 
 
 def test_data_files_are_what_the_safetensors_library_reads(tmp_path):
-    from safetensors import safe_open
-
     small = Small(tmp_path).train(1)
     small.checkpointer.finish()
-    with safe_open(
-        tmp_path / "checkpoints" / "step-00000001" / "rank-00000.safetensors", "pt"
-    ) as file:
-        assert torch.equal(file.get_tensor("model/0.weight"), small.model[0].weight)
+    file = tmp_path / "checkpoints" / "step-00000001" / "rank-00000.safetensors"
+    assert torch.equal(load_file(file)["model/0.weight"], small.model[0].weight)
 
 
 class TiedModel(torch.nn.Module):
     def __init__(self, tied):
         super().__init__()
-        self.first, self.second = (
-            torch.nn.Linear(3, 3, bias=False),
-            torch.nn.Linear(3, 3, bias=False),
-        )
+        self.first = torch.nn.Linear(3, 3, bias=False)
+        self.second = torch.nn.Linear(3, 3, bias=False)
         if tied:
             self.second.weight = self.first.weight
 
@@ -459,12 +435,8 @@ def small_disk(tmp_path):
     """A file system of 1 MiB, where this process may mount one."""
     path = tmp_path / "disk"
     path.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True
-        ).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", path]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a tmpfs needs to be root with CAP_SYS_ADMIN")
     yield path
     subprocess.run(["mount", "-o", "remount,rw", path], capture_output=True)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jobs
 import pytest
@@ -13,10 +14,10 @@ import torch
 from test_checkpoint_hostile import reseal
 from test_models_library import LIBRARY, MODELS, batch
 
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.checkpoint.__main__ import main
 from parallel2d.config import CheckpointConfig, HuggingFaceModel
 from parallel2d.models import huggingface
-from parallel2d.recovery import Checkpointer
 
 pytestmark = LIBRARY
 AUTO = {
@@ -139,16 +140,10 @@ def trained(ranks, folder, settings, world, layout):
     return folder / "run"
 
 
-LAYOUTS = [
-    (1, ["strategy=ddp"]),
-    (4, ["strategy=hybrid"]),
-    (4, ["strategy=zero3", "mesh.tensor=2"]),
-    (4, ["strategy=hybrid_full"]),
-]
-
-
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize(("kind", "world", "layout"), [
+    ("llama", 4, ["strategy=zero3", "mesh.tensor=2"]),
+    ("mixtral", 4, ["strategy=hybrid_full"]),
+])  # fmt: skip
 def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(
     ranks, tmp_path, kind, world, layout
 ):
@@ -201,7 +196,7 @@ def test_files_beside_the_weights_of_the_folder_come_along(tmp_path):
     assert not list((tmp_path / "out").glob("*.py"))
 
 
-def test_another_tokenizer_than_that_of_the_folder_is_chosen_by_name(tmp_path, capsys):
+def test_the_tokenizer_that_the_run_read_goes_along(tmp_path):
     from transformers import AutoTokenizer
 
     base, own = tmp_path / "base", tmp_path / "own.json"
@@ -211,13 +206,14 @@ def test_another_tokenizer_than_that_of_the_folder_is_chosen_by_name(tmp_path, c
     words(CORPUS).save(str(own))
     checkpoint = save(tmp_path / "run", model, path=str(base))
     folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    assert convert(checkpoint, tmp_path / "a") == 0
     reseal(folder, lambda manifest: manifest["layout"].update(tokenizer={"path": str(own)}))
-    assert convert(checkpoint, tmp_path / "out") == 1
-    assert "which is not the tokenizer of model.path" in capsys.readouterr().err
-    for name, file in (("a", own), ("b", base / "tokenizer.json")):
-        assert convert(checkpoint, tmp_path / name, "--model", f"tokenizer={file}") == 0
+    assert convert(checkpoint, tmp_path / "b") == 0
+    chosen = f"tokenizer={base / 'tokenizer.json'}"
+    assert convert(checkpoint, tmp_path / "c", "--model", chosen) == 0
+    for name, file in (("a", base / "tokenizer.json"), ("b", own), ("c", base / "tokenizer.json")):
         assert (tmp_path / name / "tokenizer.json").read_bytes() == file.read_bytes()
-    ids = AutoTokenizer.from_pretrained(tmp_path / "a")(CORPUS[2])["input_ids"]
+    ids = AutoTokenizer.from_pretrained(tmp_path / "b")(CORPUS[2])["input_ids"]
     assert ids == words(CORPUS).encode(CORPUS[2]).ids
 
 
@@ -237,37 +233,40 @@ def changed(**changes):
 
 
 HOSTILE = [
-    ({"arguments": {"attn_implementation": "someone/kernel"}}, "names code that would be downloaded"),
-    ({"arguments": {"text_config": {"_attn_implementation": "a/b"}}}, "names code that would be downloaded"),
-    ({"arguments": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "are not converted"),
+    ({"arguments": {"attn_implementation": "someone/kernel"}}, "stands for code, files or parts"),
+    ({"arguments": {"text_config": {"_attn_implementation": "a/b"}}}, "stands for code, files or parts"),
+    ({"arguments": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "stands for code, files or parts"),
     ({"arguments": {"num_hidden_layers": 10**9}}, "is more than 10,000 layers"),
     ({"arguments": {"num_labels": 10**9}}, "num_labels=1000000000 is more than"),
     ({"arguments": {"no_such_key": 1}}, "LlamaConfig has no no_such_key"),
     ({"arguments": {"hidden_size": "wide"}}, "the checkpoint's model: "),
     ({"arguments": {"num_hidden_layers": 1}}, "the weights do not fit LlamaForCausalLM: model.layers.1"),
     ({"arguments": {**MODELS["llama"], "vocab_size": 32}}, "is [31, 16], the model's is [32, 16]"),
-    ({"arguments": [1]}, "the checkpoint's model.arguments is [1]"),
+    ({"arguments": [1]}, "the checkpoint's model: TypeError"),
     ({"architecture": "someone/model"}, "has no architecture 'someone/model'"),
     ({"architecture": None}, "has no architecture None"),
-    ({"architecture": {"a": 1}}, "the checkpoint's model.architecture is "),
-    ({"head": "os.system"}, "the checkpoint's model.head is os.system"),
+    ({"architecture": {"a": 1}}, "the checkpoint's model: TypeError"),
+    ({"head": "os.system"}, "the checkpoint's model: KeyError"),
     ({"path": "someone/model"}, "which is not here"),
-    ({"architecture": "timm_wrapper", "arguments": {}}, "model_type=timm_wrapper: a model with parts of other libraries"),
-    ({"arguments": {"backbone": "resnet50"}}, "backbone=resnet50: a model with parts of other libraries"),
+    ({"architecture": "timm_wrapper", "arguments": {}}, "model_type=timm_wrapper stands for code"),
+    ({"arguments": {"backbone": "resnet50"}}, "backbone=resnet50 stands for code"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "message"), HOSTILE)
-def test_settings_that_describe_no_model_are_one_message(tmp_path, capsys, changes, message):
+def test_settings_that_describe_no_model_are_one_message(tmp_path, capsys):
     arguments = MODELS["llama"]
     model = drawn(architecture="llama", arguments=arguments)
     checkpoint = save(tmp_path / "run", model, architecture="llama", arguments=arguments)
-    reseal(tmp_path / "run" / "checkpoints" / "step-00000001", changed(**changes))
-    assert convert(checkpoint, tmp_path / "out") == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-    assert not (tmp_path / "out").exists()
+    manifest = Path(checkpoint) / "manifest.json"
+    original = manifest.read_bytes()
+    for changes, message in HOSTILE:
+        manifest.write_bytes(original)
+        reseal(Path(checkpoint), changed(**changes))
+        assert convert(checkpoint, tmp_path / "out") == 1
+        error = capsys.readouterr().err
+        assert message in error, changes
+        assert "Traceback" not in error
+        assert not (tmp_path / "out").exists()
 
 
 def test_code_of_a_folder_is_not_run(tmp_path, capsys):
@@ -303,22 +302,7 @@ def test_a_tokenizer_that_is_none_is_not_copied(tmp_path, capsys):
     assert "is no tokenizer.json" in capsys.readouterr().err
 
 
-PEAK = """
-import resource, sys
-from parallel2d.checkpoint.__main__ import main
-import transformers.models.mixtral.modeling_mixtral
-
-def peak():
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
-
-assert main(["convert", sys.argv[1], "warm", "--to", "hf"]) == 0
-before = peak()
-assert main(["convert", sys.argv[2], "out", "--to", "hf"]) == 0
-print(peak() - before)
-"""
-
-
-def test_peak_memory_is_that_of_one_group_of_experts(tmp_path):
+def test_peak_memory_is_that_of_one_file(tmp_path):
     small = {**MODELS["mixtral"], "num_hidden_layers": 2}
     large = {**small, "num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
     folders = []
@@ -326,10 +310,26 @@ def test_peak_memory_is_that_of_one_group_of_experts(tmp_path):
         model = drawn(architecture="mixtral", arguments=arguments)
         folders.append(save(tmp_path / name, model, architecture="mixtral", arguments=arguments))
     mib = sum(p.numel() for p in model.parameters()) * 4 / 2**20
-    result = subprocess.run(
-        [sys.executable, "-c", PEAK, *folders], cwd=tmp_path, capture_output=True, text=True
-    )
+    assert mib > 140
+    words = [sys.executable, "-c", PEAK, *folders]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     grown = float(result.stdout.split()[-1])
-    assert mib > 140
     assert grown < mib / 3, grown
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 5
+
+
+PEAK = """
+import sys
+from parallel2d.checkpoint.__main__ import main
+import transformers.models.mixtral.modeling_mixtral
+
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
+
+words = ["--to", "hf", "--shard-gib", "0.02"]
+assert main(["convert", sys.argv[1], "warm", *words]) == 0
+before = peak()
+assert main(["convert", sys.argv[2], "out", *words]) == 0
+print(peak() - before)
+"""

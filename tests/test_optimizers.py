@@ -15,13 +15,13 @@ from checkpoint_runs import build, train_step
 from torch import nn
 from training import build_llama, global_batch, whole
 
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
 from parallel2d.errors import ConfigError
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.model_structure import find_blocks
 from parallel2d.optimizer import build_optimizer, plan_groups, set_learning_rate, update_bytes
-from parallel2d.recovery import Checkpointer
 from parallel2d.weights.initial_values import build_on_meta, plan_weights
 
 GROUPS = [

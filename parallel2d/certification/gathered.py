@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import exchange
-from parallel2d.checkpoint.write_plan import plan_writes
+from parallel2d.checkpoint.save import plan_writes
 from parallel2d.mesh import mesh_shape, without_replicas
 from parallel2d.sync.one_process import Cut
 from parallel2d.weights.geometry import Region, local_region

@@ -1,10 +1,10 @@
-"""Saves and loads checkpoints: `StoreCheckpointer` for a run, `Checkpoint` to read one.
+"""Saves and loads checkpoints: `Checkpointer` for a run, `Checkpoint` to read one.
 
 A checkpoint is complete or absent, loads on any mesh, and executes no code when it is read.
 """
 
-from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.checkpointer import StoreCheckpointer
+from parallel2d.checkpoint.checkpointer import Checkpointer
+from parallel2d.checkpoint.manifest import Checkpoint
 from parallel2d.checkpoint.state import load_model, load_optimizer
 from parallel2d.checkpoint.storage import CheckpointError
 from parallel2d.files.tensor_file import DamagedCheckpointError
@@ -12,8 +12,8 @@ from parallel2d.files.tensor_file import DamagedCheckpointError
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Checkpointer",
     "DamagedCheckpointError",
-    "StoreCheckpointer",
     "load_model",
     "load_optimizer",
 ]

@@ -11,13 +11,17 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
-from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.convert import FORMATS, convert, guess_format, open_source
-from parallel2d.checkpoint.convert import huggingface_format as huggingface
-from parallel2d.checkpoint.convert.conversion import DTYPE_CHOICES, Progress
-from parallel2d.checkpoint.convert.library_export import MOVED, is_library_model
+from parallel2d.checkpoint.convert import (
+    DTYPE_CHOICES,
+    FORMATS,
+    Progress,
+    convert,
+    guess_format,
+    llama_arguments,
+    open_source,
+)
+from parallel2d.checkpoint.manifest import Checkpoint
 from parallel2d.checkpoint.storage import describe_error, find_checkpoint
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
@@ -27,8 +31,7 @@ from parallel2d.files.tensor_file import DTYPES, printable
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.checkpoint"
 ) -> int:
-    """Runs one command; returns the exit code: 0, 1 for a fault that is explained on standard
-    error."""
+    """Runs one command; returns the exit code."""
     options = _parser(program).parse_args(arguments)
     try:
         options.run(options)
@@ -51,9 +54,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
     command = commands.add_parser("inspect", help="step, layout, names, shapes, dtypes, sizes")
     command.add_argument("path", help=place)
-    command.add_argument(
-        "--all", action="store_true", help="optimizer state and random generators too"
-    )
+    everything = "optimizer state and random generators too"
+    command.add_argument("--all", action="store_true", help=everything)
     command.set_defaults(run=inspect)
 
     command = commands.add_parser("verify", help="reads everything and compares checksums")
@@ -61,21 +63,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
     command.set_defaults(run=verify)
 
     command = commands.add_parser("convert", help="writes the weights in another format")
-    command.add_argument("source", help=place)
-    command.add_argument("target", help="a new file or folder")
-    command.add_argument(
-        "--to", choices=FORMATS, help="format of the target; told by its ending when it is a file"
-    )
-    command.add_argument(
-        "--dtype", choices=tuple(DTYPE_CHOICES), help="dtype of the weights; default: as they are"
-    )
-    command.add_argument(
-        "--optimizer", action="store_true", help="carry optimizer state and position too"
-    )
-    command.add_argument(
-        "--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("source", help=place)
+    add("target", help="a new file or folder")
+    add("--to", choices=FORMATS, help="format of the target; a file's ending tells it too")
+    add("--dtype", choices=tuple(DTYPE_CHOICES), help="of the weights; default: as they are")
+    add("--optimizer", action="store_true", help="carry optimizer state and position too")
+    add("--shard-gib", type=float, default=5.0, help="size of a folder's data files (default 5)")
+    add(
         "--model", action="append", default=[], metavar="KEY=VALUE",
         help="for --to hf, what the source does not tell: n_heads, n_kv_heads, norm_eps ...; of a "
         "run with model=hf, where what it began with is now: path, tokenizer",
@@ -84,71 +79,56 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
+# Name, dtype, shape and number of chunks of a tensor.
+_Row = tuple[str, str, tuple[int, ...], int]
+
+
 def inspect(options: argparse.Namespace) -> None:
     """Prints what a checkpoint holds; values are not read."""
     path = find_checkpoint(options.path)
     try:
-        checkpoint = Checkpoint.open(path)
+        manifest = Checkpoint.open(path).manifest
     except ConfigError:
         source = open_source(path)  # another format, or the more precise error
         print(f"{path}: {source.kind}")
-        rows = [_Row(name, dtype, shape, 1) for name, (dtype, shape) in source.tensors.items()]
-        _print_table(rows, options.all)
+        _print_table([(name, *each, 1) for name, each in source.tensors.items()], options.all)
         return
-    manifest = checkpoint.manifest
     mesh = " x ".join(f"{printable(axis)} {size}" for axis, size in manifest.mesh.items())
-    print(
-        f"{path}: step {manifest.step}, position {printable(manifest.state.get('samples'))}, {mesh}"
-    )
-    print(
-        f"written by {manifest.world_size} ranks, {len(manifest.files)} files, "
-        f"{_size(manifest.state_bytes)}"
-    )
+    position = printable(manifest.state.get("samples"))
+    size = _size(manifest.state_bytes)
+    print(f"{path}: step {manifest.step}, position {position}, {mesh}")
+    print(f"written by {manifest.world_size} ranks, {len(manifest.files)} files, {size}")
     facts = {**manifest.layout, "state": manifest.state}
     if manifest.optimizer:
         facts["optimizer"] = manifest.optimizer.get("class")
     for key, value in facts.items():
         print(f"{printable(key)}: {printable(value, 400)}")
-    rows = [_Row(name, t.dtype, t.shape, len(t.chunks)) for name, t in manifest.tensors.items()]
-    _print_table(rows, options.all)
-
-
-class _Row(NamedTuple):
-    """A tensor in the table of `inspect`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: int
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * DTYPES[self.dtype].itemsize
+    tensors = manifest.tensors.items()
+    _print_table([(name, t.dtype, t.shape, len(t.chunks)) for name, t in tensors], options.all)
 
 
 def _print_table(rows: list[_Row], everything: bool) -> None:
     shown = rows if everything else _of_kind(rows, "model")
-    width = min(max((len(row.name) for row in shown), default=4), 70)
+    width = min(max((len(name) for name, *_ in shown), default=4), 70)
     print(f"\n{'name':<{width}}  {'dtype':<8} {'size':>10}  {'chunks':>6}  shape")
     for row in shown:
-        print(
-            f"{printable(row.name):<{width}}  {row.dtype:<8} {_size(row.bytes):>10}  "
-            f"{row.chunks:>6}  {list(row.shape)}"
-        )
+        name, dtype, shape, chunks = row
+        size = _size(_bytes([row]))
+        print(f"{printable(name):<{width}}  {dtype:<8} {size:>10}  {chunks:>6}  {list(shape)}")
     for kind in ("model", "optimizer", "sync", "replica", "rng"):
         chosen = _of_kind(rows, kind)
         if chosen:
-            elements = sum(row.elements for row in chosen)
-            total = _size(sum(row.bytes for row in chosen))
+            elements = sum(math.prod(shape) for _, _, shape, _ in chosen)
+            total = _size(_bytes(chosen))
             print(f"{kind}: {len(chosen)} tensors, {elements:,} elements, {total}")
 
 
 def _of_kind(rows: list[_Row], kind: str) -> list[_Row]:
-    return [row for row in rows if row.name.startswith(f"{kind}/")]
+    return [row for row in rows if row[0].startswith(f"{kind}/")]
+
+
+def _bytes(rows: list[_Row]) -> int:
+    return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape, _ in rows)
 
 
 def _size(count: float) -> str:
@@ -163,9 +143,9 @@ def verify(options: argparse.Namespace) -> None:
     """Reads every file through; prints what was found sound."""
     path = find_checkpoint(options.path)
     checkpoint = Checkpoint.open(path, mapped=False)
-    with _progress("verifying", checkpoint.manifest.state_bytes) as progress:
-        checkpoint.verify(progress=progress)
     manifest = checkpoint.manifest
+    with _progress("verifying", manifest.state_bytes) as progress:
+        checkpoint.verify(progress=progress)
     size = _size(manifest.state_bytes)
     print(f"{path}: step {manifest.step}, {len(manifest.files)} files, {size}: sound")
 
@@ -175,51 +155,29 @@ def run_convert(options: argparse.Namespace) -> None:
     if not options.shard_gib > 0:
         raise ConfigError(f"--shard-gib {options.shard_gib} must be above 0")
     target_format = options.to or guess_format(options.target)
+    arguments = dict(item.partition("=")[::2] for item in options.model)
     source = open_source(options.source)
-    extra = _model_arguments(options.model, is_library_model(source))
-    chosen = [n for n in source.tensors if options.optimizer or n.startswith("model/")]
-    total = sum(
-        math.prod(source.tensors[n][1]) * DTYPES[source.tensors[n][0]].itemsize for n in chosen
-    )
-    # An adapter is a small part of it, which is not worth a bar.
-    with _progress("converting", total) as progress:
+    rows: list[_Row] = [(name, *each, 1) for name, each in source.tensors.items()]
+    chosen = rows if options.optimizer else _of_kind(rows, "model")
+    with _progress("converting", _bytes(chosen)) as progress:
         written = convert(
             source,
             options.target,
             target_format,
-            dtype=DTYPE_CHOICES[options.dtype] if options.dtype else None,
+            dtype=DTYPE_CHOICES.get(options.dtype),
             optimizer=options.optimizer,
             shard_bytes=int(options.shard_gib * 2**30),
-            arguments=extra,
-            progress=None if target_format == "peft" else progress,
+            arguments=arguments,
+            progress=progress,
         )
     print(f"{options.target}: {written} tensors")
-    if target_format == "parallel2d" and source.arguments:
-        overrides = " ".join(huggingface.command_line(source.arguments))
-        load = "" if options.optimizer else " checkpoint.load=model_only"
-        print(
-            f"train on: python -m parallel2d.train checkpoint.resume={options.target}{load} "
-            f"{overrides}"
-        )
-
-
-def _model_arguments(items: Sequence[str], of_library: bool) -> dict[str, Any]:
-    """The values of ``--model``: places of files for a model of a library, numbers for the built-in
-    Llama. Raises `ConfigError` for another key and for what is no number."""
-    allowed = MOVED if of_library else huggingface.ARGUMENTS
-    extra: dict[str, Any] = {}
-    for item in items:
-        key, _, value = item.partition("=")
-        if key not in allowed:
-            raise ConfigError(f"--model {item}: {key} is not one of {', '.join(allowed)}")
-        if of_library:
-            extra[key] = value
-            continue
-        try:
-            extra[key] = float(value) if key in ("norm_eps", "rope_theta") else int(value)
-        except ValueError:
-            raise ConfigError(f"--model {item}: {value} is no number") from None
-    return extra
+    model = llama_arguments(source.layout)
+    if target_format == "parallel2d" and model:
+        words = [f"model.{key}={str(value).lower()}" for key, value in model.items()]
+        if not options.optimizer:
+            words.insert(0, "checkpoint.load=model_only")
+        command = f"python -m parallel2d.train checkpoint.resume={options.target}"
+        print(for_terminal(f"train on: {command} {' '.join(words)}"))
 
 
 @contextmanager
@@ -229,14 +187,9 @@ def _progress(what: str, total: int) -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
+    columns = what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

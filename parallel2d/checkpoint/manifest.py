@@ -1,10 +1,9 @@
-"""The manifest, which lists what a checkpoint consists of: `Manifest` encodes it as JSON, and
-decodes JSON of any origin into checked data or one error.
+"""What a checkpoint consists of: `Manifest` encodes its list as JSON, and decodes JSON of any
+origin into checked data or one error; `Checkpoint` verifies and reads the files.
 
 It lists every file with size and checksum, and every tensor with the rectangles that it is stored
-in. Its own checksum and those of the files guard against accidents only: whoever alters a
-checkpoint on purpose recomputes them. So every name, number and dtype is checked as if hostile, and
-nothing in a manifest is ever imported, instantiated or used as a path outside of its folder.
+in. Checksums guard against accidents only: whoever alters a checkpoint on purpose recomputes them.
+So every name, number and dtype is checked as if hostile, and nothing is imported or instantiated.
 """
 
 from __future__ import annotations
@@ -19,21 +18,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel2d import files
+import torch
+from torch import Tensor
+
 from parallel2d.exchange import sendable
-from parallel2d.files import is_count
+from parallel2d.files import is_count, printable
+from parallel2d.files.folder import Folder, Progress, open_folder
 from parallel2d.files.tensor_file import (
+    DTYPES,
+    ByteSource,
     DamagedCheckpointError,
+    Entry,
     check_description,
     parse_json,
-    printable,
+    read_header,
+    read_rows,
+    without_collector,
 )
 from parallel2d.progress import LARGEST_COUNT, problems_of_state
-from parallel2d.weights.geometry import Region
+from parallel2d.weights.geometry import Region, local_part, local_region
 
 FORMAT = 1
-NAME = "manifest.json"
-MAX_BYTES = 256 * 2**20
+MANIFEST = "manifest.json"
+MAX_BYTES = 96 * 2**20  # two million chunks, for which a reader needs 2 GiB of memory
 _MOST_CORNERS = 1 << 18  # of the chunks of a tensor
 _MOST_CUT = 6  # dims along which a tensor is cut
 _MOST_AXES = 8
@@ -45,7 +52,7 @@ PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied")
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A rectangle of a tensor and the file that holds it, under `chunk_key`."""
 
@@ -53,7 +60,7 @@ class Chunk:
     region: Region
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint: dtype by safetensors name, whole shape, and the chunks that tile
     it."""
@@ -61,11 +68,6 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-
-    def encode(self) -> dict[str, Any]:
-        """What `Manifest.encode` writes of it."""
-        chunks = [[c.file, c.region.offsets, c.region.lengths] for c in self.chunks]
-        return {"dtype": self.dtype, "shape": self.shape, "chunks": chunks}
 
 
 @sendable
@@ -107,97 +109,263 @@ class Manifest:
         content = {"format": FORMAT, "position": self.state.get("samples")}
         content |= {key: getattr(self, key) for key in PLAIN}
         content["files"] = {name: vars(file) for name, file in self.files.items()}
-        content["tensors"] = {name: tensor.encode() for name, tensor in self.tensors.items()}
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            chunks = [[c.file, c.region.offsets, c.region.lengths] for c in tensor.chunks]
+            tensors[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks}
+        content["tensors"] = tensors
         content = _finite(content)
         content["sha256"] = content_digest(content)
-        return json.dumps(content, allow_nan=False, indent=None, separators=(",", ":")).encode()
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, data: bytes, what: str = NAME) -> Manifest:
+    @without_collector()
+    def decode(cls, data: bytes, what: str = MANIFEST) -> Manifest:
         """Raises `DamagedCheckpointError`, naming ``what``, for anything but a manifest that
         `encode` could have written."""
+        if len(data) > MAX_BYTES:
+            raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
         content = parse_json(data, what)
-        _check_own_digest(content, what)
-        for key in _OBJECTS:
-            if not isinstance(content.get(key), dict):
-                raise DamagedCheckpointError(f"{what}: {key} is missing or not an object")
-            check_depth(content[key], what)
-        _check_counts(content, what)
-        _check_mesh(content["mesh"], content["world_size"], what)
-        _check_state(content, what)
-        files = {name: _decode_file(name, item, what) for name, item in content["files"].items()}
-        tensors = {
-            name: _decode_tensor(name, item, files, what)
-            for name, item in content["tensors"].items()
-        }
-        _check_ties(content["tied"], tensors, what)
-        plain = {key: content[key] for key in PLAIN}
-        return cls(**plain, tensors=tensors, files=files)
+        try:
+            _check_own_digest(content)
+            _check_facts(content)
+            files = {name: _decode_file(name, item) for name, item in content["files"].items()}
+            tensors, stored = {}, content["tensors"]
+            # One by one, or both forms of all of them would be in memory.
+            for name in list(stored):
+                tensors[name] = _decode_tensor(name, stored.pop(name), files, what)
+            for name, other in content["tied"].items():
+                if not isinstance(other, str) or f"model/{other}" not in tensors:
+                    raise ValueError(
+                        f"{printable(name)} is tied to {printable(other)}, which is not stored"
+                    )
+        except DamagedCheckpointError:
+            raise
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{what}: {error}") from None
+        return cls(**{key: content[key] for key in PLAIN}, tensors=tensors, files=files)
 
 
-def _check_own_digest(content: dict[str, Any], what: str) -> None:
+class Checkpoint:
+    """A readable checkpoint. Before a value is used, the manifest is compared with the sizes and
+    headers of the files; every method raises `DamagedCheckpointError` when they do not match."""
+
+    def __init__(self, folder: Folder, manifest: Manifest, *, exact: bool = True) -> None:
+        """``exact=False``: files may hold more than the manifest takes from them."""
+        self.folder, self.manifest, self._exact = folder, manifest, exact
+        self._files: dict[str, tuple[ByteSource, dict[str, Entry]]] = {}
+        # File -> chunk -> dtype and shape.
+        self._expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for name, tensor in manifest.tensors.items():
+            for chunk in tensor.chunks:
+                described = self._expected.setdefault(chunk.file, {})
+                key = chunk_key(name, tensor.shape, chunk.region)
+                described[key] = tensor.dtype, chunk.region.lengths
+
+    @classmethod
+    def open(cls, path: str, mapped: bool = True) -> Checkpoint:
+        """The checkpoint at a local path or fsspec address; its manifest is checked, its files are
+        not yet."""
+        folder = open_folder(path, mapped)
+        return cls(
+            folder, Manifest.decode(folder.read(MANIFEST, MAX_BYTES), f"{folder.label}/{MANIFEST}")
+        )
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return self.manifest.tensors
+
+    def _file(self, name: str) -> tuple[ByteSource, dict[str, Entry]]:
+        if name in self._files:
+            return self._files[name]
+        what = f"{self.folder.label}/{name}"
+        source, size = self.folder.source(name), self.manifest.files[name].bytes
+        if source.size != size:
+            raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
+        header = read_header(source, what)
+        # Of the right size, the file may still be that of another checkpoint.
+        found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
+        expected = self._expected.get(name, {})
+        if not self._exact:
+            found = {key: found[key] for key in expected if key in found}
+        if found != expected:
+            wrong = min(key for key, _ in found.items() ^ expected.items())
+            there, told = found.get(wrong, "not there"), expected.get(wrong, "not there")
+            raise DamagedCheckpointError(
+                f"{what}: {printable(wrong)} is {there}, the manifest says {told}"
+            )
+        self._files[name] = source, header
+        return source, header
+
+    def verify(self, files: list[str] | None = None, progress: Progress | None = None) -> None:
+        """Checks size, structure and SHA-256 of ``files`` (default all). ``progress`` gets the
+        bytes read since the last call."""
+        for name in self.manifest.files if files is None else files:
+            self._file(name)
+            if self.folder.digest(name, progress) != self.manifest.files[name].sha256:
+                raise DamagedCheckpointError(
+                    f"{self.folder.label}/{name}: its SHA-256 is not the manifest's: altered or "
+                    "damaged"
+                )
+
+    def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
+        """Fills ``destination``, of the shape of ``region``, with that rectangle of the tensor;
+        dtypes are converted."""
+        tensor = self.tensors[name]
+        for chunk in tensor.chunks:
+            common = chunk.region.intersect(region)
+            if common is None:
+                continue
+            source, header = self._file(chunk.file)
+            entry = header[chunk_key(name, tensor.shape, chunk.region)]
+            # Whole rows are read: those are consecutive in the file. A tensor without dims is one.
+            rows, *others = common.slices_in(chunk.region) or (slice(0, 1),)
+            values = read_rows(source, entry, rows.start, rows.stop)
+            for dim, part in enumerate(others, start=1):
+                values = values.narrow(dim, part.start, part.stop - part.start)
+            destination[common.slices_in(region)].copy_(values)
+
+    def fill(self, tensor: Tensor, name: str) -> None:
+        """Copies this rank's part of the stored tensor ``name``, of the same shape, into
+        ``tensor``."""
+        region = local_region(tensor)
+        if region.numel:
+            self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """A tensor, or a rectangle of it, on CPU in its stored dtype."""
+        tensor = self.tensors[name]
+        region = region or Region.whole(tensor.shape)
+        result = torch.empty(region.lengths, dtype=DTYPES[tensor.dtype])
+        self.copy_into(name, region, result)
+        return result
+
+
+# These raise ValueError for what `Manifest.encode` does not write.
+
+
+def _check_own_digest(content: dict[str, Any]) -> None:
     version = content.get("format")
     if version != FORMAT:
-        raise DamagedCheckpointError(
-            f"{what}: format {printable(version)} is not the format {FORMAT} that this version "
-            "reads"
+        raise ValueError(
+            f"format {printable(version)} is not the format {FORMAT} that this version reads"
         )
-    rest = {key: value for key, value in content.items() if key != "sha256"}
-    try:
-        digest = content_digest(rest)
-    except RecursionError:
-        raise DamagedCheckpointError(f"{what}: nested too deeply") from None
-    if content.get("sha256") != digest:
-        raise DamagedCheckpointError(
-            f"{what}: its own checksum does not match: it was altered or damaged"
-        )
+    digest = content.pop("sha256", None)
+    if digest != content_digest(content):
+        raise ValueError("its own checksum does not match: it was altered or damaged")
 
 
-def _check_counts(content: dict[str, Any], what: str) -> None:
+def _check_facts(content: dict[str, Any]) -> None:
+    for key in _OBJECTS:
+        if not isinstance(content.get(key), dict):
+            raise ValueError(f"{key} is missing or not an object")
     counts: list[Any] = [content.get("step"), content.get("world_size")]
     if not all(map(is_count, counts)):
-        raise DamagedCheckpointError(f"{what}: step and world_size must be whole numbers")
+        raise ValueError("step and world_size must be whole numbers")
     if max(counts) > LARGEST_COUNT:
-        raise DamagedCheckpointError(f"{what}: step or world_size is larger than any")
-
-
-def _check_mesh(mesh: dict[str, Any], world_size: int, what: str) -> None:
-    if len(mesh) > _MOST_AXES or any(len(axis) > 100 for axis in mesh):
-        raise DamagedCheckpointError(f"{what}: mesh has more axes than any")
-    if not all(map(is_count, mesh.values())):
-        raise DamagedCheckpointError(f"{what}: mesh must give whole numbers")
-    if mesh and math.prod(mesh.values()) != world_size:
-        raise DamagedCheckpointError(
-            f"{what}: a mesh of {printable(mesh)} is not one of {world_size} ranks"
-        )
-
-
-def _check_state(content: dict[str, Any], what: str) -> None:
+        raise ValueError("step or world_size is larger than any")
+    _check_mesh(content["mesh"], content["world_size"])
     # The state of somebody's own loop may hold anything.
-    if _TRAINED not in content["layout"]:
-        return
-    problems = problems_of_state(content["state"], content["step"])
-    if problems:
-        raise DamagedCheckpointError(
-            f"{what}: its state cannot be gone on from: {'; '.join(problems[:4])}"
-        )
+    if _TRAINED in content["layout"]:
+        problems = problems_of_state(content["state"], content["step"])
+        if problems:
+            raise ValueError(f"no run can continue from its state: {'; '.join(problems[:4])}")
 
 
-def _check_ties(tied: dict[str, Any], tensors: Mapping[str, StoredTensor], what: str) -> None:
-    for name, other in tied.items():
-        if not isinstance(other, str) or f"model/{other}" not in tensors:
-            raise DamagedCheckpointError(
-                f"{what}: {printable(name)} is tied to {printable(other)}, which is not stored"
-            )
+def _check_mesh(mesh: dict[str, Any], world_size: int) -> None:
+    if len(mesh) > _MOST_AXES or any(len(axis) > 100 for axis in mesh):
+        raise ValueError("mesh has more axes than any")
+    if not all(map(is_count, mesh.values())):
+        raise ValueError("mesh must give whole numbers")
+    if mesh and math.prod(mesh.values()) != world_size:
+        raise ValueError(f"a mesh of {printable(mesh)} is not one of {world_size} ranks")
 
 
-def check_depth(value: Any, what: str) -> None:
-    """Raises `DamagedCheckpointError` when lists and dicts nest deeper than any code that walks
-    them expects."""
+def _decode_file(name: str, item: Any) -> StoredFile:
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{printable(name)!r} cannot be the name of a file of a checkpoint")
+    if not isinstance(item, dict) or not is_count(item.get("bytes")):
+        raise ValueError(f"the size of {name} is missing or impossible")
+    if not isinstance(item.get("sha256"), str) or not _SHA256.fullmatch(item["sha256"]):
+        raise ValueError(f"the checksum of {name} is missing or impossible")
+    return StoredFile(item["bytes"], item["sha256"])
+
+
+def _decode_tensor(
+    name: str, item: Any, files: Mapping[str, StoredFile], what: str
+) -> StoredTensor:
+    described = isinstance(item, dict) and set(item) == {"dtype", "shape", "chunks"}
+    if not described or not isinstance(item["chunks"], list):
+        raise ValueError(f"{printable(name)} is not described by dtype, shape and chunks")
+    check_description(name, item["dtype"], item["shape"], what)
+    shape = tuple(item["shape"])
     try:
-        files.check_depth(value)
+        chunks = tuple([_decode_chunk(chunk, shape, files) for chunk in item["chunks"]])
+        check_tiling(shape, [chunk.region for chunk in chunks])
     except ValueError as error:
-        raise DamagedCheckpointError(f"{what}: {error}") from None
+        raise ValueError(f"{printable(name)}: {error}") from None
+    return StoredTensor(item["dtype"], shape, chunks)
+
+
+def _decode_chunk(item: Any, shape: tuple[int, ...], files: Mapping[str, StoredFile]) -> Chunk:
+    is_described = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
+    if not is_described or item[0] not in files:
+        raise ValueError("a chunk names no file of this checkpoint")
+    file, offsets, lengths = item
+    for numbers in (offsets, lengths):
+        if not isinstance(numbers, list) or len(numbers) != len(shape):
+            raise ValueError("a chunk has impossible offsets or lengths")
+        if not all(map(is_count, numbers)):
+            raise ValueError("a chunk has impossible offsets or lengths")
+    for begin, length, size in zip(offsets, lengths, shape, strict=True):
+        if begin + length > size:
+            raise ValueError(f"a chunk reaches outside of its shape {list(shape)}")
+    return Chunk(file, Region(tuple(offsets), tuple(lengths)))
+
+
+def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:
+    """Raises ValueError unless ``regions``, all inside ``shape``, cover it exactly once.
+
+    Takes linear time. Of each region the corners are counted, those with an odd number of ends
+    below zero. The counts of all regions at each point equal those of the whole if and only if
+    every element is covered once: they are the mixed difference of how often it is covered.
+    """
+    sizes = [region.numel for region in regions]
+    if 0 in sizes:
+        raise ValueError("it has an empty chunk")
+    if sum(sizes) != math.prod(shape):
+        raise ValueError(f"its chunks do not cover its shape {list(shape)} exactly once")
+    # One chunk of that size is the whole.
+    if len(regions) < 2:
+        return
+    cut = [dim for dim, size in enumerate(shape) if {r.lengths[dim] for r in regions} != {size}]
+    if not cut:
+        raise ValueError("it is stored twice")
+    # Every region has two ends along each of these dims.
+    corners_to_count = len(regions) << len(cut)
+    if len(cut) > _MOST_CUT or corners_to_count > max(_MOST_CORNERS, 4 * len(regions)):
+        raise ValueError(f"it is cut into {len(regions)} chunks along {len(cut)} dims")
+    if not _cover_each_once(shape, regions, cut):
+        raise ValueError("its chunks overlap")
+
+
+def _cover_each_once(shape: Sequence[int], regions: Sequence[Region], cut: Sequence[int]) -> bool:
+    corners: Counter[tuple[int, ...]] = Counter()
+    for region in regions:
+        _count_corners(corners, region, cut, 1)
+    _count_corners(corners, Region.whole(shape), cut, -1)
+    return not any(corners.values())
+
+
+def _count_corners(
+    corners: Counter[tuple[int, ...]], region: Region, dims: Sequence[int], sign: int
+) -> None:
+    """Adds ``sign`` at the corners of ``region`` along ``dims``, and subtracts it at those with an
+    odd number of ends."""
+    ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in dims]
+    for which in itertools.product((0, 1), repeat=len(dims)):
+        corner = tuple(pair[end] for pair, end in zip(ends, which, strict=True))
+        corners[corner] += -sign if sum(which) % 2 else sign
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
@@ -210,7 +378,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
     """The name of a chunk inside its file: the tensor's own when it is all of it, otherwise with
     the offsets behind ``@``."""
-    if region == Region.whole(shape):
+    if region.lengths == tuple(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"
 
@@ -228,104 +396,3 @@ def _finite(value: Any) -> Any:
         "a checkpoint's manifest keeps numbers, strings, lists and dicts, not "
         f"{type(value).__name__}"
     )
-
-
-def _decode_file(name: str, item: Any, what: str) -> StoredFile:
-    if not _FILE_NAME.fullmatch(name):
-        raise DamagedCheckpointError(
-            f"{what}: {printable(name)!r} cannot be the name of a file of a checkpoint"
-        )
-    if not isinstance(item, dict) or not is_count(item.get("bytes")):
-        raise DamagedCheckpointError(f"{what}: the size of {name} is missing or impossible")
-    if not isinstance(item.get("sha256"), str) or not _SHA256.fullmatch(item["sha256"]):
-        raise DamagedCheckpointError(f"{what}: the checksum of {name} is missing or impossible")
-    return StoredFile(item["bytes"], item["sha256"])
-
-
-def _decode_tensor(
-    name: str, item: Any, files: Mapping[str, StoredFile], what: str
-) -> StoredTensor:
-    described = isinstance(item, dict) and set(item) == {"dtype", "shape", "chunks"}
-    if not described or not isinstance(item["chunks"], list):
-        raise DamagedCheckpointError(
-            f"{what}: {printable(name)} is not described by dtype, shape and chunks"
-        )
-    check_description(name, item["dtype"], item["shape"], what)
-    shape = tuple(item["shape"])
-    label = f"{what}: a chunk of {printable(name)}"
-    chunks = tuple(_decode_chunk(chunk, shape, files, label) for chunk in item["chunks"])
-    check_tiling(name, shape, [chunk.region for chunk in chunks], what)
-    return StoredTensor(item["dtype"], shape, chunks)
-
-
-def _decode_chunk(
-    item: Any, shape: tuple[int, ...], files: Mapping[str, StoredFile], label: str
-) -> Chunk:
-    is_described = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
-    if not is_described or item[0] not in files:
-        raise DamagedCheckpointError(f"{label} names no file of this checkpoint")
-    file, offsets, lengths = item
-    for numbers in (offsets, lengths):
-        sizes = isinstance(numbers, list) and all(map(is_count, numbers))
-        if not sizes or len(numbers) != len(shape):
-            raise DamagedCheckpointError(f"{label} has impossible offsets or lengths")
-    for begin, length, size in zip(offsets, lengths, shape, strict=True):
-        if begin + length > size:
-            raise DamagedCheckpointError(f"{label} reaches outside of its shape {list(shape)}")
-    return Chunk(file, Region(tuple(offsets), tuple(lengths)))
-
-
-def check_tiling(name: str, shape: Sequence[int], regions: Sequence[Region], what: str) -> None:
-    """Raises `DamagedCheckpointError` unless ``regions``, all inside ``shape``, cover it exactly
-    once.
-
-    Takes time linear in the number of regions. Of each region the corners are counted, those with
-    an odd number of ends below zero. The counts of all regions at each point equal those of the
-    whole if and only if every element is covered once: they are the mixed difference of how often
-    it is covered. Dims that no region cuts are left out.
-    """
-    sizes = [region.numel for region in regions]
-    if 0 in sizes:
-        raise DamagedCheckpointError(f"{what}: {printable(name)} has an empty chunk")
-    if sum(sizes) != math.prod(shape):
-        raise DamagedCheckpointError(
-            f"{what}: the chunks of {printable(name)} do not cover its shape {list(shape)} exactly "
-            "once"
-        )
-    cut = [dim for dim in range(len(shape)) if _is_cut(dim, shape, regions)]
-    if len(regions) > 1 and not cut:
-        raise DamagedCheckpointError(f"{what}: {printable(name)} is stored twice")
-    # Every region has two ends along each of these dims.
-    corners_to_count = len(regions) << len(cut)
-    if len(cut) > _MOST_CUT or corners_to_count > max(_MOST_CORNERS, 4 * len(regions)):
-        raise DamagedCheckpointError(
-            f"{what}: {printable(name)} is cut into {len(regions)} chunks along {len(cut)} dims"
-        )
-    if not _cover_each_once(regions, shape, cut):
-        raise DamagedCheckpointError(f"{what}: chunks of {printable(name)} overlap")
-
-
-def _cover_each_once(regions: Sequence[Region], shape: Sequence[int], cut: Sequence[int]) -> bool:
-    """Whether every element is in one region; see `check_tiling`. ``cut``: dims that are cut."""
-    corners: Counter[tuple[int, ...]] = Counter()
-    for region in regions:
-        _count_corners(corners, region, cut, 1)
-    # A tensor without elements has no regions, so there is nothing to subtract.
-    if regions:
-        _count_corners(corners, Region.whole(shape), cut, -1)
-    return not any(corners.values())
-
-
-def _is_cut(dim: int, shape: Sequence[int], regions: Sequence[Region]) -> bool:
-    return any(region.lengths[dim] != shape[dim] for region in regions)
-
-
-def _count_corners(
-    corners: Counter[tuple[int, ...]], region: Region, dims: Sequence[int], sign: int
-) -> None:
-    """Adds ``sign`` at the corners of ``region`` along ``dims``, and subtracts it at those with an
-    odd number of ends."""
-    ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in dims]
-    for which in itertools.product((0, 1), repeat=len(dims)):
-        corner = tuple(pair[end] for pair, end in zip(ends, which, strict=True))
-        corners[corner] += -sign if sum(which) % 2 else sign

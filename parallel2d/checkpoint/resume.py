@@ -1,7 +1,7 @@
 """Chooses the checkpoint that a run starts from, verifies it and loads it, on all ranks alike:
 `Resume.run`.
 
-Candidates are the run's own store, the copies in memory and the path in ``checkpoint.resume``. Rank
+Candidates are the run's own store, the copies elsewhere and the path in ``checkpoint.resume``. Rank
 0 chooses, and broadcasts the manifest. Verification is spread over the ranks, so that each file is
 read once.
 """
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.copies import Copies
-from parallel2d.checkpoint.manifest import MAX_BYTES, NAME, Manifest
-from parallel2d.checkpoint.replica_state import load_replica_state
-from parallel2d.checkpoint.rng import restore_rng
+from parallel2d.checkpoint.manifest import MANIFEST, MAX_BYTES, Checkpoint, Manifest
 from parallel2d.checkpoint.save import Group
 from parallel2d.checkpoint.state import (
     check_model,
@@ -28,6 +25,8 @@ from parallel2d.checkpoint.state import (
     list_differences,
     load_model,
     load_optimizer,
+    load_replica_state,
+    restore_rng,
     stored_settings,
 )
 from parallel2d.checkpoint.storage import Store, describe_error, find_checkpoint, step_name
@@ -41,61 +40,81 @@ from parallel2d.weights.optimizer_settings import Settings, put_settings
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What was loaded. ``own_step``: the step of this run's own checkpoint in its store, None when
-    it was another's or a copy in memory. ``stored``: the newest step that is on disk, 0 for
-    none."""
+class Copies(Protocol):
+    """Copies of a run's state that are kept elsewhere than in its store. `MemoryNet`, in the nodes'
+    shared memory, says what each method does.
 
-    step: int
-    state: dict[str, Any]
-    own_step: int | None
-    stored: int
+    Collective, `is_due` excepted, which says the same on every rank. None but `open` raises for a
+    fault of the place where copies are kept.
+    """
 
-
-class Resume:
-    """One search for a checkpoint. Every rank makes one and calls `run`."""
-
-    def __init__(
+    def steps(self) -> list[int]: ...
+    def open(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Checkpoint: ...
+    def close(self, *, loaded: int | None = None) -> None: ...
+    def begin(self, base: int) -> None: ...
+    def is_due(self, step: int) -> bool: ...
+    def save(
         self,
-        config: CheckpointConfig,
-        store: Store,
-        group: Group,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        memory: Copies | None = None,
-        settings: bool = False,
-    ) -> None:
-        self.config, self.store, self.group = config, store, group
-        self.model, self.optimizer, self.memory, self.settings = model, optimizer, memory, settings
-        self._not_continued: tuple[list[int], str] | None = None  # steps and the reason
-        self._damaged: list[int] = []
-        self._seen: list[int] = []
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
+        rng: Mapping[str, Tensor],
+    ) -> None: ...
+    def finish(self) -> None: ...
 
-    def run(self, restarted: bool = False) -> Restored | None:
-        """See `StoreCheckpointer.restore`."""
+
+@dataclass
+class Resume:
+    """One search for a checkpoint. Every rank makes one and calls `run`.
+
+    ``own_step``: the step of this run's own checkpoint that was loaded; None when it was another's
+    or a copy. ``stored``: the newest step that is on disk, 0 for none.
+    """
+
+    config: CheckpointConfig
+    store: Store
+    group: Group
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    copies: Copies | None
+    settings: bool
+    own_step: int | None = None
+    stored: int = 0
+    _left: tuple[Sequence[int], str] = ((), "")  # steps that are not continued, and the reason
+    _damaged: Sequence[int] = ()
+    _seen: Sequence[int] = ()
+
+    def run(self, restarted: bool) -> dict[str, Any] | None:
+        """See `Checkpointer.restore`."""
         resume = self.config.resume
         own = self._seen = self._own_steps()
-        copies = self._copies(restarted)
-        if restarted:
-            found = self._newest(own, copies, "all")
-            if found is not None:
-                return found
+        copies: list[int] = []
+        # Started anew by hand, copies count only where the newest state of this run is asked for.
+        if self.copies is not None and (restarted or resume == "auto"):
+            copies = self.copies.steps()
+        state = self._newest(own, copies, "all") if restarted else None
+        if state is not None:
+            return state
         if resume == "never":
-            self._not_continued = own, "checkpoint.resume=never"
+            self._left = own, "checkpoint.resume=never"
             return None
         if resume == "auto":
-            if restarted:  # what there was could not be loaded
-                return None
-            return self._newest(own, copies, self.config.load)
+            # After a restart, what there was could not be loaded.
+            return None if restarted else self._newest(own, copies, self.config.load)
+        return self._from_path(resume, own, copies, restarted)
+
+    def _from_path(
+        self, resume: str, own: list[int], copies: list[int], restarted: bool
+    ) -> dict[str, Any] | None:
         step = self._own_step(resume)
         if step is not None:
-            restored = self._load_path(self.store.path_of(step), step)
-            later = [other for other in own if other > step]
-            self._not_continued = later, f"checkpoint.resume={resume}"
-            return restored
+            state = self._load_path(self.store.path_of(step), step)
+            self._left = [other for other in own if other > step], f"checkpoint.resume={resume}"
+            return state
         if not own:
-            return self._from_elsewhere(resume)
+            return self._load_path(self.group.on_first(lambda: _find(resume)), None)
         self._say(
             "this run has checkpoints of its own and goes on there, not at "
             f"checkpoint.resume={resume}"
@@ -107,18 +126,13 @@ class Resume:
         one, damaged ones, and what another start has written in the meantime. Collective."""
         if self.config.enabled:
             written = [step for step in self._own_steps() if step not in self._seen]
-            self._set_aside(written, "written by another start of this run")
-        if self._damaged:
-            self._clear_damaged(self._damaged)
-        if self._not_continued is not None:
-            self._set_aside(*self._not_continued)
-
-    def _copies(self, restarted: bool) -> list[int]:
-        # Started anew by hand, copies in memory count only where the newest state of this run is
-        # asked for.
-        if self.memory is None or not (restarted or self.config.resume == "auto"):
-            return []
-        return self.memory.steps()
+            self._move_aside(written, "written by another start of this run")
+            # Otherwise they would stand where this run will write its own.
+            try:
+                self._move_aside(self._damaged, "damaged")
+            except ConfigError as fault:
+                self._say(str(fault), logging.WARNING)
+        self._move_aside(*self._left)
 
     def _own_steps(self) -> list[int]:
         def read() -> list[int]:
@@ -131,107 +145,7 @@ class Resume:
         own: list[int] = self.group.on_first(read)
         return own
 
-    def _newest(self, own: list[int], copies: list[int], load: str) -> Restored | None:
-        """The newest sound one in the store or in memory; in memory where both have the step. None
-        when the weights alone were asked for, and when there were copies in memory alone and none
-        could be loaded."""
-        damaged: dict[int, str] = {}
-        candidates = [(step, False) for step in own] + [(step, True) for step in copies]
-        for step, in_memory in sorted(candidates, reverse=True):
-            if in_memory:
-                state = self._from_memory(step, load)
-            else:
-                state = self._from_disk(step, load, damaged)
-            if state is None:
-                continue
-            if self.config.enabled:
-                self._damaged = list(damaged)
-            if load == "model_only":
-                return None
-            stored = max((other for other in own if other not in damaged), default=0)
-            return Restored(step, state, None if in_memory else step, stored)
-        if not own:
-            return None
-        listed = list_differences(list(damaged.values()))
-        raise ConfigError(
-            f"no checkpoint in {self.store.root} can be resumed from:\n{listed}\n"
-            "checkpoint.resume=never moves them aside and starts again"
-        )
-
-    def _from_disk(self, step: int, load: str, damaged: dict[int, str]) -> dict[str, Any] | None:
-        """The state of an own checkpoint, loaded; None if it is damaged, which is added to
-        ``damaged`` with the reason."""
-        try:
-            checkpoint = self._verified(self.store.path_of(step), follow=False)
-            if checkpoint.manifest.step != step:
-                raise DamagedCheckpointError(
-                    f"its manifest is that of step {checkpoint.manifest.step}"
-                )
-        except DamagedCheckpointError as fault:
-            damaged[step] = f"{step_name(step)}: {fault}"
-            self._say(f"passing over {damaged[step]}", logging.WARNING)
-            return None
-        return self._load(checkpoint, load)
-
-    def _from_memory(self, step: int, load: str) -> dict[str, Any] | None:
-        """The state of a copy in memory, loaded, or None and the reason in the log."""
-        assert self.memory is not None
-        loaded = None
-        try:
-            checkpoint = self.memory.open(step, self.model, self.optimizer)
-            try:
-                state = self._load(checkpoint, load)
-                loaded = step
-            finally:
-                self.memory.close(loaded=loaded)
-        except DamagedCheckpointError as fault:
-            self._say(
-                f"passing over the copy of {step_name(step)} in memory: {fault}", logging.WARNING
-            )
-            return None
-        return state
-
-    def _from_elsewhere(self, path: str) -> Restored | None:
-        """A path given by hand: a checkpoint, or a run directory or its ``checkpoints`` folder,
-        whose newest is meant."""
-        return self._load_path(self.group.on_first(lambda: _find(path)), None)
-
-    def _load_path(self, path: str, own_step: int | None) -> Restored | None:
-        checkpoint = self._verified(path)
-        state = self._load(checkpoint, self.config.load)
-        if self.config.load == "model_only":
-            return None
-        return Restored(checkpoint.manifest.step, state, own_step, checkpoint.manifest.step)
-
-    def _own_step(self, path: str) -> int | None:
-        """The step, when ``path`` names a checkpoint in this run's own folder."""
-        if is_remote(path) != is_remote(self.store.root):
-            return None
-        parent, name = os.path.split(path.rstrip("/"))
-        same = parent == self.store.root
-        if not is_remote(path):
-            same = os.path.realpath(parent) == os.path.realpath(self.store.root)
-        if not same or not name.removeprefix("step-").isdecimal():
-            return None
-        return int(name.removeprefix("step-"))
-
-    def _clear_damaged(self, steps: list[int]) -> None:
-        """Moves damaged checkpoints aside, so that they do not stand where this run will write its
-        own and do not count for retention. A failure is only logged."""
-        if self.group.rank == 0:
-            for step in steps:
-                try:
-                    log.warning(
-                        "the damaged %s is now %s", step_name(step), self.store.move_aside(step)
-                    )
-                except Exception as fault:
-                    log.warning(
-                        "the damaged %s could not be moved aside: %s",
-                        step_name(step),
-                        describe_error(fault),
-                    )
-
-    def _set_aside(self, steps: list[int], why: str) -> None:
+    def _move_aside(self, steps: Sequence[int], why: str) -> None:
         def move() -> None:
             try:
                 for step in steps:
@@ -242,14 +156,75 @@ class Resume:
                     f"{why}: a checkpoint could not be moved aside: {describe_error(fault)}"
                 ) from None
 
-        self.group.on_first(move)
+        if steps:
+            self.group.on_first(move)
+
+    def _newest(self, own: list[int], copies: list[int], load: str) -> dict[str, Any] | None:
+        """Loads the newest sound one in the store or among the copies; a copy where both have the
+        step. None for the weights alone, and when there were copies alone and none was sound."""
+        damaged: dict[int, str] = {}
+        candidates = [(step, False) for step in own] + [(step, True) for step in copies]
+        for step, is_copy in sorted(candidates, reverse=True):
+            try:
+                state = self._load_copy(step, load) if is_copy else self._load_own(step, load)
+            except DamagedCheckpointError as fault:
+                what = step_name(step)
+                if is_copy:
+                    what = f"the copy of {what} in memory"
+                else:
+                    damaged[step] = f"{what}: {fault}"
+                self._say(f"passing over {what}: {fault}", logging.WARNING)
+                continue
+            self._damaged = list(damaged)
+            self.own_step = None if is_copy else step
+            self.stored = max((other for other in own if other not in damaged), default=0)
+            return state if load == "all" else None
+        if not own:
+            return None
+        raise ConfigError(
+            f"no checkpoint in {self.store.root} can be resumed from:\n"
+            f"{list_differences(list(damaged.values()))}\n"
+            "checkpoint.resume=never moves them aside and starts again"
+        )
+
+    def _load_own(self, step: int, load: str) -> dict[str, Any]:
+        checkpoint = self._verified(self.store.path_of(step), follow=False)
+        if checkpoint.manifest.step != step:
+            raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
+        return self._load(checkpoint, load)
+
+    def _load_copy(self, step: int, load: str) -> dict[str, Any]:
+        assert self.copies is not None
+        checkpoint = self.copies.open(step, self.model, self.optimizer)
+        loaded = None
+        try:
+            state = self._load(checkpoint, load)
+            loaded = step
+        finally:
+            self.copies.close(loaded=loaded)
+        return state
+
+    def _load_path(self, path: str, own_step: int | None) -> dict[str, Any] | None:
+        checkpoint = self._verified(path)
+        state = self._load(checkpoint, self.config.load)
+        self.own_step, self.stored = own_step, checkpoint.manifest.step
+        return state if self.config.load == "all" else None
+
+    def _own_step(self, path: str) -> int | None:
+        """The step, when ``path`` names a checkpoint in this run's own folder."""
+        parent, name = os.path.split(path.rstrip("/"))
+        number = name.removeprefix("step-")
+        root = self.store.root
+        if not is_remote(path) and not is_remote(root):
+            parent, root = os.path.realpath(parent), os.path.realpath(root)
+        return int(number) if parent == root and number.isdecimal() else None
 
     def _verified(self, path: str, follow: bool = True) -> Checkpoint:
         """Opens a checkpoint on all ranks and reads it through once. Raises
         `DamagedCheckpointError` on all of them alike."""
         data = self.group.on_first(lambda: _read_manifest(path, follow))
         folder = open_folder(path)
-        checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{NAME}"))
+        checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
         # The largest first, and each rank reads every so many of them: about the same bytes.
         sizes = {name: file.bytes for name, file in checkpoint.manifest.files.items()}
         files = sorted(sizes, key=lambda name: -sizes[name])
@@ -257,47 +232,43 @@ class Resume:
         return checkpoint
 
     def _load(self, checkpoint: Checkpoint, load: str) -> dict[str, Any]:
-        config, manifest = self.config, checkpoint.manifest
+        strict, manifest = self.config.strict, checkpoint.manifest
+        label, same_ranks = checkpoint.folder.label, manifest.world_size == self.group.size
         passed_over: list[str] = []
 
         def fill() -> None:
-            check_model(self.model, checkpoint, config.strict)  # all, before anything is changed
+            # Everything is checked before anything is changed.
+            check_model(self.model, checkpoint, strict)
             settings: list[Settings] = []
-            if load == "all" and self.optimizer is not None:
-                check_optimizer(self.model, self.optimizer, checkpoint, config.strict)
+            optimizer = self.optimizer if load == "all" else None
+            if optimizer is not None:
+                check_optimizer(self.model, optimizer, checkpoint, strict)
                 if self.settings:
-                    settings = stored_settings(self.model, self.optimizer, checkpoint)
-            passed_over.extend(load_model(self.model, checkpoint, config.strict))
-            if load == "model_only":
-                return
-            if self.optimizer is not None:
-                passed_over.extend(
-                    load_optimizer(self.model, self.optimizer, checkpoint, config.strict)
-                )
-                if self.settings:
-                    put_settings(self.optimizer, settings)
-            if manifest.world_size == self.group.size:
+                    settings = stored_settings(self.model, optimizer, checkpoint)
+            passed_over.extend(load_model(self.model, checkpoint, strict))
+            if optimizer is not None:
+                passed_over.extend(load_optimizer(self.model, optimizer, checkpoint, strict))
+                if settings:
+                    put_settings(optimizer, settings)
+            if load == "all" and same_ranks:
                 restore_rng(self.group.rank, checkpoint)
 
         self.group.agree(fill)
         masters_were_loaded(self.model)
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
+            has_generators = any(name.startswith("rng/") for name in checkpoint.tensors)
+            if has_generators and not same_ranks:
+                self._say(
+                    f"{label} was written by {manifest.world_size} ranks, here are "
+                    f"{self.group.size}: the ranks' random generators start afresh"
+                )
         if passed_over:
             self._say(
                 f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
-        has_generators = any(name.startswith("rng/") for name in checkpoint.tensors)
-        if load == "all" and has_generators and manifest.world_size != self.group.size:
-            self._say(
-                f"{checkpoint.folder.label} was written by {manifest.world_size} ranks, here are "
-                f"{self.group.size}: the ranks' random generators start afresh"
-            )
-        self._say(
-            f"loaded {checkpoint.folder.label} "
-            f"({'weights only' if load == 'model_only' else 'all'})"
-        )
+        self._say(f"loaded {label} ({'all' if load == 'all' else 'weights only'})")
         return dict(manifest.state) | {"step": manifest.step}
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
@@ -306,7 +277,8 @@ class Resume:
 
 
 def _find(path: str) -> str:
-    """The checkpoint that ``path`` means. Raises `ConfigError`."""
+    """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
+    ``checkpoints`` folder. Raises `ConfigError`."""
     try:
         found = find_checkpoint(path)
     except Exception as fault:
@@ -322,22 +294,16 @@ def _read_manifest(path: str, follow: bool) -> bytes:
     """The manifest of the checkpoint at ``path``. Raises `DamagedCheckpointError`."""
     # A checkpoint of the run's own is never a link: somebody has put it there.
     if not follow and not is_remote(path) and os.path.islink(path):
-        name = os.path.basename(path)
-        raise DamagedCheckpointError(
-            f"{name} is a symbolic link, which is not followed{_hint(path)}"
-        )
+        raise DamagedCheckpointError("it is a symbolic link, which is not followed")
     try:
-        return open_folder(path).read(NAME, MAX_BYTES)
+        return open_folder(path).read(MANIFEST, MAX_BYTES)
     except DamagedCheckpointError as fault:
-        raise DamagedCheckpointError(f"{fault}{_hint(path)}") from None
+        hint = ""
+        if not is_remote(path) and os.path.exists(os.path.join(path, ".metadata")):
+            hint = (
+                "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and "
+                "is never read"
+            )
+        raise DamagedCheckpointError(f"{fault}{hint}") from None
     except Exception as fault:
         raise DamagedCheckpointError(f"{path}: {describe_error(fault)}") from None
-
-
-def _hint(path: str) -> str:
-    if not is_remote(path) and os.path.exists(os.path.join(path, ".metadata")):
-        return (
-            "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and is "
-            "never read"
-        )
-    return ""

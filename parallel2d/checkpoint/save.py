@@ -1,34 +1,46 @@
-"""One save on all ranks: `Staging.take` copies the state to CPU, `write_checkpoint` writes and
-publishes it. `StoreCheckpointer` decides when.
+"""One save on all ranks: `plan_writes` says which rank writes what, `Staging.take` copies that to
+CPU, `write_checkpoint` writes and publishes it. `Checkpointer` decides when.
 
-The training loop waits for staging alone, a copy into CPU buffers that are kept from save to save.
-The rest may run in a thread, because it communicates over a process group of its own. Rank 0 opens
-the folder, all ranks write, rank 0 gathers their answers, writes the manifest and renames, and the
-outcome is broadcast, so that an error is the same on every rank.
+The training loop waits for staging alone. The rest may run in a thread, because it communicates
+over a process group of its own. Rank 0 opens the folder, all ranks write, rank 0 gathers their
+answers, writes the manifest and renames, and the outcome is broadcast, so that an error is the same
+on every rank.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from parallel2d import exchange
 from parallel2d.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredTensor, chunk_key
 from parallel2d.checkpoint.storage import CheckpointError, Store, describe_error
-from parallel2d.checkpoint.write_plan import plan_all
 from parallel2d.errors import ConfigError
 from parallel2d.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
-from parallel2d.weights.geometry import Region
+from parallel2d.mesh import axis_positions, without_replicas
+from parallel2d.weights.geometry import (
+    Region,
+    local_part,
+    local_region,
+    region_of_replica,
+    split_dims,
+)
 
 log = logging.getLogger(__name__)
+
+# The least that a rank writes of a rectangle which others hold too.
+PART_BYTES = 16 * 2**20
+_TIMEOUT = timedelta(hours=4)  # ranks wait for the slowest disk
 
 
 class Group:
@@ -39,21 +51,25 @@ class Group:
         self.rank = dist.get_rank() if group is not None else 0
         self.size = dist.get_world_size() if group is not None else 1
 
+    @classmethod
+    def new(cls) -> Group:
+        """All ranks of the job. Collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(None)
+        return cls(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
-        if self.group is None:
-            return value
-        return exchange.broadcast(value, 0, self.group)
+        return value if self.group is None else exchange.broadcast(value, 0, self.group)
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
         raised on all. It must raise no other error: the other ranks would wait. Collective."""
         answer: Any = None
-        if self.rank == 0:
-            try:
-                answer = work()
-            except ConfigError as fault:
-                answer = fault
+        try:
+            answer = work() if self.rank == 0 else None
+        except ConfigError as fault:
+            answer = fault
         answer = self.broadcast(answer)
         if isinstance(answer, ConfigError):
             raise answer
@@ -77,29 +93,135 @@ class Group:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
-        if self.group is None:
-            return [value]
-        return exchange.gather(value, self.group)
+        return [value] if self.group is None else exchange.gather(value, self.group)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
-        if self.group is None:
-            return [value]
-        return exchange.all_gather(value, self.group)
+        return [value] if self.group is None else exchange.all_gather(value, self.group)
+
+
+# Which rank writes what
+
+
+def plan_all(
+    shared: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Region, Tensor]]:
+    """`plan_writes` of ``shared``, and of ``own``, which only the ranks of this replica have."""
+    yield from plan_writes(shared.items(), mesh, nodes)
+    if own and mesh is not None:
+        yield from plan_writes(own.items(), without_replicas(mesh), nodes)
+
+
+def plan_writes(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Region, Tensor]]:
+    """Yields (name, region, local values) for what this rank writes. No communication: every rank
+    computes the same from placements and mesh coordinates.
+
+    Over all ranks every element is written exactly once; with ``nodes``, the node of each rank,
+    exactly once by every node whose ranks hold it. ``tensors`` must come in the same order on every
+    rank.
+    """
+    for name, held, written, tensor in _plan(tensors, mesh, nodes, local_region):
+        # Empty where there are more ranks than rows.
+        if written.numel:
+            values = local_part(tensor).detach().reshape(held.lengths)
+            yield name, written, values[written.slices_in(held)]
+
+
+def plan_of_replica(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh,
+    nodes: Sequence[int] | None,
+    replica: int,
+) -> Iterator[tuple[str, Region, Region, Tensor]]:
+    """Yields (name, rectangle held, part of it written, tensor) as `plan_writes` does for the rank
+    in this rank's place of ``replica``, of tensors that are split over the replicas. Nodes must be
+    alike."""
+    split = [(name, tensor) for name, tensor in tensors if "replicate" in split_dims(tensor)]
+
+    def region_of(tensor: Tensor) -> Region:
+        assert isinstance(tensor, DTensor)
+        return region_of_replica(tensor, replica)
+
+    for name, held, written, tensor in _plan(split, mesh, nodes, region_of):
+        if written.numel:
+            yield name, held, written, tensor
+
+
+def _plan(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None,
+    region_of: Callable[[Tensor], Region],
+) -> Iterator[tuple[str, Region, Region, Tensor]]:
+    """A rectangle goes to that of its holders which has least to write, or in parts of at least
+    `PART_BYTES` to several: bytes are even over ranks, and a manifest stays small."""
+    # Bytes dealt out so far to each of the ranks that hold the same rectangles.
+    loads: dict[tuple[str, ...], list[int]] = {}
+    rank, ranks = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+    for name, tensor in tensors:
+        axes, holders = _holders(tensor, mesh)
+        # Sizes differ by a row between shards; the mean is the same on every rank, so all deal out
+        # alike.
+        size = tensor.numel() * tensor.element_size() * len(holders) // ranks
+        # Every node keeps a copy: its ranks share the work among themselves.
+        if nodes is not None:
+            holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
+        parts = max(1, min(len(holders), size // PART_BYTES))
+        load = loads.setdefault(axes, [0] * len(holders))
+        writers = sorted(range(len(holders)), key=load.__getitem__)[:parts]
+        for index, writer in enumerate(writers):
+            # One more, so that empty and tiny rectangles are spread over ranks too.
+            load[writer] += size // parts + 1
+            if holders[writer] == rank:
+                held = region_of(tensor)
+                yield name, held, _equal_part(held, parts, index), tensor
+
+
+def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
+    """The mesh axes along which ranks hold the same rectangle (also those that the tensor's own
+    mesh does not have), and the ranks that hold this one, in the same order on each of them."""
+    if mesh is None:
+        return (), [0]
+    positions = axis_positions(mesh)
+    split = split_dims(tensor)
+    axes = tuple(name for name in positions if name not in split)
+    # Along a split axis the position of this rank, along the others all positions.
+    index: dict[str, int | slice] = {**positions, **dict.fromkeys(axes, slice(None))}
+    return axes, mesh.mesh[tuple(index.values())].flatten().tolist()
+
+
+def _equal_part(region: Region, parts: int, index: int) -> Region:
+    """Part ``index`` of ``region`` when ``torch.chunk`` cuts it along dim 0; the last may be
+    empty."""
+    if parts == 1:
+        return region
+    rows = region.lengths[0]
+    size = -(-rows // parts)  # rounded up
+    begin = min(index * size, rows)
+    offsets = (region.offsets[0] + begin, *region.offsets[1:])
+    return Region(offsets, (min(size, rows - begin), *region.lengths[1:]))
+
+
+# What is written
 
 
 @dataclass
 class Snapshot:
-    """What one rank writes, copied to CPU: (tensor name, whole shape, region, values), and the
-    manifest so far."""
+    """What one rank writes, copied to CPU."""
 
-    manifest: Manifest
-    parts: list[tuple[str, tuple[int, ...], Region, Tensor]] = field(default_factory=list)
+    manifest: Manifest  # without tensors and files
+    parts: list[tuple[str, tuple[int, ...], Region, Tensor]]  # name, whole shape, region, values
 
 
 class Staging:
-    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU) and used again by
-    every save."""
+    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU)."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -115,20 +237,19 @@ class Staging:
     ) -> Snapshot:
         """Copies this rank's share of ``tensors`` and of those ``of_replica``, which other replicas
         do not have (see `plan_all`), and all of ``own``, which no other rank has."""
-        snapshot = Snapshot(manifest)
-        whole = {**tensors, **of_replica}
+        whole = {**tensors, **of_replica, **own}
         planned = list(plan_all(tensors, of_replica, mesh))
         planned += [(name, Region.whole(tensor.shape), tensor) for name, tensor in own.items()]
-        whole |= own
+        parts = []
         for name, region, values in planned:
             buffer = self._buffer(name, values)
             buffer.copy_(values, non_blocking=values.is_cuda)
-            snapshot.parts.append((name, tuple(whole[name].shape), region, buffer))
+            parts.append((name, tuple(whole[name].shape), region, buffer))
         # Copies into page-locked memory run beside this thread, and training would change what is
         # being copied.
         if any(values.is_cuda for _, _, values in planned):
             torch.cuda.synchronize()
-        return snapshot
+        return Snapshot(manifest, parts)
 
     def _buffer(self, name: str, values: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
@@ -142,11 +263,10 @@ def write_checkpoint(
     snapshot: Snapshot, store: Store, group: Group, exists: Callable[[int], str | None]
 ) -> tuple[str | None, int]:
     """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes
-    written), alike on all ranks.
+    written), alike on all ranks; never raises for a fault of the storage.
 
     ``exists(step)`` runs on rank 0 and clears the way for this step's name: it returns a reason to
-    skip, or None. Never raises for a fault of the storage: debris is removed and the fault is
-    returned.
+    skip, or None.
     """
     step = snapshot.manifest.step
     place = error = None
@@ -157,20 +277,16 @@ def write_checkpoint(
                 place = store.begin(step, os.urandom(4).hex())
             else:
                 log.info("%s", reason)
-                error = ""  # nothing is written, and nothing went wrong
         except Exception as fault:  # whatever the storage raises: training goes on
             error = describe_error(fault)
     place, error = group.broadcast((place, error))
     if place is None:
-        return error or None, 0
+        return error, 0
     answers = group.gather(_write_part(snapshot, store, place, group.rank))
     outcome: tuple[str | None, int] = (None, 0)
     if group.rank == 0:
         outcome = _publish(snapshot.manifest, store, place, answers)
     return group.broadcast(outcome)
-
-
-_Part = tuple[str, str, tuple[int, ...], Region]  # tensor name, dtype name, whole shape, region
 
 
 @exchange.sendable
@@ -179,14 +295,14 @@ class _Answer:
     """What a rank sends to rank 0: its file, what is in it, or what went wrong."""
 
     file: tuple[str, StoredFile] | None
-    parts: Sequence[_Part]
+    parts: Sequence[tuple[str, str, tuple[int, ...], Region]]  # name, dtype, whole shape, region
     error: str | None
 
 
 def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
     name = f"rank-{rank:05d}.safetensors"
-    parts: list[_Part] = []
-    stored: list[tuple[str, Tensor]] = []
+    parts = []
+    stored = []
     for tensor, shape, region, values in snapshot.parts:
         parts.append((tensor, DTYPE_NAMES[values.dtype], shape, region))
         if values.numel():
@@ -204,13 +320,14 @@ def _publish(
     manifest: Manifest, store: Store, place: str, answers: Sequence[_Answer]
 ) -> tuple[str | None, int]:
     try:
-        if errors := [answer.error for answer in answers if answer.error]:
+        errors = [answer.error for answer in answers if answer.error]
+        if errors:
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)
         manifest.files = dict(answer.file for answer in answers if answer.file)
         manifest.tensors = _stored_tensors(answers)
         content = manifest.encode()
-        # a save that could not be loaded again is a failed save
+        # A save that could not be loaded again is a failed save.
         Manifest.decode(content, "the new manifest")
         store.publish(place, manifest.step, content)
         return None, manifest.state_bytes + len(content)

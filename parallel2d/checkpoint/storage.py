@@ -1,31 +1,26 @@
 """The folder of all checkpoints of a run: `open_store` returns the store that writes and publishes
 new ones, retires old ones and moves damaged ones aside.
 
-`LocalStore` and `RemoteStore` implement the same interface. Both publish complete ``step-00000100``
-folders.
-
 [Note: atomic publication] A checkpoint is written where no reader looks. On a file system that
 renames, that is a sibling folder ``.saving-...``: every file is flushed to the disk and read back,
-the manifest comes last, the folder is flushed, and one rename makes it ``step-N``; the parent is
-flushed too. Object stores cannot rename: there the files go to their final place and the manifest,
-written last, is the publication, since a folder without one is not a checkpoint. Deletion takes the
-opposite order: one rename (or the deletion of the manifest) hides the checkpoint from readers, then
-its files are deleted one by one. So readers see only complete checkpoints, whatever is killed and
-when, and nothing is ever overwritten.
+the manifest comes last, the folder is flushed, and one rename makes it ``step-00000100``. Object
+stores cannot rename: there the manifest, written last, is the publication, since a folder without
+one is no checkpoint. Deletion takes the opposite order. So readers see only complete checkpoints,
+whatever is killed and when, and nothing is ever overwritten.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from parallel2d.checkpoint.manifest import NAME as MANIFEST
-from parallel2d.checkpoint.manifest import StoredFile
+from parallel2d.checkpoint.manifest import MANIFEST, StoredFile
 from parallel2d.files import flush_folder, replace
 from parallel2d.files.folder import is_remote
 from parallel2d.files.tensor_file import DamagedCheckpointError
@@ -47,7 +42,7 @@ def step_name(step: int) -> str:
 def _steps_in(names: list[str]) -> list[int]:
     found = [int(name.removeprefix("step-")) for name in names if _STEP.fullmatch(name)]
     # More leading zeros than `step_name` writes are another name.
-    return sorted({step for step in found if step_name(step) in names})
+    return sorted(step for step in set(found) if step_name(step) in names)
 
 
 class Store(Protocol):
@@ -55,7 +50,7 @@ class Store(Protocol):
 
     root: str
 
-    def prepare(self) -> None: ...  # creates the root
+    def prepare(self) -> None: ...  # makes the root
     def steps(self) -> list[int]: ...  # what looks complete, ascending
     def path_of(self, step: int) -> str: ...
     def begin(self, step: int, token: str) -> str: ...  # the place to write to
@@ -65,7 +60,6 @@ class Store(Protocol):
     def move_aside(self, step: int) -> str: ...  # returns the new name
     def delete(self, step: int) -> None: ...
     def put_note(self, name: str, text: str | None) -> None: ...  # a file beside; None removes it
-    def sweep(self) -> list[str]: ...  # removes what killed saves and deletions left; returns names
 
 
 def open_store(root: str) -> Store:
@@ -79,8 +73,10 @@ def find_checkpoint(path: str) -> str:
     if os.path.isfile(path):
         return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
-        if steps := open_store(root).steps():
-            return open_store(root).path_of(steps[-1])
+        store = open_store(root)
+        steps = store.steps()
+        if steps:
+            return store.path_of(steps[-1])
     return path
 
 
@@ -105,8 +101,7 @@ class LocalStore:
 
     def begin(self, step: int, token: str) -> str:
         self.prepare()
-        # What killed saves left takes room that this one needs.
-        self.sweep()
+        self._sweep()
         place = os.path.join(self.root, f".saving-{step_name(step)}-{token}")
         os.mkdir(place)
         return place
@@ -115,29 +110,24 @@ class LocalStore:
         """Writes, flushes, drops from the page cache and reads back: what is counted as written is
         what the disk returns."""
         digest, size = hashlib.sha256(), 0
-        descriptor = os.open(
-            os.path.join(place, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-        )
-        with os.fdopen(descriptor, "rb+", buffering=0) as file:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(os.path.join(place, name), flags, 0o666)
+        with os.fdopen(descriptor, "rb+") as file:
             for block in blocks:
                 view = memoryview(block)
-                # small enough to overlap hashing with the disk's own work
+                # Small enough to overlap hashing with the disk's own work.
                 for begin in range(0, len(view), 2**24):
-                    piece = view[begin : begin + 2**24]
-                    digest.update(piece)
-                    # Without a buffer, write may take a part of the data alone.
-                    while len(piece):
-                        piece = piece[file.write(piece) :]
+                    digest.update(view[begin : begin + 2**24])
+                    file.write(view[begin : begin + 2**24])
                 size += len(view)
+            file.flush()
             os.fsync(file.fileno())
             # Read from the page cache, the data would be right whatever the disk holds. Only pages
             # that are on disk can be dropped, so after fsync.
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
-            returned = hashlib.sha256()
-            while block := file.read(2**23):
-                returned.update(block)
+            returned = hashlib.file_digest(file, "sha256")
         if returned.digest() != digest.digest():
             raise CheckpointError(f"{name}: the disk returned other bytes than were written")
         return StoredFile(size, digest.hexdigest())
@@ -157,9 +147,7 @@ class LocalStore:
         shutil.rmtree(place, ignore_errors=True)
 
     def move_aside(self, step: int) -> str:
-        number = 1
-        while os.path.lexists(os.path.join(self.root, name := f"aside-{step_name(step)}-{number}")):
-            number += 1
+        name = _free_name(step, lambda name: os.path.lexists(os.path.join(self.root, name)))
         os.rename(self.path_of(step), os.path.join(self.root, name))
         flush_folder(self.root)
         return name
@@ -179,24 +167,20 @@ class LocalStore:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
-    def sweep(self) -> list[str]:
-        try:
-            names = [
-                name
-                for name in os.listdir(self.root)
-                if name.startswith((".saving-", ".deleting-", ".shared-"))
-            ]
-        except FileNotFoundError:
-            return []
-        for name in names:
-            path = os.path.join(self.root, name)
-            # rmtree refuses links and files.
-            if os.path.islink(path) or not os.path.isdir(path):
+    def _sweep(self) -> None:
+        """Removes what killed saves and deletions left: it takes room that others need."""
+        for name in os.listdir(self.root):
+            if name.startswith((".saving-", ".deleting-", ".shared-")):
+                path = os.path.join(self.root, name)
+                shutil.rmtree(path, ignore_errors=True)
+                # rmtree refuses links and files.
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-        return names
+
+
+def _free_name(step: int, is_taken: Callable[[str], bool]) -> str:
+    names = (f"aside-{step_name(step)}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not is_taken(name))
 
 
 class RemoteStore:
@@ -213,21 +197,16 @@ class RemoteStore:
     def prepare(self) -> None:
         self.filesystem.makedirs(self._path, exist_ok=True)
 
-    def _folders(self) -> list[str]:
+    def steps(self) -> list[int]:
         # fsspec remembers listings, and other processes write here too.
         self.filesystem.invalidate_cache()
         try:
             listed = self.filesystem.ls(self._path, detail=False)
         except FileNotFoundError:
             return []
-        return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed]
-
-    def steps(self) -> list[int]:
-        return [
-            step
-            for step in _steps_in(self._folders())
-            if self.filesystem.exists(f"{self._path}/{step_name(step)}/{MANIFEST}")
-        ]
+        found = _steps_in([str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed])
+        place = f"{self._path}/{{}}/{MANIFEST}"
+        return [step for step in found if self.filesystem.exists(place.format(step_name(step)))]
 
     def path_of(self, step: int) -> str:
         return f"{self.root}/{step_name(step)}"
@@ -236,7 +215,8 @@ class RemoteStore:
         place = f"{self._path}/{step_name(step)}"
         if self.filesystem.exists(f"{place}/{MANIFEST}"):
             raise CheckpointError(f"{step_name(step)} exists already")
-        self._remove(place)  # what an interrupted save left
+        # What an interrupted save left.
+        self._remove(place)
         self.filesystem.makedirs(place, exist_ok=True)
         return place
 
@@ -248,7 +228,8 @@ class RemoteStore:
                 file.write(block)
                 size += len(block)
         self.filesystem.invalidate_cache(place)
-        if (stored := self.filesystem.size(f"{place}/{name}")) != size:
+        stored = self.filesystem.size(f"{place}/{name}")
+        if stored != size:
             raise CheckpointError(f"{name}: {stored} bytes arrived of {size}")
         return StoredFile(size, digest.hexdigest())
 
@@ -271,11 +252,8 @@ class RemoteStore:
     def move_aside(self, step: int) -> str:
         """Copies the files, then deletes the old ones, manifest first: the best an object store can
         do."""
-        source, number = f"{self._path}/{step_name(step)}", 1
-        while self.filesystem.exists(
-            f"{self._path}/{(name := f'aside-{step_name(step)}-{number}')}"
-        ):
-            number += 1
+        source = f"{self._path}/{step_name(step)}"
+        name = _free_name(step, lambda name: self.filesystem.exists(f"{self._path}/{name}"))
         self.filesystem.makedirs(f"{self._path}/{name}", exist_ok=True)
         for path in self.filesystem.find(source):
             self.filesystem.cp_file(path, f"{self._path}/{name}/{str(path).rsplit('/', 1)[-1]}")
@@ -291,19 +269,6 @@ class RemoteStore:
             self.filesystem.pipe_file(path, text.encode())
         elif self.filesystem.exists(path):
             self.filesystem.rm_file(path)
-
-    def sweep(self) -> list[str]:
-        """Removes folders without a manifest; a save in progress looks like one, so only before and
-        between saves."""
-        found = [
-            name
-            for name in self._folders()
-            if _STEP.fullmatch(name)
-            and not self.filesystem.exists(f"{self._path}/{name}/{MANIFEST}")
-        ]
-        for name in found:
-            self.discard(f"{self._path}/{name}")
-        return found
 
 
 def describe_error(error: BaseException) -> str:

@@ -9,7 +9,6 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable
 from typing import Any, BinaryIO, TypeGuard
 
 MAX_COUNT = 2**63 - 1  # of a size or an offset
@@ -21,7 +20,12 @@ def open_regular(path: str) -> BinaryIO:
     that would never end."""
     # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "a symbolic link, which is not followed"
+        raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -41,46 +45,44 @@ def read_json(path: str, largest: int = 16 * 2**20) -> Any:
     return parse(data)
 
 
-def check_density(data: bytes) -> None:
-    """Raises ValueError for JSON that is hardly more than brackets: each becomes an object of many
-    times its size."""
-    brackets = data.count(b"{") + data.count(b"[")
-    # A short text may be mostly brackets: 10,000 of them do no harm.
-    most = len(data) // 8 + 10_000
-    if brackets > most:
-        raise ValueError("more lists than a file of its size has")
-
-
-def parse(data: bytes | str) -> Any:
-    """The value of JSON from any source. Raises ValueError for what is not JSON, and as
-    `check_density` and `check_depth` do."""
+def parse(data: bytes | str, *, unique: bool = False) -> Any:
+    """The value of JSON from any source. Raises ValueError for what is not JSON, for what is hardly
+    more than brackets, as `check_depth` does, and for a key that appears twice if keys must be
+    ``unique``."""
+    # Before objects are made of it: a list becomes 60 bytes of memory at least, an object 200. A
+    # short text may be mostly brackets: 10,000 of them do no harm.
     encoded = data.encode() if isinstance(data, str) else data
-    check_density(encoded)  # before `json.loads` makes objects of it
+    objects, lists = encoded.count(b"{") - 10_000, encoded.count(b"[") - 10_000
+    if lists > len(encoded) // 10 or objects > len(encoded) // 32:
+        raise ValueError("more lists than a file of its size has")
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_without_repeated_keys if unique else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     check_depth(value)
     return value
 
 
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
 def check_depth(value: Any) -> None:
     """Raises ValueError when lists and dicts nest deeper than any code that walks them expects."""
     # Level by level: a recursive check would itself exhaust the stack.
-    level = _containers([value])
-    for _ in range(MAX_DEPTH):
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []
         for container in level:
-            items = container.values() if isinstance(container, dict) else container
-            below += _containers(items)
+            if isinstance(container, dict | list):
+                below += container.values() if isinstance(container, dict) else container
         if not below:
             return
         level = below
     raise ValueError("nested too deeply")
-
-
-def _containers(values: Iterable[Any]) -> list[Any]:
-    return [value for value in values if isinstance(value, dict | list)]
 
 
 def is_count(value: Any, largest: int = MAX_COUNT) -> bool:
@@ -104,23 +106,18 @@ def replace(path: str, text: str, *, durable: bool = False) -> None:
     """
     # In the same folder, because a rename does not cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        _write_new(draft, text, durable)
+        with open(os.open(draft, flags, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
         os.replace(draft, path)
     except BaseException:  # an interrupt leaves nothing behind either
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
-
-
-def _write_new(path: str, text: str, durable: bool) -> None:
-    """Raises OSError when there is something at ``path`` already."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
 
 
 def flush_folder(path: str) -> None:
@@ -138,35 +135,22 @@ def check_no_planted_links(folder: str) -> None:
     exist."""
     for inside in _checked_folders(folder):
         # Such as those of mesh axes in that of TensorBoard
-        for further_inside in _checked_folders(inside):
-            _checked_folders(further_inside)
+        for further in _checked_folders(inside):
+            _checked_folders(further)
 
 
 def _checked_folders(folder: str) -> list[str]:
     """Paths of the folders in ``folder``; none when it cannot be listed."""
     entries: list[os.DirEntry[str]] = []
     # In a folder that does not exist yet, or may not be listed, there is nothing to check.
-    with (
-        contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError),
-        os.scandir(folder) as found,
-    ):
-        entries += found
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        entries += os.scandir(folder)
     for entry in entries:
-        _check_not_planted(entry)
+        # The owner of the link itself; what it leads to may well belong to this user.
+        if entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid != os.getuid():
+            reason = "a link that another user has made, and is not followed"
+            raise OSError(errno.ELOOP, reason, entry.path)
     return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-
-
-def _check_not_planted(entry: os.DirEntry[str]) -> None:
-    if not entry.is_symlink():
-        return
-    # The owner of the link itself; what it leads to may well belong to this user.
-    owner = entry.stat(follow_symlinks=False).st_uid
-    if owner != os.getuid():
-        raise OSError(
-            errno.ELOOP,
-            "a link that another user has made, and is not followed",
-            entry.path,
-        )
 
 
 def printable(text: object, limit: int = 120) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import stat
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
-from parallel2d.files.tensor_file import ByteSource, DamagedCheckpointError, printable
+from parallel2d.files import open_regular, printable
+from parallel2d.files.tensor_file import ByteSource, DamagedCheckpointError
 
-BLOCK = 8 * 2**20  # bytes read at a time when hashing
+_BLOCK = 8 * 2**20  # bytes read at a time when hashing
 
 Progress = Callable[[int], object]
 
@@ -31,19 +31,12 @@ class Folder(Protocol):
 
     def read(self, name: str, limit: int) -> bytes:
         """The whole content; a file of more than ``limit`` bytes is an error."""
-        ...
-
-    def size(self, name: str) -> int:
-        """Bytes of the file."""
-        ...
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
         """SHA-256 of the content, in hex; ``progress(bytes)`` is called after each block."""
-        ...
 
     def source(self, name: str) -> ByteSource:
         """The file, for reading ranges of bytes."""
-        ...
 
 
 def is_remote(path: str) -> bool:
@@ -62,11 +55,11 @@ def open_folder(path: str, mapped: bool = True) -> Folder:
 class _MappedFile:
     """A memory-mapped file. The mapping is private: writing to a buffer never reaches the file."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.size = size
+    def __init__(self, file: BinaryIO) -> None:
+        self.size = _size(file)
         self._map: Any = b""
-        if size:  # an empty file cannot be mapped
-            self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        if self.size:  # an empty file cannot be mapped
+            self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
 
     def buffer(self, begin: int, end: int) -> Any:
         return memoryview(self._map)[begin:end]
@@ -75,10 +68,8 @@ class _MappedFile:
 class _LocalFile:
     """A local file, read by range; each buffer is a copy."""
 
-    def __init__(self, descriptor: int, size: int, label: str) -> None:
-        self._file = os.fdopen(os.dup(descriptor), "rb", buffering=0)
-        self.size = size
-        self.label = label
+    def __init__(self, file: BinaryIO, label: str) -> None:
+        self._file, self._label, self.size = file, label, _size(file)
 
     def buffer(self, begin: int, end: int) -> Any:
         data = bytearray(end - begin)
@@ -87,7 +78,7 @@ class _LocalFile:
         while done < len(data):
             count = os.preadv(self._file.fileno(), [memoryview(data)[done:]], begin + done)
             if not count:
-                raise DamagedCheckpointError(f"{self.label}: ends before byte {end}")
+                raise DamagedCheckpointError(f"{self._label}: ends before byte {end}")
             done += count
         return data
 
@@ -97,51 +88,27 @@ class LocalFolder:
     files to memory."""
 
     def __init__(self, path: str, mapped: bool = True) -> None:
-        self.path = path
+        self.path, self.mapped = path, mapped
         self.label = os.path.basename(os.path.abspath(path))
-        self.mapped = mapped
 
-    def _open(self, name: str) -> tuple[int, int]:
-        """(descriptor, bytes) of a regular file inside the folder."""
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise DamagedCheckpointError(
-                f"{self.label}: {printable(name)!r} is a path, not the name of a file in the folder"
-            )
-        path = os.path.join(self.path, name)
+    def _open(self, name: str) -> BinaryIO:
+        _check_name(name, self.label)
         try:
-            # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(path, flags)
+            return open_regular(os.path.join(self.path, name))
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{self.label}: {printable(name)} is missing") from None
         except OSError as error:
-            if os.path.islink(path):
-                raise DamagedCheckpointError(
-                    f"{self.label}: {printable(name)} is a symbolic link, which is not followed"
-                ) from None
             raise DamagedCheckpointError(
                 f"{self.label}: {printable(name)} cannot be opened: {error.strerror}"
             ) from None
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            raise DamagedCheckpointError(f"{self.label}: {printable(name)} is not a regular file")
-        return descriptor, status.st_size
-
-    def size(self, name: str) -> int:
-        descriptor, size = self._open(name)
-        os.close(descriptor)
-        return size
 
     def read(self, name: str, limit: int) -> bytes:
-        descriptor, size = self._open(name)
-        with os.fdopen(descriptor, "rb") as file:
-            _check_limit(self.label, name, size, limit)
+        with self._open(name) as file:
+            _check_limit(self.label, name, _size(file), limit)
             return file.read(limit)
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
-        descriptor, _ = self._open(name)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
+        with self._open(name) as file:
             try:
                 return _sha256(file, progress)
             except OSError as error:
@@ -150,29 +117,25 @@ class LocalFolder:
                 ) from None
 
     def source(self, name: str) -> ByteSource:
-        descriptor, size = self._open(name)
-        try:
-            if self.mapped:
-                return _MappedFile(descriptor, size)
-            return _LocalFile(descriptor, size, f"{self.label}/{name}")
-        finally:
-            os.close(descriptor)  # the mapping, or a duplicate of the descriptor, stays
+        file = self._open(name)
+        if not self.mapped:
+            return _LocalFile(file, f"{self.label}/{name}")
+        with file:  # the mapping stays
+            return _MappedFile(file)
 
 
 class _RemoteFile:
     """A remote file, read by range; each buffer is a copy."""
 
     def __init__(self, filesystem: Any, path: str, size: int) -> None:
-        self.filesystem = filesystem
-        self.path = path
-        self.size = size
+        self._filesystem, self._path, self.size = filesystem, path, size
 
     def buffer(self, begin: int, end: int) -> Any:
         data = b""
         if end > begin:  # HTTP, which object stores use, has no empty ranges
-            data = self.filesystem.cat_file(self.path, start=begin, end=end)
+            data = self._filesystem.cat_file(self._path, start=begin, end=end)
         if len(data) != end - begin:
-            raise DamagedCheckpointError(f"{self.path}: got {len(data)} of {end - begin} bytes")
+            raise DamagedCheckpointError(f"{self._path}: got {len(data)} of {end - begin} bytes")
         return bytearray(data)
 
 
@@ -183,39 +146,46 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         import fsspec
 
-        self.filesystem, self.path = fsspec.core.url_to_fs(url)
-        self.label = self.path.rstrip("/").rsplit("/", 1)[-1]
+        self._filesystem, self._path = fsspec.core.url_to_fs(url)
+        self.label = self._path.rstrip("/").rsplit("/", 1)[-1]
 
-    def _path(self, name: str) -> str:
-        if "/" in name or name in ("", ".", ".."):
-            raise DamagedCheckpointError(
-                f"{self.label}: {printable(name)!r} is a path, not the name of a file in the folder"
-            )
-        return f"{self.path}/{name}"
-
-    def size(self, name: str) -> int:
-        path = self._path(name)
+    def _file(self, name: str) -> tuple[str, int]:
+        """Path and size."""
+        _check_name(name, self.label)
+        path = f"{self._path}/{name}"
         try:
-            information = self.filesystem.info(path)
+            information = self._filesystem.info(path)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{self.label}: {printable(name)} is missing") from None
         size = information.get("size")
         is_file = information.get("type") == "file" and not information.get("islink")
         if not is_file or size is None:
             raise DamagedCheckpointError(f"{self.label}: {printable(name)} is not a regular file")
-        return int(size)
+        return path, int(size)
 
     def read(self, name: str, limit: int) -> bytes:
-        _check_limit(self.label, name, self.size(name), limit)
-        return self.filesystem.cat_file(self._path(name))
+        path, size = self._file(name)
+        _check_limit(self.label, name, size, limit)
+        return self._filesystem.cat_file(path)
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
-        self.size(name)  # raises for what is no regular file
-        with self.filesystem.open(self._path(name), "rb") as file:
+        path, _ = self._file(name)
+        with self._filesystem.open(path, "rb") as file:
             return _sha256(file, progress)
 
     def source(self, name: str) -> ByteSource:
-        return _RemoteFile(self.filesystem, self._path(name), self.size(name))
+        return _RemoteFile(self._filesystem, *self._file(name))
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _check_name(name: str, label: str) -> None:
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise DamagedCheckpointError(
+            f"{label}: {printable(name)!r} is a path, not the name of a file in the folder"
+        )
 
 
 def _check_limit(label: str, name: str, size: int, limit: int) -> None:
@@ -227,7 +197,7 @@ def _check_limit(label: str, name: str, size: int, limit: int) -> None:
 
 def _sha256(file: BinaryIO, progress: Progress | None) -> str:
     digest = hashlib.sha256()
-    while block := file.read(BLOCK):
+    while block := file.read(_BLOCK):
         digest.update(block)
         if progress:
             progress(len(block))

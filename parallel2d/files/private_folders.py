@@ -2,9 +2,8 @@
 workers. Start at `open_folder`.
 
 They are named after that process's id and start time, since an id alone is given out again, inside
-a folder of this user and this process-id namespace, where ids of others mean nothing. Temporary
-folders are open to all users, and these names can be guessed: so both levels are made private, and
-a folder that belongs to another user is refused.
+a folder of this user and this process-id namespace. Temporary folders are open to all users, and
+these names can be guessed: so both are made private, and a folder of another user is refused.
 """
 
 from __future__ import annotations
@@ -37,26 +36,21 @@ def make_private(path: str) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link is not followed)", path)
     if status.st_uid != os.getuid():
-        raise PermissionError(
-            errno.EPERM,
-            f"belongs to user {status.st_uid}, not to {os.getuid()}",
-            path,
-        )
-    open_to_others = status.st_mode & 0o077
-    if open_to_others:
+        reason = f"belongs to user {status.st_uid}, not to {os.getuid()}"
+        raise PermissionError(errno.EPERM, reason, path)
+    if status.st_mode & 0o077:
         os.chmod(path, 0o700)
 
 
 def make_own(path: str) -> None:
-    """Makes a folder that `folder_of` names, and the one around it, private. Raises OSError as
-    `make_private` does."""
+    """`make_private` of a folder that `folder_of` names, and of the one around it."""
     make_private(os.path.dirname(path))
     make_private(path)
 
 
 def open_folder(process: int, place: str) -> str:
-    """The private folder in ``place`` of a launcher with this process id, made if it does not
-    exist; those of launchers that are gone are removed. Raises OSError as `make_private` does."""
+    """The private folder in ``place`` of a launcher with this process id; those of launchers that
+    are gone are removed. Raises OSError as `make_private` does."""
     # The outer folder is private before anything in it is listed or removed.
     make_private(around(place))
     remove_stale(place)
@@ -71,10 +65,8 @@ def is_private(path: str) -> bool:
         status = os.lstat(path)
     except OSError:
         return False
-    is_folder = stat.S_ISDIR(status.st_mode)
-    is_own = status.st_uid == os.getuid()
-    others_may_write = bool(status.st_mode & 0o022)
-    return is_folder and is_own and not others_may_write
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_own_folder and not status.st_mode & 0o022
 
 
 def around(place: str) -> str:
@@ -104,17 +96,13 @@ def remove(path: str) -> None:
 def remove_stale(place: str) -> None:
     """Removes the folders in ``place`` of launchers that no longer exist."""
     folder = around(place)
-    try:
+    names: list[str] = []
+    with contextlib.suppress(OSError):
         names = os.listdir(folder)
-    except OSError:
-        return
     for name in names:
         match = re.fullmatch(r"launcher-(\d+)-(\w+)", name)
-        if match is None:
-            continue
-        process, started = int(match[1]), match[2]
         # The id may belong to a younger process by now, which has another start time.
-        if _started(process) != started:
+        if match is not None and _started(int(match[1])) != match[2]:
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 

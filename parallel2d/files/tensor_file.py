@@ -1,18 +1,18 @@
 """Writes, checks and reads safetensors files: 8 bytes of header length, a JSON header, packed
 values. Start at `encode` to write one and at `read_header` to read one.
 
-The format holds data only, so reading it can run nothing. Files are written here rather than
-through the library because blocks must be hashed on their way to any storage, and read here because
-a rank needs ranges of rows, from local files and object stores alike. Every number in a header is
-treated as hostile.
+The library does neither, because blocks are hashed on their way to any storage, and because a rank
+needs ranges of rows, from object stores too. Every number in a header is treated as hostile.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import sendable
-from parallel2d.files import check_density, is_count, printable
+from parallel2d.files import is_count, parse, printable
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -54,8 +54,7 @@ class DamagedCheckpointError(ConfigError):
 
 
 class ByteSource(Protocol):
-    """A file of ``size`` bytes. ``buffer`` returns a writable buffer with the bytes ``begin`` to
-    ``end``."""
+    """A file. ``buffer`` returns a writable buffer with the bytes ``begin`` to ``end``."""
 
     size: int
 
@@ -64,8 +63,7 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: dtype by safetensors name, shape, and its bytes counted from the start of
-    the file."""
+    """A tensor in a file: dtype by safetensors name, shape, and its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,7 +74,7 @@ class Entry:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The values of a contiguous CPU tensor, without a copy."""
     flat = tensor.detach().reshape(-1)
-    if not flat.numel():
+    if not flat.numel():  # which has no address
         return memoryview(b"")
     # A single value counts as contiguous whatever its stride, and `view` needs a stride of 1.
     flat = flat.as_strided(flat.shape, (1,))
@@ -106,7 +104,6 @@ def encode(
 ) -> Iterator[bytes | memoryview]:
     """Yields the blocks of a file that holds ``tensors`` (contiguous, on CPU), widest dtypes first
     so that each is aligned."""
-    # `sorted` is stable: tensors of one width keep the order in which they were given.
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in ordered]
     yield encode_header(entries, metadata)
@@ -114,28 +111,32 @@ def encode(
         yield tensor_bytes(tensor)
 
 
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """For making millions of objects, through which the collector would look again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object. Raises `DamagedCheckpointError` for all else, repeated keys included."""
     try:
-        check_density(data)
-        value = json.loads(data, object_pairs_hook=_without_repeated_keys)
-    except (ValueError, RecursionError) as error:
+        value = parse(data, unique=True)
+    except ValueError as error:
         raise DamagedCheckpointError(f"{what}: not valid JSON ({printable(error)})") from None
     if not isinstance(value, dict):
         raise DamagedCheckpointError(f"{what}: not a JSON object")
     return value
 
 
-def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
-
-
-def check_description(name: Any, dtype: Any, shape: Any, what: str) -> None:
+def check_description(name: str, dtype: Any, shape: Any, what: str) -> None:
     """Raises `DamagedCheckpointError` unless these can describe a tensor."""
-    if not _is_name(name):
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise DamagedCheckpointError(f"{what}: {printable(name)!r} cannot be a tensor's name")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise DamagedCheckpointError(
@@ -149,10 +150,6 @@ def check_description(name: Any, dtype: Any, shape: Any, what: str) -> None:
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} of shape {printable(shape)} is larger than any memory"
         )
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
 
 
 def _are_sizes(value: Any, at_most: int) -> bool:
@@ -173,16 +170,12 @@ def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
     makes: known dtypes, sizes that follow from shapes, ranges that fill the file from the header's
     end to its own end without holes or overlap.
     """
-    length = _header_length(source, what)
-    header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
-    header.pop("__metadata__", None)
-    base = 8 + length  # the header counts offsets from its own end
-    found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
-    _check_packed(found, base, source.size, what)
-    return found
+    return read_file(source, what)[0]
 
 
-def _header_length(source: ByteSource, what: str) -> int:
+@without_collector()
+def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """`read_header`, and what the writer has noted beside the tensors, which may be anything."""
     if source.size < 8:
         raise DamagedCheckpointError(
             f"{what}: {source.size} bytes are too few for a safetensors file"
@@ -193,19 +186,22 @@ def _header_length(source: ByteSource, what: str) -> int:
         raise DamagedCheckpointError(
             f"{what}: a header of {length} bytes does not fit a file of {source.size} bytes"
         )
-    return length
+    header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
+    metadata = header.pop("__metadata__", None)
+    # The header counts offsets from its own end, where the values begin.
+    base = 8 + length
+    found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
+    _check_packed(found, base, source.size, what)
+    return found, metadata if isinstance(metadata, dict) else {}
 
 
 def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
-    """One tensor of a header whose file holds values from byte ``base`` on."""
     if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} is not described by dtype, shape and data_offsets"
         )
     # Of any type until they are checked, each before it is used.
-    dtype = item["dtype"]
-    shape = item["shape"]
-    offsets = item["data_offsets"]
+    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     check_description(name, dtype, shape, what)
     if not _are_sizes(offsets, at_most=2) or len(offsets) != 2:
         raise DamagedCheckpointError(
@@ -221,7 +217,6 @@ def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
 
 
 def _check_packed(entries: dict[str, Entry], base: int, size: int, what: str) -> None:
-    """Raises `DamagedCheckpointError` unless ``entries`` fill bytes ``base`` to ``size``."""
     position = base
     # By end too: an empty tensor at the place where another begins comes before it.
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
@@ -237,24 +232,18 @@ def _check_packed(entries: dict[str, Entry], base: int, size: int, what: str) ->
 
 
 def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:
-    """Rows ``begin`` to ``end`` of dim 0 of a tensor, as a CPU tensor over the source's own memory
-    where that is mapped.
-
-    A scalar counts as one row and comes back as a scalar. The tensor must not be written to.
-    """
+    """Rows ``begin`` to ``end`` of dim 0 of a tensor, on CPU and not to be written to: over the
+    source's own memory where that is mapped. A scalar counts as one row."""
     dtype = DTYPES[entry.dtype]
-    is_scalar = not entry.shape
-    rows = 1 if is_scalar else entry.shape[0]
     shape = (end - begin, *entry.shape[1:])
     # `torch.frombuffer` takes no empty buffer.
-    if not rows or not math.prod(shape):
+    if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
-    row_bytes = (entry.end - entry.begin) // rows
+    row_bytes = _packed_bytes(entry.dtype, entry.shape[1:])
     first_byte = entry.begin + begin * row_bytes
-    end_byte = entry.begin + end * row_bytes
-    buffer = source.buffer(first_byte, end_byte)
+    buffer = source.buffer(first_byte, entry.begin + end * row_bytes)
     if first_byte % dtype.itemsize:
         # Packed at an odd place by another writer: a copy of the bytes is aligned.
         buffer = bytearray(buffer)
     tensor = torch.frombuffer(buffer, dtype=dtype)
-    return tensor.view(()) if is_scalar else tensor.view(shape)
+    return tensor.view(shape if entry.shape else ())

@@ -1,5 +1,5 @@
 """Copies of a run's state in the nodes' shared memory, so that restarted workers need not go back
-to a checkpoint on disk: `Checkpointer`.
+to a checkpoint on disk: `memory_copies`.
 
 [Note: memory net] Workers that an elastic agent restarts lose their own memory, but the shared
 memory of their node remains. Every few steps each rank copies its part of the state into a buffer
@@ -11,7 +11,6 @@ each node is sent what it lacks, and it is loaded like any checkpoint, on any me
 damaged or incomplete is passed over with its reason; the checkpoints on disk remain for that case.
 """
 
-from parallel2d.recovery.memory_checkpointer import Checkpointer
-from parallel2d.recovery.net import MemoryNet
+from parallel2d.recovery.net import MemoryNet, memory_copies
 
-__all__ = ["Checkpointer", "MemoryNet"]
+__all__ = ["MemoryNet", "memory_copies"]

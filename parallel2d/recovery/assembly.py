@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel2d.checkpoint.manifest import PLAIN, Chunk, Manifest, StoredFile, StoredTensor
-from parallel2d.checkpoint.replica_state import REPLICA
+from parallel2d.checkpoint.state import REPLICA
 from parallel2d.exchange import sendable
 from parallel2d.files.tensor_file import DamagedCheckpointError, printable
 from parallel2d.weights.geometry import Region

@@ -22,11 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.manifest import Manifest
-from parallel2d.checkpoint.save import Group
+from parallel2d.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.checkpoint.save import Group, plan_all, plan_of_replica
 from parallel2d.checkpoint.storage import describe_error
-from parallel2d.checkpoint.write_plan import plan_all, plan_of_replica
 from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
 from parallel2d.mesh import axis_positions, mesh_shape
@@ -42,13 +40,17 @@ AUTO_EVERY = 10  # steps, with checkpoint.memory_every=auto
 _RNG_BYTES = 64 * 2**10  # that one rank's random generators may have, to be kept by another too
 
 
-def wanted(config: CheckpointConfig, group: Group) -> int:
-    """Steps between copies, 0 for none; rank 0's answer on every rank, since environments may
-    differ. Collective."""
+def memory_copies(
+    config: CheckpointConfig, run_dir: str | os.PathLike[str], mesh: DeviceMesh | None
+) -> MemoryNet | None:
+    """The copies that ``config.memory_every`` asks for, for a `Checkpointer` of the same arguments;
+    None for none. Rank 0 decides, since environments may differ. Collective."""
+    group = Group.new()
     every, why = _decide(config)
     if group.rank == 0 and why:
         log.info("memory net off: %s", why)
-    return int(group.broadcast(every))
+    every = int(group.broadcast(every))
+    return MemoryNet(every, os.fspath(run_dir), mesh, group) if every else None
 
 
 def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
@@ -82,7 +84,7 @@ class MemoryNet:
     methods at the same points.
 
     Args:
-        every: steps between copies, see `wanted`.
+        every: steps between copies, see `memory_copies`.
         run_dir: the run's folder, the same on all ranks.
         answers: a group that only the training loop's thread uses, and not while a method of this
             object runs in another.

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel2d.checkpoint.archive import Checkpoint
-from parallel2d.checkpoint.manifest import Manifest
-from parallel2d.checkpoint.replica_state import needed_names
+from parallel2d.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.checkpoint.save import Group
+from parallel2d.checkpoint.state import needed_names
 from parallel2d.checkpoint.storage import describe_error, step_name
 from parallel2d.files.folder import LocalFolder
 from parallel2d.files.tensor_file import DamagedCheckpointError

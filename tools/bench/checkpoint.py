@@ -26,8 +26,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from parallel2d import MeshSpec, build_mesh
+from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig
-from parallel2d.recovery import Checkpointer
+from parallel2d.recovery import memory_copies
 from parallel2d.recovery.place import VARIABLE, used
 
 
@@ -61,13 +62,16 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
         )
         for name in ("synchronous", "asynchronous")
     }
-    savers["memory"] = Checkpointer(
-        CheckpointConfig(every=0, memory_every=1),
-        os.path.join(folder, "memory"),
-        mesh,
-        model,
-        optimizer,
-    )
+
+    def in_memory_only() -> Checkpointer:
+        settings, run_dir = (
+            CheckpointConfig(every=0, memory_every=1),
+            os.path.join(folder, "memory"),
+        )
+        copies = memory_copies(settings, run_dir, mesh)
+        return Checkpointer(settings, run_dir, mesh, model, optimizer, copies=copies)
+
+    savers["memory"] = in_memory_only()
     blocked: dict[str, list[float]] = {name: [] for name in savers}
     published: dict[str, list[float]] = {name: [] for name in savers}
     for step in range(1, options.rounds + 2):
@@ -76,8 +80,8 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
             begin = time.perf_counter()
             saver.save_if_due(step, {"samples": step})
             blocked[name].append(saver.blocked_s)
-            if saver.memory is not None:
-                saver.memory.wait()
+            if saver.copies is not None:
+                saver.copies.wait()
             else:
                 saver.finish()
             published[name].append(time.perf_counter() - begin)
@@ -88,13 +92,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
     restored = time.perf_counter() - begin
     dist.barrier()
     in_memory = used(os.environ[VARIABLE])
-    again = Checkpointer(
-        CheckpointConfig(every=0, memory_every=1),
-        os.path.join(folder, "memory"),
-        mesh,
-        model,
-        optimizer,
-    )
+    again = in_memory_only()
     dist.barrier()
     begin = time.perf_counter()
     found = again.restore(restarted=True)

@@ -1,302 +1,240 @@
-"""Writes and reads ``torch.save`` files with one tensor in memory at a time: `TorchWriter`,
-`TorchReader`.
-
-A file is first written with its structure only, with holes for the values. Then each tensor's bytes
-are put in their place, and the archive's checksums are corrected. The result can be read by
-``torch.load(weights_only=True)``. Reading unpickles with PyTorch's weights-only reader, which
-builds tensors and plain containers and refuses all else. It runs under fake tensors, so that values
-are read by range afterwards.
-"""
+"""Reads and writes ``torch.save`` files with one tensor in memory at a time: `read_torch`,
+`write_torch`."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickletools
-import re
+import resource
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
+from parallel2d.checkpoint.convert.own_formats import Source, facts_in
 from parallel2d.errors import ConfigError
-from parallel2d.files.tensor_file import DamagedCheckpointError, printable, tensor_bytes
+from parallel2d.files import printable
+from parallel2d.files.tensor_file import DTYPE_NAMES, DTYPES, check_description, tensor_bytes
 
-_LONGEST_NAME, _LONGEST_TEXT = 500, 1 << 24
-_DEEPEST = 20  # tuples in each other
-_REFUSED = re.compile("INST|OBJ|NEWOBJ|NEWOBJ_EX|STACK_GLOBAL|EXT1|EXT2|EXT4|DUP|NEXT_BUFFER")
-_ALLOWED = re.compile(
-    r"collections OrderedDict|torch\._utils "
-    r"_rebuild_(tensor|tensor_v2|parameter|parameter_with_state)|torch\.storage \w*Storage"
-    r"|torch (Size|device|\w+Storage|b?float\w*|u?int\d+|bool|complex\d+)"
-)
-# a magic number, a version, facts about the system, the content, the keys of its storages
-_PICKLES_OF_A_STREAM = 5
-# how many times a value may be seen through views, and a size that is always allowed
+# What a child process may take to open a file beside what reading it takes: seconds on the CPU and
+# bytes for half a million tensors.
+MOST_SECONDS, MOST_BYTES = 20, 2**30
+_BYTES_A_SECOND = 2**28
+# How many times a value may be seen through views, and a size that is always allowed.
 _REPEATED, _SMALL = 4, 2**20
+# Bytes of a mapped file that are read, at least, before it is mapped anew.
+_MAPPED = 32 * 2**20
 
 
-class TorchWriter:
-    """Writes ``content`` to ``path``; ``hole(dtype, shape)`` makes the tensors in it, `fill` gives
-    them values."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self._mode = path, FakeTensorMode()
-        self._checksums: dict[int, int] = {}
-
-    def hole(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A tensor without values."""
-        with self._mode:
-            return torch.empty(shape, dtype=dtype)
-
-    def begin(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Writes the file with holes; returns ``content`` as a reader sees it, in which tensors
-        have their place in the file."""
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(content, self.path)
-        with FakeTensorMode():
-            return torch.load(self.path, weights_only=True)
-
-    def fill(self, place: Tensor, values: Tensor) -> None:
-        """Writes ``values`` (CPU) where ``place`` from `begin` lies in the file."""
-        data = tensor_bytes(values.contiguous())
-        offset = offset_in_file(place)
-        if not data or offset is None:
-            return
-        with open(self.path, "r+b") as file:
-            file.seek(offset)
-            file.write(data)
-        self._checksums[offset] = zlib.crc32(data)
-
-    def finish(self) -> None:
-        """Puts the true checksums into the archive's two directories and flushes the file to the
-        disk."""
-        with zipfile.ZipFile(self.path) as archive:
-            entries, directory = archive.infolist(), archive.start_dir
-        with open(self.path, "r+b") as file:
-            # An entry of the directory at the end is 46 bytes, with its checksum at 16 and the
-            # lengths of what follows at 28: name, extra field, comment. The header before the data
-            # is 30 bytes, with its checksum at 14 and two such lengths at 26.
-            position = directory
-            for entry in entries:
-                file.seek(position)
-                head = file.read(46)
-                name, extra, comment = struct.unpack("<HHH", head[28:34])
-                file.seek(entry.header_offset)
-                local = file.read(30)
-                data = entry.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
-                if data in self._checksums:
-                    checksum = struct.pack("<I", self._checksums[data])
-                    flags = struct.unpack("<H", local[6:8])[0]
-                    if flags & 8:  # the local checksum follows the data, behind a signature
-                        file.seek(data + entry.file_size + 4)
-                    else:
-                        file.seek(entry.header_offset + 14)
-                    file.write(checksum)
-                    file.seek(position + 16)
-                    file.write(checksum)
-                position += 46 + name + extra + comment
-            os.fsync(file.fileno())
-
-
-def offset_in_file(tensor: Tensor) -> int | None:
-    """Where the storage of a tensor begins in its file; None for one that is in memory. torch notes
-    this when it loads under a `FakeTensorMode`."""
-    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-
-
-class _Bounded:
-    """A file that gives no line and no piece of more than a limit. For pickletools."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.tell = file, file.tell
-
-    def read(self, size: int) -> bytes:
-        if size > _LONGEST_TEXT:
-            raise ValueError("a text in it is too long")
-        return bytes(self._file.read(size))
-
-    def readline(self) -> bytes:
-        line = bytes(self._file.readline(_LONGEST_NAME))
-        if len(line) == _LONGEST_NAME:
-            raise ValueError("a name in it is too long")
-        return line
-
-
-def _walk(file: Any) -> None:
-    """Follows a pickle without building anything. Raises ValueError for what torch.save does not
-    write for weights: other names than those of tensors and containers, and tuples of tuples so
-    deep that hashing one takes for ever."""
-    stack: list[int | None] = []  # how deep each tuple is, 0 for all else; None: a mark
-    memo: dict[Any, int | None] = {}
-    for operation, argument, _ in pickletools.genops(file):
-        name = operation.name
-        if name == "GLOBAL" and not _ALLOWED.fullmatch(str(argument)):
-            raise ValueError(f"it asks for {argument}")
-        if _REFUSED.fullmatch(name):
-            raise ValueError(f"it makes objects by {name}")
-        if name == "MARK":
-            stack.append(None)
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
+def read_torch(path: str) -> Source:
+    """A file of any writer. Raises `ConfigError` for one that is not of weights alone."""
+    file = _TorchFile(path)
+    facts = dict(file.facts)
+    described = {}
+    first: dict[Any, str] = {}
+    for name, tensor in file.tensors.items():
+        # Weights that are one storage are tied. An empty tensor has no place in memory.
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        shared = tensor.numel() and name.startswith("model/")
+        if shared and first.setdefault(place, name) != name:
+            tied = facts.setdefault("tied", {})
+            tied[name.removeprefix("model/")] = first[place].removeprefix("model/")
         else:
-            deepest = _deepest_taken(stack, operation.stack_before)
-            depth = deepest + 1 if "TUPLE" in name else 0
-            if depth > _DEEPEST:
-                raise ValueError("its tuples are nested too deeply")
-            stack += [depth] * len(operation.stack_after)
+            described[name] = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+    return Source("torch", described, file.read, **facts)
 
 
-def _deepest_taken(stack: list[int | None], before: list[Any]) -> int:
-    """Takes from the stack what an operation of pickle takes: ``before`` in pickletools' terms."""
-    taken = [0]
-    fixed = len(before)
-    if pickletools.markobject in before:
-        fixed = before.index(pickletools.markobject)
-        while (item := stack.pop()) is not None:
-            taken.append(item)
-    taken += [stack.pop() or 0 for _ in range(fixed)]
-    return max(taken)
+class _TorchFile:
+    """The `tensors` of a ``torch.save`` file by name, and the `facts` beside them.
 
-
-class TorchReader:
-    """A ``torch.save`` file: its containers now, its tensors by `read`.
-
-    Raises `ConfigError` for a file that is not weights-only: it is not loaded by other means.
+    ``torch.load(weights_only=True)`` builds tensors and plain containers and refuses all else. A
+    file can still ask for any amount of memory or time: a few bytes name an array of terabytes, or
+    a key that takes years to hash. So a child process with limits opens it first.
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.label = path, os.path.basename(path)
-        self._size = os.path.getsize(path)
-        self._streamed = self._is_archive()
-        self._scan()
-        # The format before archives is one stream, which can only be read as a whole.
-        mode = FakeTensorMode() if self._streamed else contextlib.nullcontext()
-        try:
-            with warnings.catch_warnings(), mode:
-                warnings.simplefilter("ignore")  # a refused file gets one error
-                self.content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch's reader may raise anything
-            # Its advice to load the file with weights_only=False is not passed on.
-            text = (str(error) or type(error).__name__).splitlines()[0].split(". In PyTorch")[0]
-            raise ConfigError(
-                f"{self.label} is not a file of weights alone, and is not loaded: "
-                f"{printable(text, 200)}"
-            ) from None
+        self._path, self._label, self._size = path, os.path.basename(path), os.path.getsize(path)
+        self._bytes_read = 0
+        self._open_in_child()
+        self._open()
 
-    def _is_archive(self) -> bool:
-        """torch.save compresses nothing, so what is read is no larger than the file. Raises
-        `ConfigError` for another archive."""
-        try:
-            with open(self.path, "rb") as file:
-                if file.read(4) != b"PK\x03\x04":  # as torch decides it
-                    return False
-            with zipfile.ZipFile(self.path) as archive:
-                entries = archive.infolist()
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-            raise ConfigError(f"{self.label} is a damaged archive: {printable(error)}") from None
-        if any(
-            entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
-            for entry in entries
-        ):
-            raise ConfigError(
-                f"{self.label} is a compressed archive, which torch.save does not write, and is "
-                "not unpacked"
-            )
-        # Readers differ in which of the two they take.
-        if len({entry.filename.lower() for entry in entries}) < len(entries):
-            raise ConfigError(f"{self.label} has two entries of one name")
-        if sum(entry.file_size for entry in entries) > self._size:
-            raise ConfigError(f"{self.label} announces more bytes than it has")
-        return True
-
-    def _scan(self) -> None:
-        """Walks through the pickles without building anything. Raises `ConfigError` for what is
-        none, and for names that are longer than any: torch takes minutes to refuse one of 50,000
-        characters."""
-        try:
-            if self._streamed:
-                with zipfile.ZipFile(self.path) as archive:
-                    for name in archive.namelist():
-                        if name.lower().endswith("data.pkl"):
-                            with archive.open(name) as record:
-                                _walk(_Bounded(record))
-            else:
-                with open(self.path, "rb") as file:
-                    for _ in range(_PICKLES_OF_A_STREAM):
-                        _walk(_Bounded(file))
-        except Exception as error:  # pickletools may raise anything
-            raise ConfigError(
-                f"{self.label} is not a file of weights alone, and is not loaded: "
-                f"{printable(error)}"
-            ) from None
-
-    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `ConfigError` for tensors that are not plain values, and when all together are
-        several times as large as the file: views that repeat its values."""
-        for name, tensor in tensors.items():
-            if (
-                tensor.layout != torch.strided
-                or tensor.is_quantized
-                or (tensor.is_meta and not self._streamed)
-            ):
-                raise ConfigError(
-                    f"{self.label}: {printable(name)} is no plain tensor but {tensor.layout} on "
-                    f"{tensor.device}"
-                )
-            if self._streamed and tensor.numel() and offset_in_file(tensor) is None:
-                raise ConfigError(f"{self.label}: {printable(name)} has no values in the file")
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    def _open(self) -> None:
+        self.tensors, self.facts = _interpret(_load(self._path), self._label)
+        total = sum(tensor.nbytes for tensor in self.tensors.values())
         if total > _REPEATED * self._size + _SMALL:
             raise ConfigError(
-                f"{self.label} has {self._size} bytes, and its tensors would take {total}: they "
+                f"{self._label} has {self._size} bytes, and its tensors would take {total}: they "
                 "repeat their values (expand); save them with .contiguous() if that is meant"
             )
 
-    def read(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor found in ``content``."""
-        if not self._streamed:
-            return tensor.resolve_conj().resolve_neg()
-        if not tensor.numel():
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        begin = offset_in_file(tensor)
-        assert begin is not None
-        size, item = tensor.untyped_storage().nbytes(), tensor.element_size()
-        strides, first = tensor.stride(), int(tensor.storage_offset())
-        steps = zip(tensor.shape, strides, strict=True)
-        last = first + sum((length - 1) * stride for length, stride in steps)
-        if (
-            begin < 0
-            or (last + 1) * item > size
-            or begin + size > self._size
-            or min(strides, default=0) < 0
-        ):
-            raise DamagedCheckpointError(f"{self.label}: a tensor reaches outside of the file")
-        with open(self.path, "rb") as file:
-            file.seek(begin + first * item)
-            data = bytearray(file.read((last + 1 - first) * item))
-        values = torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, strides)
-        values = values.conj().resolve_conj() if tensor.is_conj() else values
-        return values.neg() if tensor.is_neg() else values
+    def read(self, name: str) -> Tensor:
+        """The values of one of `tensors`. Not to be kept while others are read."""
+        # Pages of a mapped file count as memory of the process until it is mapped anew. That takes
+        # a look at its whole structure, so it is done at most 32 times.
+        if self._bytes_read > max(_MAPPED, self._size // 32):
+            self._open()
+            self._bytes_read = 0
+        tensor = self.tensors[name]
+        self._bytes_read += tensor.nbytes
+        return tensor.resolve_conj().resolve_neg()
+
+    def _open_in_child(self) -> None:
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                # Native code that gives up says so there.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                # A file that is no archive is read as a whole.
+                memory = psutil.Process().memory_info().vms + self._size + MOST_BYTES
+                resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+                seconds = MOST_SECONDS + self._size // _BYTES_A_SECOND
+                resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                self._open()
+                os._exit(0)
+            except ConfigError as error:
+                os.write(sender, str(error).encode())
+            finally:
+                # Not sys.exit: what the parent does at its end is not the child's to do.
+                os._exit(1)
+        os.close(sender)
+        with open(receiver, encoding="utf-8") as answer:
+            problem = answer.read()
+        _, status = os.waitpid(child, 0)
+        if status:
+            limits = f"{MOST_SECONDS} seconds or {MOST_BYTES >> 20} MiB"
+            raise ConfigError(problem or f"{self._label} is not loaded: it takes above {limits}")
 
 
-def tensors_of(content: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a dict of tensors. Raises `ConfigError` for anything else in it."""
-    if not isinstance(content, dict):
+def _load(path: str) -> Any:
+    """The content of a ``torch.save`` file; its tensors are mapped where it is an archive."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a refused file gets one error
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_archive(path))
+    except Exception as error:  # torch's reader may raise anything
+        # Its advice to load the file with weights_only=False is not passed on.
+        text = (str(error) or type(error).__name__).splitlines()[0].split(". In PyTorch")[0]
         raise ConfigError(
-            f"a file of weights holds a dict of tensors, this one a {type(content).__name__}"
-        )
-    for name, value in content.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ConfigError(f"{printable(name)} is a {type(value).__name__}, not a tensor")
-        yield name, value
+            f"{os.path.basename(path)} is not a file of weights alone, and is not loaded: "
+            f"{printable(text, 200)}"
+        ) from None
+
+
+def _is_archive(path: str) -> bool:
+    """Whether the file is one, not the single stream that torch wrote before version 1.6."""
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # as torch decides it
+            return False
+    with zipfile.ZipFile(path) as archive:
+        # torch would take compressed bytes for values.
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("it is a compressed archive, which torch.save does not write")
+    return True
+
+
+def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name and facts of a ``state_dict``, or of a dict with one as its ``model``."""
+    facts: dict[str, Any] = {}
+    model, moments = content, {}
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        model = content["model"]
+        facts = facts_in(content.get("parallel2d"), label)
+        moments = _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
+    if not isinstance(model, dict):
+        raise ConfigError(f"{label} holds no dict of tensors but a {type(model).__name__}")
+    found = {f"model/{name}": tensor for name, tensor in model.items()} | moments
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            raise ConfigError(
+                f"{label} is not a file of weights alone: {printable(name)} is no plain tensor"
+            )
+        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        check_description(name, dtype, list(tensor.shape), label)
+    return found, facts
+
+
+def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
+    """The tensors of an optimizer's ``state_dict`` under the names of its parameters."""
+    if optimizer is None:
+        return {}
+    found = {}
+    try:
+        name_of = dict(enumerate(names))
+        for number, entries in optimizer["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer/{key}/{name_of[number]}"] = value
+    except (AttributeError, KeyError, TypeError):
+        raise ConfigError(
+            "the optimizer's state needs optimizer_names, the parameters' names in order"
+        ) from None
+    return found
+
+
+def write_torch(source: Source, path: str) -> None:
+    """Writes a file that ``torch.load(weights_only=True)`` reads, also with ``mmap=True``.
+
+    Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as
+    ``load_state_dict`` takes them, and the names that the optimizer's numbers mean.
+    """
+    model, names = {}, {}
+    state: dict[str, dict[str, Any]] = {}
+    # Fake tensors have no values: torch leaves room for them in the file.
+    with FakeTensorMode():
+        for full, (dtype, shape) in source.tensors.items():
+            fake = torch.empty(shape, dtype=DTYPES[dtype])
+            names[id(fake)] = full
+            kind, _, name = full.partition("/")
+            if kind == "model":
+                model[name] = fake
+            else:
+                key, _, name = name.partition("/")
+                state.setdefault(name, {})[key] = fake
+    model |= {name: model[first] for name, first in source.tied.items() if first in model}
+    content: dict[str, Any] = model
+    if source.optimizer:
+        content = {"model": model, "parallel2d": source.facts_text()}
+        content |= _numbered(source.optimizer, state)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(content, path)
+    # torch numbers values in the order in which it first meets them; tied ones are met again.
+    fakes = dict.fromkeys(map(id, filter(torch.is_tensor, tree_leaves(content))))
+    with zipfile.ZipFile(path, "a") as archive, open(path, "r+b") as file:
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        for number, fake_id in enumerate(fakes):
+            data = tensor_bytes(source.read(names[fake_id]))
+            entry = entries[f"data/{number}"]
+            # Values follow a header of 30 bytes, which ends with the lengths of the name and the
+            # extra field that stand between.
+            file.seek(entry.header_offset + 26)
+            file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
+            file.write(data)
+            entry.CRC = zlib.crc32(data)
+        # Has the directory at the end written anew, with these checksums.
+        archive.comment = b""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """An optimizer's ``state_dict``, whose parameters are numbers, and their names in that order.
+    ``optimizer``: the manifest's part; ``state``: its tensors by name."""
+    names: list[str] = []
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.get("groups", []):
+        first = len(names)
+        names += group["parameters"]
+        groups.append({**group["settings"], "params": list(range(first, len(names)))})
+    for name, plain in optimizer.get("scalars", {}).items():
+        state.setdefault(name, {}).update(plain)
+    by_number = {number: state[name] for number, name in enumerate(names) if name in state}
+    return {"optimizer": {"state": by_number, "param_groups": groups}, "optimizer_names": names}
