@@ -40,7 +40,6 @@ from parallel2d.launch.elastic_internals import (
     ElasticAgent,
     StartedProcesses,
     goes_on_without_this_node,
-    nodes_there,
     stop_heartbeats,
 )
 from parallel2d.launch.endings import StoreLost, WorkersFailed
@@ -53,6 +52,7 @@ from parallel2d.recovery.place import SHARED_MEMORY, VARIABLE
 # that workers have between SIGTERM and SIGKILL once one of their group has failed
 _SECONDS_FOR_LAST_WORDS = 5
 _STORY = "parallel2d/story"
+_CAME = "parallel2d/came"  # host names of the nodes that have come, with blanks between them
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Team:
     folder: str  # exists as long as this launcher
     # where ranks beside the first write what they print; None: to the console
     logs: str | None = None
+    main: str = "parallel2d.train:main"  # what each calls with the words
     say: Callable[[str], None] = field(
         default=lambda text: print(
             f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True
@@ -118,10 +119,11 @@ def run_team(team: Team, meeting: Meeting) -> None:
         meeting.environment, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     )
     handler = meeting.handler(team.settings)
+    meeting.store.append(f"{_CAME}/{meeting.name}", f"{socket.gethostname()} ")
     spec = WorkerSpec(
         role="worker",
         local_world_size=team.size,
-        entrypoint="parallel2d.train:main",
+        entrypoint=team.main,
         args=team.words,
         rdzv_handler=handler,
         max_restarts=team.restarts.limit,
@@ -147,7 +149,7 @@ def run_team(team: Team, meeting: Meeting) -> None:
         raise
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
-        raise _explained(error, handler, meeting, team) from None
+        raise _explained(error, meeting, team) from None
     finally:
         # Otherwise the heartbeats' thread may hold the last reference to the handler, and a thread
         # cannot wait for its own end.
@@ -360,15 +362,18 @@ def _is_first_to_tell(meeting: Meeting, bystander: bool) -> bool:
         return True
 
 
-def _explained(error: Exception, handler: Any, meeting: Meeting, team: Team) -> Exception:
+def _explained(error: Exception, meeting: Meeting, team: Team) -> Exception:
     kind = type(error).__name__
     if kind == "RendezvousClosedError":
         return WorkersFailed("the job was ended by another node, which tells why")
     if kind == "RendezvousTimeoutError":
-        there = nodes_there(handler)
+        # torch's own list is empty by now: a node that gives up takes itself from it first.
+        there: list[str] = []
+        with contextlib.suppress(Exception):  # the node that holds the store may have ended
+            there = sorted(set(meeting.store.get(f"{_CAME}/{meeting.name}").decode().split()))
         return WorkersFailed(
             f"after {team.settings.rendezvous_timeout:.0f} s {len(there)} of "
             f"launch.nnodes={team.settings.nnodes} nodes were at {meeting.endpoint} "
-            f"({', '.join(there)}); python -m parallel2d.preflight tells which cannot reach it"
+            f"({', '.join(there)}); the launchers of the others say why they cannot reach it"
         )
     return StoreLost(str(error).splitlines()[0])

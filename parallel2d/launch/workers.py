@@ -54,14 +54,17 @@ def start_workers(job: Job, nproc: int) -> None:
             _told_to_end(lambda: run_team(team, meeting), settings, newest)
 
 
-def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
+def start_node(
+    config: Any, words: Sequence[str], nproc: int, main: str = "parallel2d.train:main"
+) -> None:
     """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its
     end.
 
     ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
-    0. When the rendezvous store is lost, the ranks end. The launcher waits
-    ``launch.rendezvous_timeout`` seconds for the store, then the job goes on from its newest
-    checkpoint. Raises as `start_workers` does.
+    0. ``main``: what each rank calls with ``words`` ("package.module:function"). When the
+    rendezvous store is lost, the ranks end. The launcher waits ``launch.rendezvous_timeout``
+    seconds for the store, then the job goes on from its newest checkpoint. Raises as
+    `start_workers` does.
     """
     from parallel2d.launch.agent import Team, last_step, launcher_environment, run_team
     from parallel2d.launch.rendezvous import meet
@@ -72,12 +75,13 @@ def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
         stack.callback(lambda: meeting.close())
         folder = stack.enter_context(launcher_environment(_defaults(nproc, meeting.interface.name)))
         restarts = Restarts(restart_limit(settings), lambda: last_step(folder))
-        team = Team(tuple(words), nproc, settings, restarts, folder)
+        team = Team(tuple(words), nproc, settings, restarts, folder, main=main)
         where = "opened here" if meeting.server else "found"
-        team.say(
-            f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} ({where}), "
-            f"over {meeting.interface.name}"
-        )
+        if settings.node_range != (1, 1):
+            team.say(
+                f"waiting for launch.nnodes={settings.nnodes} nodes at {meeting.endpoint} "
+                f"({where}), over {meeting.interface.name}"
+            )
         if settings.elastic:
             meeting.wait_for_all(settings)
 
