@@ -38,7 +38,7 @@ COMMANDS = {
         "prepare, inspect or verify a folder of token shards",
         ("prepare", "inspect", "verify"),
     ),
-    "preflight": Command("preflight", "check whether the nodes of a cluster fit together"),
+    "preflight": Command("preflight.__main__", "check whether a cluster is fit to train on"),
     "launch": Command(
         "launch.__main__",
         "run a rendezvous store, or make the secret of a job",

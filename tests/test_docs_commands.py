@@ -34,7 +34,7 @@ NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "
 # A word -> why a command with it does not run here
 ELSEWHERE = {
     "parallel2d.dashboard": "serves until it is stopped; test_metrics_dashboard.py",
-    "--nnodes": "needs several nodes; test_preflight.py and test_planner_calibration.py",
+    "--nnodes": "needs several nodes; test_preflight.py",
     "TinyLlama-1.1B": "reads downloaded weights; test_checkpoint_convert.py",
     "ADAPTER": "needs a run with adapters; test_adapters.py",
 }

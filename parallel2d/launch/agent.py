@@ -45,7 +45,6 @@ from parallel2d.launch.elastic_internals import (
     ElasticAgent,
     StartedProcesses,
     goes_on_without_this_node,
-    nodes_there,
     stop_heartbeats,
 )
 from parallel2d.launch.failures import RankFailure, StoreLost, WorkersFailed, first_failure
@@ -86,7 +85,8 @@ class NodeWorkers:
     """The ranks of this node, as long as the job lasts.
 
     ``words``: of each, on its command line. ``folder``: exists as long as this launcher. ``logs``:
-    where ranks beside the first write what they print; None: to the console.
+    where ranks beside the first write what they print; None: to the console. ``main``: what each
+    calls with ``words`` ("package.module:function").
     """
 
     def __init__(
@@ -96,9 +96,10 @@ class NodeWorkers:
         settings: LaunchConfig,
         folder: str,
         logs: str | None = None,
+        main: str = "parallel2d.rank:rank_main",
     ) -> None:
         self.words, self.size, self.settings = tuple(words), size, settings
-        self.folder, self.logs = folder, logs
+        self.folder, self.logs, self.main = folder, logs, main
         limit = settings.max_restarts
         if limit == "auto":  # on one node a person is near
             limit = 0 if settings.node_range == (1, 1) else 5
@@ -153,10 +154,11 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
     handler = rendezvous.handler(workers.settings)
+    rendezvous.announce_host()
     spec = WorkerSpec(
         role="worker",
         local_world_size=workers.size,
-        entrypoint="parallel2d.rank:rank_main",
+        entrypoint=workers.main,
         args=workers.words,
         rdzv_handler=handler,
         max_restarts=workers.restarts.limit,
@@ -178,7 +180,7 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
         raise
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         over = False
-        raise _explain_rendezvous(workers, rendezvous, error, nodes_there(handler)) from None
+        raise _explain_rendezvous(workers, rendezvous, error) from None
     finally:
         # Otherwise the heartbeats' thread may hold the last reference to the handler, and a thread
         # cannot wait for its own end.
@@ -333,16 +335,16 @@ def _is_first_to_tell(rendezvous: Rendezvous, lost_a_peer: bool) -> bool:
 
 
 def _explain_rendezvous(
-    workers: NodeWorkers, rendezvous: Rendezvous, error: Exception, there: Sequence[str]
+    workers: NodeWorkers, rendezvous: Rendezvous, error: Exception
 ) -> Exception:
-    """``there``: addresses of the nodes that have come."""
     kind, settings = type(error).__name__, workers.settings
     if kind == "RendezvousClosedError":
         return WorkersFailed("the job was ended by another node; see the error there")
     if kind == "RendezvousTimeoutError":
+        there = rendezvous.hosts_there()
         return WorkersFailed(
             f"after {settings.rendezvous_timeout:.0f} s {len(there)} of "
             f"launch.nnodes={settings.nnodes} nodes were at {rendezvous.endpoint} "
-            f"({', '.join(there)}); python -m parallel2d.preflight tells which cannot reach it"
+            f"({', '.join(there)}); the launchers of the others say why they cannot reach it"
         )
     return StoreLost(str(error).splitlines()[0])

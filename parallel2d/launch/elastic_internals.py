@@ -49,7 +49,7 @@ KEPT: dict[type, tuple[str, ...]] = {
         "_logs_specs",  # where they write
         "_remaining_restarts",  # whether the loop starts workers that failed again
     ),
-    # Who takes part, for messages, and whether the others have gone on without this node.
+    # Whether the others have gone on without this node.
     DynamicRendezvousHandler: ("_state_holder", "_this_node"),
 }
 
@@ -147,9 +147,3 @@ def goes_on_without_this_node(handler: DynamicRendezvousHandler) -> bool:
     """Whether the other nodes have closed a round in which this one does not take part."""
     state = handler._state_holder.state
     return bool(state.complete and handler._this_node not in state.participants)
-
-
-def nodes_there(handler: DynamicRendezvousHandler) -> list[str]:
-    """Addresses of the nodes in the rendezvous, as this one last read its state."""
-    state = handler._state_holder.state
-    return sorted({node.addr for node in (*state.participants, *state.wait_list)})

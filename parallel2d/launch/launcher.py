@@ -46,14 +46,17 @@ def start_workers(job: Job, nproc: int) -> None:
             run_node(workers, rendezvous)
 
 
-def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
+def start_node(
+    config: Any, words: Sequence[str], nproc: int, main: str = "parallel2d.rank:rank_main"
+) -> None:
     """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its
     end.
 
     ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
-    0. When the rendezvous store is lost, the ranks end. The launcher waits
-    ``launch.rendezvous_timeout`` seconds for the store, then the job goes on from its newest
-    checkpoint. Raises as `start_workers` does.
+    0. ``main``: what each rank calls with ``words`` ("package.module:function"). When the
+    rendezvous store is lost, the ranks end. The launcher waits ``launch.rendezvous_timeout``
+    seconds for the store, then the job goes on from its newest checkpoint. Raises as
+    `start_workers` does.
     """
     from parallel2d.launch.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launch.rendezvous import find_rendezvous
@@ -65,12 +68,13 @@ def start_node(config: Any, words: Sequence[str], nproc: int) -> None:
         stack.callback(lambda: rendezvous.close())
         interface, endpoint = rendezvous.interface.name, rendezvous.endpoint
         folder = stack.enter_context(launcher_environment(_defaults(nproc, interface)))
-        workers = NodeWorkers(words, nproc, settings, folder)
+        workers = NodeWorkers(words, nproc, settings, folder, main=main)
         where = "opened here" if rendezvous.server else "found"
-        workers.say(
-            f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
-            f"{interface}"
-        )
+        if settings.node_range != (1, 1):
+            workers.say(
+                f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
+                f"{interface}"
+            )
         if settings.elastic:
             rendezvous.wait_for_all(settings)
         run_dir = functools.partial(recorded_run_dir, folder)

@@ -14,6 +14,7 @@ goes through it, except collectives.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from parallel2d.store.client import StoreClient
 from parallel2d.store.secret import VARIABLE, find_secret, new_secret
 from parallel2d.store.server import StoreServer, say_who_came
 
+_HOSTS = "parallel2d/hosts"  # names of those that have come, each followed by a blank
 OUTSIDE = "parallel2d/outside"  # a key of stores that no job has opened
 _READ_TIMEOUT_S = 60.0  # of one operation on the store
 _FIRST_CALL_S = 20.0  # at the start of a job, for the largest number of nodes
@@ -82,6 +84,19 @@ class Rendezvous:
         while arrived < largest and time.monotonic() < deadline:
             time.sleep(0.2)
             arrived = self.store.add(key, 0)
+
+    def announce_host(self) -> None:
+        """Tells the other nodes that this one has come."""
+        self.store.append(f"{_HOSTS}/{self.name}", f"{socket.gethostname()} ")
+
+    def hosts_there(self) -> list[str]:
+        """Names of the hosts that have come. torch's own list is no use to a node that gives up: it
+        takes itself from it first."""
+        try:
+            names = self.store.get(f"{_HOSTS}/{self.name}").decode()
+        except Exception:  # the node that holds the store may have ended
+            return []
+        return sorted(set(names.split()))
 
     def ranks_prefix(self, group: Any) -> str:
         """Chooses what the keys of this round's ranks begin with, the same on all nodes. The first

@@ -22,7 +22,7 @@ from parallel2d.planner.layout_search import RankedLayout, SearchResult, search
 from parallel2d.planner.ranking import fixed_keys
 
 _ADVICE = (
-    "measure these machines with python -m parallel2d.preflight --calibrate and name the file as "
+    "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
     "cluster, choose a cluster, or name a strategy"
 )
 

@@ -109,19 +109,16 @@ def suffix_of(set_name: str) -> str:
 
 
 def calibrate(set_name: str, rates: list[int]) -> None:
-    """Runs ``preflight --calibrate`` on every cluster and rate."""
+    """Runs ``preflight --write`` on every cluster and rate."""
     from tools.cluster import Cluster
 
     for (name, (nodes, ranks)), rate in itertools.product(CLUSTERS.items(), rates):
         words = [sys.executable, "-m", "parallel2d.preflight", f"--nnodes={nodes}"]
         words += [f"--nproc={ranks}", "--endpoint=node0:29555", "--seconds=0.2", "--largest-mib=4"]
-        words += [f"--calibrate={calibration_file(name, rate, set_name)}"]
+        words += [f"--write={calibration_file(name, rate, set_name)}"]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with Cluster(nodes, ranks, rate=f"{rate}mbit", environment=environment) as cluster:
-            processes = [
-                cluster.start(node, [*words, f"--node-rank={node}"], cwd=str(ROOT))
-                for node in range(nodes)
-            ]
+            processes = [cluster.start(node, words, cwd=str(ROOT)) for node in range(nodes)]
             codes = [process.wait(timeout=180) for process in processes]
             if any(codes):
                 raise SystemExit(cluster.log_path(0).read_text())
