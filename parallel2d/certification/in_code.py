@@ -37,7 +37,7 @@ def certify(
     tensor_plan: Mapping[str, object] | None = None,
 ) -> Certificate:
     """Trains some steps on ``mesh`` and compares them with one process. Collective; the certificate
-    is the same on every rank.
+    is the same on every rank. Random generators then begin anew, with the seed of torch's.
 
     Args:
         model: plain, with real weights or on meta; it is left as it is, copies are trained.
