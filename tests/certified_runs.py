@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, certify
-from parallel2d.certification import in_code
+from parallel2d.certification import in_code, session
 from parallel2d.config import SyncConfig
 from parallel2d.config.job import OPTIMIZERS
 from parallel2d.sync.outer import OuterSync
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 class Experts(nn.Module):
     """Embeddings that are tied to the head, a frozen norm, an unused layer, a number without dimensions."""
 
-    def __init__(self, dropout: float = 0.0, statistics: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, statistics: bool = False, tied: bool = True) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embedding = nn.Embedding(61, 24)
@@ -62,7 +62,8 @@ class Experts(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.statistics = nn.BatchNorm1d(24) if statistics else None
         self.head = nn.Linear(24, 61, bias=False)
-        self.head.weight = self.embedding.weight
+        if tied:
+            self.head.weight = self.embedding.weight
         self.layers[0].norm.bias.requires_grad_(False)
         self.louder_on: int | None = None
 
@@ -113,27 +114,14 @@ def transformer() -> nn.Module:
     return nn.Sequential(nn.Embedding(61, 24), encoder, nn.Linear(24, 61))
 
 
-def perceptron() -> nn.Module:
-    torch.manual_seed(7)
-    inner = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(3)]
-    return nn.Sequential(nn.Embedding(61, 24), *inner, nn.Linear(24, 61))
-
-
-def untied() -> nn.Module:
-    model = Experts(0.2)
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    return model
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": Experts,
-    "untied": untied,
+    "untied": lambda: Experts(0.2, tied=False),
     "dropout": lambda: Experts(0.2),
     "statistics": lambda: Experts(statistics=True),
     "convolutions": Convolutions,
     "recurrent": Recurrent,
     "transformer": transformer,
-    "perceptron": perceptron,
 }
 
 
@@ -159,11 +147,11 @@ def run(
         words["sync"] = SyncConfig(**words["sync"])
     config = ParallelConfig(**words)
     mesh = build_mesh(MeshSpec(**sizes), config.strategy.name)
-    generator = torch.Generator().manual_seed(8)
-    tokens = torch.randint(0, 61, (SAMPLES, 9), generator=generator)
+    tokens = torch.randint(0, 61, (SAMPLES, 9), generator=torch.Generator().manual_seed(8))
     module = MODELS[model]()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     torch.manual_seed(20 + dist.get_rank() if seed is None else seed)
+    drawn = torch.get_rng_state()
     with fault_of(fault, module):
         found = certify(
             module,
@@ -178,7 +166,7 @@ def run(
     untouched = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     return {
         "passed": found.passed,
-        "untouched": untouched,
+        "untouched": untouched and torch.equal(torch.get_rng_state(), drawn),
         "lines": [each.line() for each in found.discrepancies],
         "found": [
             (each.check, each.parameter, each.axis, each.ranks, each.cause)
@@ -186,14 +174,22 @@ def run(
         ],
         "table": found.table(),
         "notes": {name: row.notes for name, row in found.parameters.items()},
-        "gradient": max(row.gradient for row in found.parameters.values()),
         "steps": found.steps,
     }
 
 
+Put = Callable[[Any, str, Any], None]  # replaces an attribute for the time of the fault
+FAULTS: dict[str, Callable[[Any, Put], None]] = {}
+
+
+def fault(name: str) -> Callable[[Any], Any]:
+    """Lists a function of the plain model among the faults."""
+    return lambda function: FAULTS.setdefault(name, function)
+
+
 @contextmanager
 def fault_of(kind: str, module: nn.Module) -> Iterator[None]:
-    """Inside, something is wrong on some rank."""
+    """Inside, something is wrong on some rank, and few steps are compared."""
     replaced: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, value: Any) -> None:
@@ -201,6 +197,7 @@ def fault_of(kind: str, module: nn.Module) -> Iterator[None]:
         setattr(owner, name, value)
 
     if kind:
+        put(session, "_FEWEST_STEPS", 2)
         FAULTS[kind](module, put)
     try:
         yield
@@ -214,7 +211,7 @@ class _Done:
         return True
 
 
-def _reductions(put: Any, change: Callable[[Tensor, Callable[[Tensor], Any]], None]) -> None:
+def _reductions(put: Put, change: Callable[[Tensor, Callable[[Tensor], Any]], None]) -> None:
     """``change`` gets every large sum over a group, and a function that adds a tensor over it."""
     original = dist.all_reduce
 
@@ -229,7 +226,8 @@ def _reductions(put: Any, change: Callable[[Tensor, Callable[[Tensor], Any]], No
     put(dist, "all_reduce", all_reduce)
 
 
-def _sum_in_bf16(_module: nn.Module, put: Any) -> None:
+@fault("a sum in bf16")
+def _sum_in_bf16(_module: Any, put: Put) -> None:
     def change(tensor: Tensor, add: Callable[[Tensor], Any]) -> None:
         narrow = tensor.bfloat16()
         add(narrow)
@@ -238,7 +236,8 @@ def _sum_in_bf16(_module: nn.Module, put: Any) -> None:
     _reductions(put, change)
 
 
-def _summed_twice(_module: nn.Module, put: Any) -> None:
+@fault("a factor of 2")
+def _summed_twice(_module: Any, put: Put) -> None:
     def change(tensor: Tensor, add: Callable[[Tensor], Any]) -> None:
         add(tensor)
         tensor.mul_(2)
@@ -246,7 +245,8 @@ def _summed_twice(_module: nn.Module, put: Any) -> None:
     _reductions(put, change)
 
 
-def _left_out(_module: nn.Module, put: Any) -> None:
+@fault("a parameter left out of one replica's reduction")
+def _left_out(_module: Any, put: Put) -> None:
     """The end of each bucket is not reduced in the second replica."""
 
     def change(tensor: Tensor, add: Callable[[Tensor], Any]) -> None:
@@ -258,7 +258,8 @@ def _left_out(_module: nn.Module, put: Any) -> None:
     _reductions(put, change)
 
 
-def _stale(_module: nn.Module, put: Any) -> None:
+@fault("a stale buffer")
+def _stale(_module: Any, put: Put) -> None:
     """One reduction gives what it gave in the step before."""
     before: list[Tensor] = []
 
@@ -272,84 +273,88 @@ def _stale(_module: nn.Module, put: Any) -> None:
     _reductions(put, change)
 
 
-def _missed_micro_batch(_module: nn.Module, put: Any) -> None:
-    accumulate = in_code.accumulate
-
-    def fewer(model: nn.Module, batches: Any, mode: str) -> Iterator[Any]:
-        yield from accumulate(model, batches[:1], mode)
-
-    put(in_code, "accumulate", fewer)
+@fault("a missed micro-batch")
+def _missed_micro_batch(_module: Any, put: Put) -> None:
+    accumulate = session.accumulate
+    put(session, "accumulate", lambda model, batches, mode: accumulate(model, batches[:1], mode))
 
 
-def _lost_contribution_to_the_norm(_module: nn.Module, put: Any) -> None:
-    gradient_norm = in_code.gradient_norm
-    put(in_code, "gradient_norm", lambda parameters: gradient_norm(list(parameters)[1:]))
+@fault("a lost contribution to the norm")
+def _lost_contribution_to_the_norm(_module: Any, put: Put) -> None:
+    gradient_norm = session.gradient_norm
+    put(session, "gradient_norm", lambda parameters: gradient_norm(list(parameters)[1:]))
 
 
-def _after_updates(put: Any, change: Callable[[list[Tensor]], None]) -> None:
-    step = torch.optim.AdamW.step
+def _before_clipping(put: Put, change: Callable[[Any], None]) -> None:
+    """``change`` gets the model when its gradients are complete."""
+    gather = session._Session._gradients
 
-    def changed(self: torch.optim.Optimizer, *arguments: Any) -> Any:
-        result = step(self, *arguments)
+    def changed(self: Any, *arguments: Any) -> Any:
         with torch.no_grad():
-            change([p for group in self.param_groups for p in group["params"]])
-        return result
+            change(self._subject.model)
+        return gather(self, *arguments)
 
-    put(torch.optim.AdamW, "step", changed)
+    put(session._Session, "_gradients", changed)
 
 
-def _one_bit(_module: nn.Module, put: Any) -> None:
-    def change(parameters: list[Tensor]) -> None:
+def _after_the_step(put: Put, change: Callable[[Any], None]) -> None:
+    """``change`` gets the model when it was updated."""
+    reshard = session.reshard
+
+    def changed(model: nn.Module) -> None:
+        reshard(model)
+        with torch.no_grad():
+            change(model)
+
+    put(session, "reshard", changed)
+
+
+@fault("one bit of one replica")
+def _one_bit(_module: Any, put: Put) -> None:
+    def change(model: Any) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
-            parameters[2].to_local().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+            local = model.layers[0].experts[0].up.weight.to_local()
+            local.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
-    _after_updates(put, change)
-
-
-def _exchanged_gradients(_module: nn.Module, put: Any) -> None:
-    session = in_code.Session.gradients_ready
-
-    def exchanged(self: Any, *arguments: Any) -> None:
-        named = dict(self._model.named_parameters())
-        one = named["layers.1.experts.0.up.weight"].grad.to_local()
-        other = named["layers.1.experts.1.up.weight"].grad.to_local()
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
-        session(self, *arguments)
-
-    put(in_code.Session, "gradients_ready", exchanged)
+    _after_the_step(put, change)
 
 
-def _exchanged_weights(_module: nn.Module, put: Any) -> None:
+def _exchange(one: Tensor, other: Tensor) -> None:
+    kept = one.to_local().clone()
+    one.to_local().copy_(other.to_local())
+    other.to_local().copy_(kept)
+
+
+@fault("exchanged gradients")
+def _exchanged_gradients(_module: Any, put: Put) -> None:
+    def change(model: Any) -> None:
+        one, other = model.layers[1].experts
+        _exchange(one.up.weight.grad, other.up.weight.grad)
+
+    _before_clipping(put, change)
+
+
+@fault("exchanged weights")
+def _exchanged_weights(_module: Any, put: Put) -> None:
     parallelize = in_code.parallelize
 
     def exchanged(*arguments: Any, **more: Any) -> nn.Module:
-        model = parallelize(*arguments, **more)
-        named = dict(model.named_parameters())
+        model: Any = parallelize(*arguments, **more)
+        one, other = model.layers[0].experts
         with torch.no_grad():
-            one = named["layers.0.experts.0.down.weight"].to_local()
-            other = named["layers.0.experts.1.down.weight"].to_local()
-            kept = one.clone()
-            one.copy_(other)
-            other.copy_(kept)
+            _exchange(one.down.weight, other.down.weight)
         return model
 
     put(in_code, "parallelize", exchanged)
 
 
-def _moving_frozen(_module: nn.Module, put: Any) -> None:
-    session = in_code.Session.end_step
-
-    def moved(self: Any) -> None:
-        with torch.no_grad():
-            dict(self._model.named_parameters())["layers.0.norm.bias"].to_local().add_(1e-4)
-        session(self)
-
-    put(in_code.Session, "end_step", moved)
+@fault("a frozen parameter that moves")
+def _moving_frozen(_module: Any, put: Put) -> None:
+    _after_the_step(put, lambda model: model.layers[0].norm.bias.to_local().add_(1e-4))
 
 
-def _other_weight_decay(_module: nn.Module, put: Any) -> None:
+@fault("another weight decay on one rank")
+def _other_weight_decay(_module: Any, put: Put) -> None:
     build_optimizer = in_code.build_optimizer
 
     def built(*arguments: Any, **more: Any) -> torch.optim.Optimizer:
@@ -361,19 +366,17 @@ def _other_weight_decay(_module: nn.Module, put: Any) -> None:
     put(in_code, "build_optimizer", built)
 
 
-def _kept_statistics(_module: nn.Module, put: Any) -> None:
-    """Buffers get back what they had before each step."""
-    ready = in_code.Session.gradients_ready
-
-    def undone(self: Any, *arguments: Any) -> None:
-        for buffer in self._model.buffers():
+@fault("statistics that do not move")
+def _kept_statistics(_module: Any, put: Put) -> None:
+    def change(model: Any) -> None:
+        for buffer in model.buffers():
             buffer.copy_(torch.ones_like(buffer))
-        ready(self, *arguments)
 
-    put(in_code.Session, "gradients_ready", undone)
+    _before_clipping(put, change)
 
 
-def _halved_outer_step(_module: nn.Module, put: Any) -> None:
+@fault("half of an outer step")
+def _halved_outer_step(_module: Any, put: Put) -> None:
     apply = OuterSync._apply
 
     def halved(self: Any, fragment: Any, mix: float) -> None:
@@ -386,45 +389,17 @@ def _halved_outer_step(_module: nn.Module, put: Any) -> None:
     put(OuterSync, "_apply", halved)
 
 
-def _other_updates(_module: nn.Module, put: Any) -> None:
+@fault("other updates than the owners'")
+def _other_updates(_module: Any, put: Put) -> None:
     """A gathered parameter is not what its owners have."""
-    end_step = in_code.Session.end_step
-
-    def changed(self: Any) -> None:
-        with torch.no_grad():
-            dict(self._model.named_parameters())["layers.0.gate.weight"].to_local().mul_(1.5)
-        end_step(self)
-
-    put(in_code.Session, "end_step", changed)
+    _after_the_step(put, lambda model: model.layers[0].gate.weight.to_local().mul_(1.5))
 
 
-def _set(module: nn.Module, put: Any, name: str) -> None:
-    put(module, name, dist.get_world_size() - 2)
+@fault("a model that depends on the rank")
+def _rank_dependent(module: Any, put: Put) -> None:
+    put(module, "louder_on", dist.get_world_size() - 2)
 
 
-def _rank_dependent(module: nn.Module, put: Any) -> None:
-    _set(module, put, "louder_on")
-
-
-def _exchanged_experts(module: nn.Module, put: Any) -> None:
-    _set(module.layers[1], put, "exchanged_on")  # type: ignore[index]
-
-
-FAULTS: dict[str, Callable[[nn.Module, Any], None]] = {
-    "a sum in bf16": _sum_in_bf16,
-    "a factor of 2": _summed_twice,
-    "a parameter left out of one replica's reduction": _left_out,
-    "a stale buffer": _stale,
-    "a missed micro-batch": _missed_micro_batch,
-    "a lost contribution to the norm": _lost_contribution_to_the_norm,
-    "one bit of one replica": _one_bit,
-    "exchanged gradients": _exchanged_gradients,
-    "exchanged weights": _exchanged_weights,
-    "a frozen parameter that moves": _moving_frozen,
-    "another weight decay on one rank": _other_weight_decay,
-    "statistics that do not move": _kept_statistics,
-    "half of an outer step": _halved_outer_step,
-    "other updates than the owners'": _other_updates,
-    "a model that depends on the rank": _rank_dependent,
-    "experts exchanged on one rank": _exchanged_experts,
-}
+@fault("experts exchanged on one rank")
+def _exchanged_experts(module: Any, put: Put) -> None:
+    put(module.layers[1], "exchanged_on", dist.get_world_size() - 2)

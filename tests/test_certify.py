@@ -1,4 +1,4 @@
-"""Certificates: sound layouts pass, and each kind of fault is found and named."""
+"""Certificates: sound layouts pass, and each kind of fault is found and located."""
 
 from __future__ import annotations
 
@@ -10,212 +10,155 @@ from types import SimpleNamespace
 from unittest import mock
 
 import certified_runs
+import jobs
 import pytest
 import torch
-import torch.distributed as dist
-from certified_runs import FAULTS
 
-from parallel2d import MeshSpec, ParallelConfig, build_mesh
-from parallel2d.certification import size
-from parallel2d.certification.collective_log import CollectiveLog
-from parallel2d.config import LlamaModel, TrainConfig
+from parallel2d import ParallelConfig, certify, train
+from parallel2d.certification import training_job
+from parallel2d.certification.collective_audit import CollectiveAudit
+from parallel2d.config import LlamaModel
 from parallel2d.metrics.communication import LoggedCollective
 
 HYBRID = {"replicate": 2, "shard": 2}
-# Fault -> the check that finds it, the parameter or None, a word of the cause
-NAMED = {
-    "a sum in bf16": ("gradient", "embedding.weight", "bfloat16"),
-    "a factor of 2": ("gradient", "embedding.weight", "2 ranks of the replicate axis"),
-    "a parameter left out of one replica's reduction": ("copies", None, "replicate"),
-    "a stale buffer": ("gradient", "layers.0.gate.weight", "step before"),
-    "a missed micro-batch": ("forward", None, "missed"),
-    "a lost contribution to the norm": ("norm", None, "lacks the gradient of"),
-    "one bit of one replica": ("copies", None, "memory"),
-    "exchanged gradients": ("gradient", "layers.1.experts.0.up.weight", "layers.1.experts.1.up"),
-    "exchanged weights": ("initial weight", "layers.0.experts.0.down.weight", "experts.1.down"),
-    "a frozen parameter that moves": ("update", "layers.0.norm.bias", ""),
-    "another weight decay on one rank": ("optimizer", None, "weight decay"),
-    "statistics that do not move": ("buffer", "statistics.running_mean", ""),
-    "half of an outer step": ("shared weight", "embedding.weight", ""),
-    "other updates than the owners'": ("update", "layers.0.gate.weight", ""),
-    "a model that depends on the rank": ("forward", None, "model"),
-    "experts exchanged on one rank": ("gradient", "embedding.weight", "are exchanged on rank 2"),
+ZERO = {"replicate": 1, "shard": 4}
+DDP = {"replicate": 4, "shard": 1}
+TENSOR = {"replicate": 1, "shard": 2, "tensor": 2}
+# Fault -> the check that finds it; parameter, axis and ranks (None: any); a word of the cause
+FOUND = {
+    "a sum in bf16": ("gradient", "embedding.weight", None, None, ""),
+    "a factor of 2": ("gradient", "embedding.weight", None, None, "2 times what it should be, as if summed instead of averaged over the replicate"),
+    "a parameter left out of one replica's reduction": ("copies", "embedding.weight", "replicate", (0, 1, 2, 3), ""),
+    "a stale buffer": ("gradient", "layers.0.gate.weight", None, None, "step before"),
+    "a missed micro-batch": ("loss", None, None, (1,), "missing or repeated: 1 of 2"),
+    "a lost contribution to the norm": ("norm", None, None, (3,), "lacks the gradient of scale"),
+    "one bit of one replica": ("copies", "layers.0.experts.0.up.weight", "replicate", (1, 3), ""),
+    "exchanged gradients": ("gradient", "layers.1.experts.0.up.weight", None, None, ""),
+    "exchanged weights": ("initial weight", "layers.0.experts.0.down.weight", None, None, ""),
+    "a frozen parameter that moves": ("update", "layers.0.norm.bias", None, None, "frozen"),
+    "another weight decay on one rank": ("copies", "layers.1.gate.weight", "replicate", (1, 3), ""),
+    "statistics that do not move": ("buffer", "statistics.running_mean", None, (2,), ""),
+    "half of an outer step": ("shared weight", "embedding.weight", None, None, ""),
+    "other updates than the owners'": ("update", "layers.0.gate.weight", None, None, ""),
+    "a model that depends on the rank": ("loss", None, None, (2,), "model"),
+    "experts exchanged on one rank": ("loss", None, None, (2,), "model"),
 }  # fmt: skip
-HYBRID_WORDS = {"strategy": "hybrid"}
 # Of faults that another layout has
 WORDS = {
     "half of an outer step": {"strategy": "hybrid", "sync": {"name": "diloco"}},
     "other updates than the owners'": {"strategy": "hybrid_full"},
 }
-FAST = ("a sum in bf16", "a parameter left out of one replica's reduction", "a stale buffer")
+FAST = ("a factor of 2", "a parameter left out of one replica's reduction", "a stale buffer")
 
 
-def slow_unless(fast, *values):
-    return values[0] if fast else pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("fault", [slow_unless(each in FAST, each) for each in FAULTS])
-def test_every_fault_is_found_and_named(ranks, fault):
+@pytest.mark.parametrize(
+    "fault",
+    [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in FOUND],
+)
+def test_every_fault_is_found_and_located(ranks, fault):
     model = "statistics" if fault == "statistics that do not move" else "experts"
-    found = ranks.run(4, certified_runs.run, model, HYBRID, WORDS.get(fault, HYBRID_WORDS), fault)[
-        0
-    ]
+    words = WORDS.get(fault, {"strategy": "hybrid"})
+    found = ranks.run(4, certified_runs.run, model, HYBRID, words, fault)[0]
     assert not found["passed"]
-    check, parameter, cause = NAMED[fault]
+    assert "NOT CERTIFIED" in found["table"]
+    check, *place, cause = FOUND[fault]
     assert any(
-        each[0] == check and parameter in (None, each[1]) and cause in each[4]
+        each[0] == check
+        and all(wanted in (None, given) for wanted, given in zip(place, each[1:4], strict=True))
+        and cause in each[4]
         for each in found["found"]
     ), found["lines"][:20]
-    assert "NOT CERTIFIED" in found["table"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "ranks_named"),
-    [
-        ("a parameter left out of one replica's reduction", {0, 1}),
-        ("a model that depends on the rank", {2}),
-        ("experts exchanged on one rank", {2}),
-        ("one bit of one replica", {1, 3}),
-    ],
-)
-def test_the_ranks_are_named(ranks, fault, ranks_named):
-    found = ranks.run(4, certified_runs.run, "experts", HYBRID, {"strategy": "hybrid"}, fault)[0]
-    assert any(set(each[3]) == ranks_named for each in found["found"]), found["found"]
+def test_every_kind_of_fault_is_tried():
+    assert set(FOUND) == set(certified_runs.FAULTS)
 
 
+# Every strategy, precision, wire, way to accumulate, engine and optimizer at least once
 LAYOUTS = [
-    ("experts", HYBRID, {"strategy": "hybrid"}, "adamw"),
-    ("transformer", {"shard": 4, "replicate": 1}, {"strategy": "zero3", "precision": "bf16"}, "adamw"),
-    ("dropout", HYBRID, {"strategy": "hybrid_full", "precision": "fp16"}, "sgd"),
+    ("transformer", ZERO, {"strategy": "zero3", "precision": "bf16"}, "adam"),
+    ("dropout", HYBRID, {"strategy": "hybrid_full", "precision": "fp16", "sync": {"wire": "bf16"}}, "sgd"),
+    ("recurrent", DDP, {"strategy": "ddp"}, "adamw"),
     ("statistics", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "wire": "int4"}}, "adamw"),
-    ("convolutions", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int8"}}, "adamw"),
-]  # fmt: skip
-MORE_LAYOUTS = [
-    ("recurrent", {"shard": 1, "replicate": 4}, {"strategy": "ddp"}, "adamw"),
-    ("perceptron", {"shard": 4, "replicate": 1}, {"strategy": "zero2", "precision": "fp16"}, "adamw"),
-    ("experts", HYBRID, {"strategy": "hybrid", "precision": "bf16"}, "adamw"),
-    ("dropout", {"shard": 4, "replicate": 1}, {"strategy": "zero3", "precision": "bf16"}, "adamw"),
-    ("statistics", {"shard": 1, "replicate": 4}, {"strategy": "ddp"}, "adamw"),
-    ("convolutions", HYBRID, {"strategy": "hybrid_full", "sync": {"wire": "bf16"}}, "adamw"),
-    ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "fp16"}, "adam"),
-    ("transformer", HYBRID, {"strategy": "hybrid", "precision": "bf16_reduce_bf16"}, "adamw"),
-    ("perceptron", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "wire": "sparse"}}, "adamw"),
     ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "fragments": 2, "delay": 2}}, "adamw"),
-    ("experts", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "none"}}, "adamw"),
-    ("perceptron", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "full"}}, "sgd"),
-    ("perceptron", HYBRID, {"strategy": "hybrid", "sync": {"engine": "torch"}}, "adamw"),
-    ("convolutions", {"shard": 4, "replicate": 1}, {"strategy": "zero3", "bucketing": "layer"}, "adafactor"),
-    ("transformer", HYBRID, {"strategy": "hybrid"}, "muon"),
+    ("convolutions", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int8"}}, "adamw"),
+    ("convolutions", ZERO, {"strategy": "zero2", "precision": "fp16", "bucketing": "layer"}, "adamw"),
+    ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16", "sync": {"engine": "torch"}}, "sgd"),
+    ("experts", HYBRID, {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": {"during_accumulation": "full"}}, "adamw"),
+    ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "none"}}, "muon"),
     ("transformer", HYBRID, {"strategy": "hybrid_full"}, "muon"),
-    ("transformer", HYBRID, {"strategy": "hybrid", "activation_checkpointing": "full", "precision": "fp64"}, "adamw"),
+    ("dropout", HYBRID, {"strategy": "hybrid", "activation_checkpointing": "full", "precision": "fp64"}, "adamw"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "sizes", "parallel", "optimizer"),
-    [*LAYOUTS, *MORE_LAYOUTS],
-    ids=str,
-)
+@pytest.mark.parametrize(("model", "sizes", "parallel", "optimizer"), LAYOUTS, ids=str)
 def test_sound_layouts_raise_no_alarm(ranks, model, sizes, parallel, optimizer):
     found = ranks.run(4, certified_runs.run, model, sizes, parallel, "", optimizer)
     assert found[0]["passed"], found[0]["lines"][:20]
-    assert found[0]["untouched"]
     assert found[0]["steps"] >= 5
+
+
+def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
+    found = ranks.run(4, certified_runs.run, "experts", HYBRID, {"strategy": "hybrid"})
+    assert found[0]["passed"], found[0]["lines"][:20]
+    assert all(each["untouched"] for each in found)
     # Every rank has the certificate.
     assert found[3]["table"] == found[0]["table"]
-
-
-def test_what_can_be_said_of_parameters(ranks):
-    notes = ranks.run(4, certified_runs.run, "experts", HYBRID, {"strategy": "hybrid"})[0]["notes"]
+    assert "all_reduce in torch.float32 over the replicate axis" in found[0]["table"]
+    notes = found[0]["notes"]
     assert notes["embedding.weight"] == ["tied to head.weight"]
     assert notes["layers.0.norm.bias"] == ["frozen"]
     assert notes["unused.weight"] == ["unused"]
     assert notes["scale"] == []
 
 
-TENSOR = {"replicate": 1, "shard": 2, "tensor": 2}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 4])
 def test_tensor_ranks_must_draw_the_same_numbers(ranks, seed):
     plan = {"head": "colwise_gather_output"}
-    found = ranks.run(
-        4, certified_runs.run, "untied", TENSOR, {"strategy": "zero3"}, "", "adamw", seed, plan
-    )[0]
-    told = [each for each in found["found"] if each[0] == "random numbers"]
-    assert bool(told) == (seed is None)
+    words = {"strategy": "zero3"}
+    found = ranks.run(4, certified_runs.run, "untied", TENSOR, words, "", "adamw", seed, plan)[0]
+    told = [each for each in found["found"] if each[0] == "copies"]
+    assert [each[2:4] for each in told] == ([] if seed else [("tensor", (0, 1, 2, 3))])
     assert found["passed"] == (seed is not None), found["lines"][:10]
 
 
-def logged_collectives(change):
-    """What is said of the collectives of a step, of which rank 1 has others."""
-    mesh = build_mesh(MeshSpec(replicate=2, shard=1), "ddp")
-    meter = SimpleNamespace(log=None)
-    predicted = {"comm/replicate/bytes": 800.0}
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    log = CollectiveLog(meter, mesh, ParallelConfig("ddp"), predicted, optimizer)
-    log.start()
-    meter.log += [LoggedCollective("replicate", "all_reduce", torch.float32, 400.0)] * 2
-    if dist.get_rank() == 1 and change == "order":
-        meter.log[0] = LoggedCollective("replicate", "all_gather", torch.float32, 400.0)
-    if dist.get_rank() == 1 and change == "dtype":
-        meter.log[0] = LoggedCollective("replicate", "all_reduce", torch.bfloat16, 400.0)
-    if dist.get_rank() == 1 and change == "less":
-        meter.log.clear()
+def said_of_collectives(change):
+    """Of a step in which two replicas reduced twice, of which rank 1 did something else."""
+    mesh = SimpleNamespace(mesh=torch.arange(2).view(2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh.size = lambda dim: (2, 1)[dim]
+    subject = SimpleNamespace(
+        mesh=mesh,
+        config=ParallelConfig("ddp"),
+        predicted={"comm/replicate/bytes": 800.0},
+        optimizer=None,
+    )
+    logs = [[LoggedCollective("replicate", "all_reduce", torch.float32, 400.0)] * 2 for _ in "01"]
+    if change == "order":
+        logs[1][0] = LoggedCollective("replicate", "all_gather", torch.float32, 400.0)
+    if change == "dtype":
+        logs[1][0] = LoggedCollective("replicate", "all_reduce", torch.bfloat16, 400.0)
+    if change == "less":
+        logs[1].clear()
     if change == "bytes":
-        meter.log.pop()
-    return [
-        (each.check, each.axis, each.collective, each.ranks)
-        for each in log.check(1, predictable=True)
-    ]
+        logs = [log[1:] for log in logs]
+    found = CollectiveAudit(subject).check(1, logs, predictable=True)
+    assert all(each.axis == "replicate" for each in found)
+    return {each.check: each.ranks for each in found}
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("", []),
-        ("bytes", [("bytes", "replicate", None, ())]),
-        ("order", [("order of collectives", "replicate", None, (0, 1))]),
-        (
-            "less",
-            [
-                ("bytes", "replicate", None, ()),
-                ("order of collectives", "replicate", None, (0, 1)),
-            ],
-        ),
-        (
-            "dtype",
-            [
-                ("collective", "replicate", "all_reduce", (1,)),
-                ("order of collectives", "replicate", None, (0, 1)),
-            ],
-        ),
-    ],
-)
-def test_collectives_are_compared_with_the_policy_and_among_ranks(ranks, change, told):
-    assert ranks.run(2, logged_collectives, change)[0] == told
+def test_collectives_are_compared_with_the_policy_and_among_ranks():
+    assert said_of_collectives("") == {}
+    assert said_of_collectives("bytes") == {"bytes": ()}
+    assert said_of_collectives("order") == {"order of collectives": (0, 1)}
+    assert said_of_collectives("less") == {"bytes": (), "order of collectives": (0, 1)}
+    assert said_of_collectives("dtype") == {"collective": (1,), "order of collectives": (0, 1)}
 
 
 MODEL = """
-import os
-
 import torch
 from torch import nn
-
-
-if os.environ.get("OTHER_SAMPLES"):
-    from parallel2d.data.stream import SampleStream
-
-    read = SampleStream.read
-
-    def other(self, positions):
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
-            positions = [position + 1 for position in positions]
-        return read(self, positions)
-
-    SampleStream.read = other
 
 
 class Louder(nn.Module):
@@ -237,7 +180,7 @@ class Louder(nn.Module):
 SMALL = (
     "launch.nproc_per_node=2", "strategy=ddp", "model=custom", "model.target=louder:Louder", "data=text", "data.path=corpus.txt",
     "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=4", "train.validate_every=0",
-    "metrics.console=plain", "metrics.tensorboard=false", "checkpoint.enabled=false", "hydra.run.dir=run",
+    "metrics.console=plain", "metrics.tensorboard=false", "checkpoint.enabled=false",
 )  # fmt: skip
 
 
@@ -248,21 +191,44 @@ def folder(tmp_path):
     return tmp_path
 
 
-def execute(folder, module, *words, **more):
+def execute(folder, module, *words):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PARALLEL2D")}
     return subprocess.run(
-        [sys.executable, "-m", module, *SMALL, *words],
+        [sys.executable, "-m", module, *SMALL, "hydra.run.dir=run", *words],
         cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1", **more},
+        env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=150,
     )
 
 
+def certificate_of_job(folder, other_samples):
+    """What is wrong with a job, one of whose ranks may read other samples."""
+    from parallel2d.data.stream import SampleStream
+
+    read = SampleStream.read
+
+    def other(self, positions):
+        if other_samples and torch.distributed.get_rank() == 1:
+            positions = [position + 1 for position in positions]
+        return read(self, positions)
+
+    with mock.patch.object(SampleStream, "read", other):
+        job = jobs.job_of(folder, f"{folder}/run", ("strategy=ddp", "model.n_layers=1"))
+        return training_job.certify_job(*job).problems()
+
+
+@pytest.mark.parametrize("other_samples", [False, True])
+def test_a_job_is_certified_unless_a_rank_reads_other_samples(ranks, folder, other_samples):
+    problems = ranks.run(2, certificate_of_job, str(folder), other_samples)[1]
+    assert bool(problems) == other_samples
+    assert ("loss" in problems and "on rank 1" in problems) == other_samples
+    assert "on rank 0" not in problems
+
+
 def losses(run_dir):
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows]
+    return [row["loss"] for row in jobs.rows(run_dir)]
 
 
 @pytest.mark.slow
@@ -274,63 +240,47 @@ def test_the_command_writes_a_certificate_and_trains_nothing(folder):
     assert certificate["passed"]
     assert certificate["versions"]["torch"] == str(torch.__version__)
     assert certificate["parameters"]["head.weight"]["gradient"] < 1e-6
-    assert "<svg" in (folder / "run" / "certificate.svg").read_text()
     assert not (folder / "run" / "metrics.jsonl").exists()
 
 
-def test_the_command_says_what_is_wrong(folder):
-    done = execute(folder, "parallel2d.certify", "model.arguments.rank=1")
-    assert done.returncode == 1
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 1), (1, 1), (130, 130)])
+def test_the_exit_code_of_the_command(code, expected):
+    with mock.patch.object(train, "main", return_value=code) as trained:
+        assert certify_command(["strategy=ddp"]) == expected
+    assert trained.call_args.args[0] == ["strategy=ddp", "train.certify_only=true"]
+
+
+def certify_command(words):
+    from parallel2d.certify import main
+
+    return main(words)
+
+
+def test_a_run_that_is_not_certified_does_not_begin(folder):
+    done = execute(folder, "parallel2d.train", "train.certify=true", "model.arguments.rank=1")
+    assert done.returncode == 2
     assert done.stderr.count("not certified") == 1
     assert "on rank 1" in done.stderr
     assert "Traceback" not in done.stderr
     assert not json.loads((folder / "run" / "certificate.json").read_text())["passed"]
+    assert not (folder / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_a_rank_that_reads_other_samples_is_found(folder):
-    done = execute(folder, "parallel2d.certify", OTHER_SAMPLES="1")
-    assert done.returncode == 1
-    assert "did not read the samples of the global batch" in done.stderr
-    assert "on rank 1" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_certified_run_trains_as_one_without_certificate(folder):
+def test_a_certified_run_trains_as_one_without_certificate(ranks, folder):
     done = execute(folder, "parallel2d.train", "train.certify=true")
     assert done.returncode == 0, done.stderr
-    with_certificate = losses(folder / "run")
+    assert (folder / "run" / "certificate.json").exists()
     done = execute(folder, "parallel2d.train", "hydra.run.dir=plain")
     assert done.returncode == 0, done.stderr
-    assert with_certificate == losses(folder / "plain")
-    report = subprocess.run(
-        [sys.executable, "-m", "parallel2d.report", "--markdown", "run", "plain"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert report.returncode == 0, report.stderr
-    table = [line for line in (folder / "report.md").read_text().splitlines() if "|" in line]
-    place = table[0].split("|").index(" certified ")
-    assert [row.split("|")[place].strip() for row in table[2:4]] == ["yes", "-"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_not_certified_does_not_begin(folder):
-    done = execute(folder, "parallel2d.train", "train.certify=true", "model.arguments.rank=1")
-    assert done.returncode == 2
-    assert "not certified" in done.stderr
-    assert not (folder / "run" / "metrics.jsonl").exists()
+    assert losses(folder / "run") == losses(folder / "plain")
 
 
 def fewer_layers():
     """The model that is certified where there is room for few layers, and what is said about it."""
-    config = TrainConfig(model=LlamaModel(n_layers=8))
     notes = []
-    runtime = SimpleNamespace(device=torch.device("cpu"))
-    with mock.patch.object(size, "free_bytes", return_value=60e6):
-        model = size.fitting_model(config, runtime, notes)
+    with mock.patch.object(training_job, "free_bytes", return_value=60e6):
+        model = training_job.fitting_model(LlamaModel(n_layers=8), torch.device("cpu"), notes)
     return model.n_layers, notes
 
 
@@ -338,3 +288,15 @@ def test_a_model_that_is_too_large_is_certified_with_fewer_layers(ranks):
     layers, notes = ranks.run(2, fewer_layers)[0]
     assert layers in (1, 2, 4)
     assert f"n_layers={layers} instead of 8" in notes[0]
+
+
+def test_a_batch_must_have_two_samples_for_each_data_rank(ranks):
+    with pytest.raises(AssertionError, match="at least two for each of 2 data ranks"):
+        ranks.run(2, certify_three_samples)
+
+
+def certify_three_samples():
+    from parallel2d import MeshSpec, build_mesh
+
+    mesh = build_mesh(MeshSpec(replicate=2, shard=1), "ddp")
+    certify(torch.nn.Linear(2, 2), mesh, ParallelConfig("ddp"), torch.sum, torch.ones(3, 2))

@@ -3,470 +3,301 @@ finds in a `Certificate`."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from parallel2d.certification.bounds import Bounds
-from parallel2d.certification.certificate import (
-    Certificate,
-    Discrepancy,
-    ParameterRow,
-    ranks_text,
-)
+from parallel2d.certification.certificate import Certificate, Discrepancy, ParameterRow, ranks_text
+from parallel2d.certification.collective_audit import CollectiveAudit, describe
 from parallel2d.certification.expected_run import (
-    ExpectedForward,
     ExpectedGradient,
     ExpectedRun,
-    StepInputs,
+    Subject,
+    Tensors,
+    size_of,
 )
-from parallel2d.certification.likely_cause import Causes, cause_of_norm, is_rounded_to
-from parallel2d.certification.output_norms import Norms, first_difference
-from parallel2d.certification.plain_model import Contribution
-from parallel2d.mesh import axis_names, mesh_shape
+from parallel2d.config import AXES
+from parallel2d.exchange import sendable
+from parallel2d.mesh import MeshShape, axis_names
+from parallel2d.metrics.communication import LoggedCollective
+from parallel2d.sync.outer_settings import describe_sync
+from parallel2d.weights.geometry import Region
+from parallel2d.weights.named_tensors import tied_names
+
+# What explains a difference leaves less than this share of it.
+_LEFT = 0.02
+
+# Whole tensors by FQN: with diloco of each replica, otherwise of the first
+ByTrack = Sequence[Mapping[str, Tensor]]
+
+
+@sendable
+@dataclass
+class RankRecord:
+    """What one rank has in a step, beside the values of parameters and gradients."""
+
+    data_rank: int
+    forwards: int = 0  # micro-batches that ran
+    loss: float = 0.0  # summed over them
+    norm: float = 0.0  # of the gradient
+    used: list[str] = field(default_factory=list)  # parameters that have a gradient
+    # What -> name -> (group, part of a tensor, hash): ranks of one group have equal parts
+    held: dict[str, dict[str, tuple[int, Region, int]]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # that forwards have changed so far
+    collectives: list[LoggedCollective] = field(default_factory=list)
 
 
 class Examiner:
-    """``run``: what is expected; ``clip``: the largest norm of a gradient."""
+    """The comparison of ``subject``."""
 
-    def __init__(
-        self,
-        run: ExpectedRun,
-        certificate: Certificate,
-        bounds: Bounds,
-        mesh: DeviceMesh,
-        clip: float,
-    ) -> None:
-        self.run = run
-        self.certificate = certificate
-        self.step = 0
-        self._bounds = bounds
-        self._shape = mesh_shape(mesh)
-        self._ranks = mesh.mesh
-        self._axes = axis_names(mesh)
-        self._clip = clip
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._ranks = subject.mesh.mesh
+        self._axes = axis_names(subject.mesh)
+        self._bounds = Bounds(subject)
+        self._audit = CollectiveAudit(subject)
+        self._run = ExpectedRun(subject)
+        self._step = 0
         # By track, of the step before
-        self._gradients_before: list[dict[str, Tensor]] = [{} for _ in run.tracks]
-        # Of the gradient's norm, by parameter, of the last track
-        self._squares: dict[str, float] = {}
+        self._gradients_before: list[Tensors] = [{} for _ in self._run.tracks]
+        config, shape, module = subject.config, subject.shape, self._run.plain.module
+        crosses = describe_sync(config.strategy, config.sync, shape.replicate)
+        rows: dict[str, ParameterRow] = {}
+        for name, parameter in module.named_parameters():
+            notes = [] if parameter.requires_grad else ["frozen"]
+            rows[name] = ParameterRow(list(parameter.shape), parameter.requires_grad, notes=notes)
+        for name, first in tied_names(module).items():
+            rows[first].notes.append(f"tied to {name}")
+        self.certificate = Certificate(
+            f"replicate={shape.replicate} shard={shape.shard} tensor={shape.tensor} "
+            f"strategy={config.strategy.name} precision={config.precision.name} ({crosses})",
+            type(module).__name__,
+            dict(vars(self._bounds)),
+            rows,
+            subject.notes,
+        )
 
-    @property
-    def data_ranks(self) -> list[list[int]]:
-        """The global ranks of each data rank: those of its tensor axis."""
-        ranks: list[list[int]] = self._ranks.view(-1, self._shape.tensor).tolist()
-        return ranks
-
-    def initial_weights(self, found: Mapping[str, Tensor]) -> None:
+    def begin(self, records: Sequence[RankRecord], weights: ByTrack) -> None:
         """Every replica starts from the weights of one process."""
-        wanted = self.run.tracks[0].values()
-        for name in wanted.keys() ^ found.keys():
-            self.differs("initial weight", "one of the two models does not have it", name)
-        for name in wanted.keys() & found.keys():
-            if is_equal(found[name], wanted[name]):
+        self._held_alike(records)
+        for track, found in zip(self._run.tracks, weights, strict=True):
+            self._equal("initial weight", found, track.parameters)
+            track.take(found, found)
+        self._run.sync.take(weights[0])
+        for name in weights[0]:
+            regions = {each.held["weights"][name][1] for each in records}
+            in_order = sorted(regions, key=lambda region: region.offsets)
+            # Empty ones are nobody's.
+            self._run.sync.cuts[name] = [each.slices for each in in_order if each.numel]
+
+    def examine(
+        self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByTrack]
+    ) -> None:
+        """Compares a step, from 1, and goes on from what the ranks have. ``whole``: gradients
+        before clipping, weights with which forwards compute, those that optimizers have updated,
+        and with diloco those that all replicas share."""
+        self._step = step
+        expected = self._run.gradients(step)
+        self._losses(records)
+        self._held_alike(records)
+        for track, wanted in enumerate(expected):
+            self._gradients(track, whole["gradients"][track], wanted)
+            self._norm_and_update(track, whole["gradients"][track], records)
+        # Bytes are predicted for each group of modules that runs once per micro-batch of training.
+        runs_once = set(self._run.plain.calls.values()) <= {sum(self._run.forwards)}
+        logs = [record.collectives for record in records]
+        for each in self._audit.check(step, logs, predictable=runs_once and step % 2 == 1):
+            self.certificate.add(each)
+        self.certificate.collectives = dict(Counter(map(describe, logs[0])))
+        self._weights(whole["weights"], whole["updated"], whole["shared"])
+        for rank, record in enumerate(records):
+            buffers = {**self._run.plain.initial_buffers, **record.buffers}
+            wanted_buffers = self._run.plain.buffers_of(record.data_rank)
+            self._equal("buffer", buffers, wanted_buffers, self._bounds.loss + 1e-5, ranks=(rank,))
+
+    def _losses(self, records: Sequence[RankRecord]) -> None:
+        for rank, record in enumerate(records):
+            wanted, given = self._run.losses[record.data_rank], self._run.forwards[record.data_rank]
+            if abs(record.loss - wanted) <= self._bounds.loss * abs(wanted):
                 continue
-            error = _relative(found[name], wanted[name])
-            cause = ""
-            for other, value in wanted.items():
-                if other != name and is_equal(found[name], value):
-                    cause = f"it is that of {other}: the two were exchanged"
-                    break
-            self.differs("initial weight", f"relative error {error:.1e}", name, cause)
+            cause = "the model, its weights or the batch are others there"
+            if record.forwards != given:
+                cause = f"a micro-batch is missing or repeated: {record.forwards} of {given} ran"
+            what = f"{record.loss:.8g} on rank {rank}, {wanted:.8g} in one process"
+            self._differs("loss", what, cause=cause, ranks=(rank,))
 
-    def random_numbers(self, drawn: Sequence[tuple[int, Any]]) -> None:
-        """``drawn``: by rank its data rank, and the states of its generators."""
-        if len(drawn) > 1 and all(states == drawn[0][1] for _, states in drawn):
-            note = "all ranks draw the same random numbers, as for dropout"
-            if self._shape.data_ranks > 1 and note not in self.certificate.notes:
-                self.certificate.notes.append(note)
-        first: dict[int, tuple[int, Any]] = {}
-        for rank, (data_rank, states) in enumerate(drawn):
-            leader, expected = first.setdefault(data_rank, (rank, states))
-            if states != expected:
-                self.differs(
-                    "random numbers",
-                    f"rank {rank} draws others than rank {leader}, which has the same batch",
-                    axis="tensor",
-                    ranks=(leader, rank),
-                )
-
-    def losses(
-        self,
-        found: Sequence[float],
-        wanted: Sequence[ExpectedForward],
-        divisor: float,
-        finite: bool,
+    def _gradients(
+        self, track: int, found: Tensors, wanted: Mapping[str, ExpectedGradient]
     ) -> None:
-        """``found``: the summed losses by rank; ``wanted``: by data rank."""
-        total = 0.0
-        for data_rank, ranks in enumerate(self.data_ranks):
-            expected = wanted[data_rank].loss
-            total += found[ranks[0]]
-            wrong = [
-                rank
-                for rank in ranks
-                if not abs(found[rank] - expected) <= self._bounds.loss * abs(expected)
-            ]
-            if finite and wrong:
-                self.differs(
-                    "loss",
-                    f"{found[wrong[0]]:.8g} on {ranks_text(wrong)}, {expected:.8g} in one process "
-                    "for the same batch",
-                    cause="the model, its weights or the batch are others there",
-                    ranks=tuple(wrong),
-                )
-        self.certificate.losses.append(
-            (total / divisor, sum(each.loss for each in wanted) / divisor)
-        )
-
-    def outputs(self, found: Sequence[list[Norms]], wanted: Sequence[ExpectedForward]) -> None:
-        """``found``: by rank and forward. Only where ranks compute whole outputs."""
-        for data_rank, ranks in enumerate(self.data_ranks):
-            expected = len(wanted[data_rank].outputs)
-            for rank in ranks:
-                if len(found[rank]) != expected:
-                    self.differs(
-                        "forward",
-                        f"rank {rank} ran {len(found[rank])} of {expected} forwards",
-                        cause="a micro-batch was missed, or ran twice",
-                        ranks=(rank,),
-                    )
-                    continue
-                pairs = zip(found[rank], wanted[data_rank].outputs, strict=True)
-                for number, (ours, theirs) in enumerate(pairs, 1):
-                    first = first_difference(ours, theirs, self._bounds.outputs)
-                    if first is not None:
-                        self._other_output(rank, number, *first)
-                        break
-
-    def _other_output(self, rank: int, number: int, name: str, ours: float, theirs: float) -> None:
-        called = f"what {name} returns" if name else "what the model returns"
-        self.differs(
-            "forward",
-            f"on rank {rank}, in forward {number}, {called} has norm {ours:.8g}, in one "
-            f"process {theirs:.8g}",
-            cause="the model, its weights or the batch are others there"
-            if not name
-            else f"{name} or its weights are others there",
-            ranks=(rank,),
-        )
-
-    def settings(self, found: Sequence[Any]) -> None:
-        """``found``: by rank, (name, value) of those of the optimizer's groups."""
-        wrong = [rank for rank, each in enumerate(found) if each != found[0]]
-        if wrong:
-            theirs, ours = dict(found[wrong[0]]), dict(found[0])
-            names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
-            shown = ", ".join(
-                f"{name} is {theirs.get(name, 'missing')} instead of {ours.get(name, 'missing')}"
-                for name in names[:4]
-            )
-            self.differs(
-                "optimizer",
-                f"{ranks_text(wrong)} has other settings than rank 0: {shown}",
-                cause="learning rate, weight decay or another setting was changed there",
-                ranks=tuple(wrong),
-            )
-
-    def samples(self, found: int, wanted: int | None) -> None:
-        """The sums of the samples' hashes."""
-        if wanted is not None and found != wanted:
-            self.differs("data", "the ranks together did not read the samples of the global batch")
-
-    def gradients(
-        self,
-        track: int,
-        found: Mapping[str, Tensor],
-        expected: Mapping[str, ExpectedGradient],
-        inputs: StepInputs,
-        replica: int,
-    ) -> None:
-        """Of one track, complete and not clipped, as the ranks of ``replica`` have them."""
-        wrong: dict[str, float] = {}
-        typical = _typical(expected)
-        for name in found:
-            each = expected[name]
+        before = self._gradients_before[track]
+        self._gradients_before[track] = {name: each.value for name, each in wanted.items()}
+        numel = sum(each.value.numel() for each in wanted.values())
+        typical = math.hypot(*(each.size for each in wanted.values())) / math.sqrt(max(numel, 1))
+        for name, each in wanted.items():
             row = self.certificate.parameters[name]
-            error = _size(found[name].to(each.value.dtype) - each.value)
+            if not each.used and "unused" not in row.notes:
+                row.notes.append("unused")
+            value = found[name].to(each.value.dtype)
             least = self._bounds.least_share * typical * math.sqrt(each.value.numel())
-            error /= max(each.size, least, 1e-30)
-            row.gradient = _larger(row.gradient, error)
-            row.gradient_bound = self._bounds.gradient
-            is_off = not error <= self._bounds.gradient
-            if is_off or (error > _ROUNDED and self._is_narrower(found[name], each.value)):
-                wrong[name] = error
-            self._note_use(row, each.used_by)
-        if not wrong:
-            return
-        # Computing these costs a step in one process.
-        causes = self._causes(track, expected, inputs)
-        for name, error in wrong.items():
-            cause = causes.of_gradient(name, found[name])
-            where = f" in replica {replica}" if replica else ""
-            self.differs(
-                "gradient",
-                f"relative error {error:.1e}{where}, bound {self._bounds.gradient:.0e}",
-                name,
-                cause.text,
-                cause.axis,
-                cause.ranks,
-            )
+            error = _error(value, each.value, max(each.size, least))
+            row.gradient = max(row.gradient, error)
+            if error > self._bounds.gradient:
+                cause, axis = _cause(value, each, before.get(name), self._subject.shape)
+                what = f"relative error {error:.1e}, bound {self._bounds.gradient:.0e}"
+                if len(self._run.tracks) > 1:
+                    what = f"{what}, in replica {track}"
+                self._differs("gradient", what, parameter=name, cause=cause, axis=axis)
 
-    def remember(self, expected: Sequence[Mapping[str, ExpectedGradient]]) -> None:
-        """Keeps the gradients of this step, by track, for the next."""
-        for track, gradients in enumerate(expected):
-            self._gradients_before[track] = {n: each.value for n, each in gradients.items()}
-
-    def _is_narrower(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the values have been rounded to a dtype that the policy does not ask for."""
-        if self._bounds.rounds_gradients:
-            return False
-        return any(
-            is_rounded_to(found, dtype) and not is_rounded_to(expected, dtype)
-            for dtype in self._bounds.narrow
-        )
-
-    def _causes(
-        self, track: int, expected: Mapping[str, ExpectedGradient], inputs: StepInputs
-    ) -> Causes:
-        run = self.run
-
-        def contributions(names: Sequence[str]) -> list[Contribution]:
-            found = []
-            for each in run.contributions(inputs, run.weights):
-                each.gradients = {name: each.gradients[name] for name in names}
-                found.append(each)
-            return found
-
-        def with_exchanged(names: Mapping[str, str]) -> list[Contribution]:
-            weights = []
-            for each in run.weights:
-                weights.append({name: each[names.get(name, name)] for name in each})
-            return list(run.contributions(inputs, weights))
-
-        def with_weights_before() -> Mapping[str, ExpectedGradient]:
-            return run.gradients(inputs, run.weights_before)[0][track]
-
-        own = range(len(inputs.batches))
-        if run.replicas_differ:
-            own = range(track * self._shape.shard, (track + 1) * self._shape.shard)
-        return Causes(
-            self._shape,
-            self.data_ranks,
-            list(own),
-            expected,
-            self._gradients_before[track],
-            contributions,
-            with_weights_before if self.step > 1 else None,
-            with_exchanged,
-        )
-
-    def _note_use(self, row: ParameterRow, used_by: set[int]) -> None:
-        if not used_by:
-            note = "unused"
-        elif len(used_by) < self._shape.data_ranks and not self.run.replicas_differ:
-            note = "used on some ranks"
-        else:
-            return
-        if note not in row.notes:
-            row.notes.append(note)
-
-    def norm(self, found: float, norms: Sequence[float]) -> None:
-        """``norms``: of the gradients that the ranks have, by track."""
-        wanted = sum(norms) / len(norms)
-        self.certificate.norms.append((found, wanted))
-        if abs(found - wanted) <= self._bounds.norm * wanted:
-            return
-        self.differs(
-            "norm",
-            f"the norm of the gradient is {wanted:.8g}, the run has {found:.8g}",
-            cause=cause_of_norm(found, wanted, self._squares, self._shape),
-        )
-
-    def update(
-        self,
-        track: int,
-        gradients: Mapping[str, Tensor],
-        used: set[str],
-        loss_scale: float,
-    ) -> float:
-        """Updates what is expected with the gradients that the ranks have, clipped; returns their
-        norm. ``used``: names of those that have one."""
-        self._squares = {
-            name: (_size(value) / loss_scale) ** 2 for name, value in gradients.items()
-        }
-        norm = math.sqrt(sum(self._squares.values()))
-        factor = min(1.0, self._clip / (norm + 1e-6)) / loss_scale
-        kept = {name: value for name, value in gradients.items() if name in used}
-        self.run.tracks[track].update(kept, factor)
-        return norm
-
-    def weights(
-        self,
-        check: str,
-        found: Mapping[str, Tensor],
-        expected: Mapping[str, Tensor],
-        before: Mapping[str, Tensor],
+    def _norm_and_update(
+        self, number: int, gradients: Tensors, records: Sequence[RankRecord]
     ) -> None:
-        """Of trained parameters, after an update."""
-        bound = self._bounds.outer if self.run.replicas_differ else self._bounds.update
-        for name, value in found.items():
-            row = self.certificate.parameters[name]
+        """Updates what is expected with the gradients that the ranks have, clipped."""
+        sizes = {name: size_of(each) for name, each in gradients.items()}
+        wanted = math.hypot(*sizes.values())
+        ranks = self._ranks.reshape(len(self._run.tracks), -1)[number].tolist()
+        used = records[ranks[0]].used
+        factor = min(1.0, self._subject.optimizer_config.clip_norm / (wanted + 1e-6))
+        self._run.tracks[number].update({name: gradients[name] for name in used}, factor)
+        for rank in ranks:
+            found = records[rank].norm
+            if abs(found - wanted) <= self._bounds.norm * wanted:
+                continue
+            cause = ""
+            for name, size in sizes.items():
+                if math.isclose(wanted**2 - found**2, size**2, rel_tol=1e-3):
+                    cause = f"it lacks the gradient of {name}"
+            what = f"the norm of the gradient is {wanted:.8g}, rank {rank} has {found:.8g}"
+            self._differs("norm", what, cause=cause, ranks=(rank,))
+
+    def _weights(self, weights: ByTrack, updated: ByTrack, shared: ByTrack) -> None:
+        sync = self._run.sync
+        if shared:
+            sync.after_update(self._step)
+            self._updates("shared weight", shared[0], sync.shared, sync.before)
+            sync.take(shared[0])
+        for track, used, owned in zip(self._run.tracks, weights, updated, strict=True):
+            self._updates("update", owned, track.parameters, track.before)
+            for name, row in self.certificate.parameters.items():
+                cause, wanted = "a frozen parameter has moved", track.weights[name]
+                if row.trained:
+                    cause, wanted = "replicas do not have it", sync.arrived(owned[name])
+                self._equal("update", used, {name: wanted}, cause=cause)
+            track.take(used, owned)
+
+    def _updates(self, check: str, found: Tensors, expected: Tensors, before: Tensors) -> None:
+        """Trained parameters after an update."""
+        for name, row in self.certificate.parameters.items():
             if not row.trained:
                 continue
             wanted = expected[name].detach()
-            last_place = 4 * torch.finfo(wanted.dtype).eps * _size(wanted)
-            error = max(_size(value - wanted) - last_place, 0.0)
-            error /= max(_size(wanted - before[name]), 1e-30)
-            row.update = _larger(row.update, error)
-            row.update_bound = bound
-            if not error <= bound:
-                cause = ""
-                if is_equal(value, before[name]):
-                    cause = "it was not updated"
-                elif not value.isfinite().all():
-                    cause = "it holds NaN or infinity"
-                self.differs(check, f"relative error {error:.1e}, bound {bound:.0e}", name, cause)
+            size = max(size_of(wanted - before[name]), 1e-30)
+            last_place = 4 * torch.finfo(wanted.dtype).eps * size_of(wanted)
+            error = max(_error(found[name], wanted, size) - last_place / size, 0.0)
+            row.update = max(row.update, error)
+            if error > self._bounds.update:
+                cause = "it was not updated" if torch.equal(found[name], before[name]) else ""
+                what = f"relative error {error:.1e}, bound {self._bounds.update:.0e}"
+                self._differs(check, what, parameter=name, cause=cause)
 
-    def frozen(self, found: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
-        """Parameters that are not trained must not move."""
-        for name, row in self.certificate.parameters.items():
-            if not row.trained and not is_equal(found[name], before[name]):
-                self.differs("update", "a frozen parameter has moved", name)
+    def _equal(
+        self, check: str, found: Tensors, wanted: Tensors, bound: float = 0.0, **where: Any
+    ) -> None:
+        for name, value in wanted.items():
+            error = _error(found[name].to(value.device), value, size_of(value))
+            if error > bound:
+                self._differs(check, f"relative error {error:.1e}", parameter=name, **where)
 
-    def owned(self, weights: Mapping[str, Tensor], updated: Mapping[str, Tensor]) -> None:
-        """With split updates: all replicas compute with what the owners have."""
-        for name, value in updated.items():
-            # One without dimensions is not gathered.
-            is_narrow = self._bounds.gathers_bf16 and value.ndim > 0
-            rounded = value.bfloat16().to(value.dtype) if is_narrow else value
-            if self.certificate.parameters[name].trained and not is_equal(weights[name], rounded):
-                self.differs(
-                    "update",
-                    "the replicas do not have the values of the one that updates it",
-                    name,
-                    axis="replicate",
-                )
-
-    def buffers(self, data_rank: int, found: Mapping[str, Tensor]) -> None:
-        """That forwards have changed on a data rank."""
-        wanted = self.run.plain.buffers_of(data_rank)
-        for name, value in found.items():
-            error = _relative(value, wanted[name])
-            if not error <= self._bounds.loss + 1e-5:
-                ranks = tuple(self.data_ranks[data_rank])
-                what = f"relative error {error:.1e} on {ranks_text(ranks)}"
-                self.differs("buffer", what, name, ranks=ranks)
-
-    def copies(self, what: str, held: Sequence[Mapping[str, tuple[str, int]]]) -> list[str]:
-        """Names of tensors that differ between ranks which have the same part of them.
-
-        ``held``: by rank and name, which part of a tensor it has and a hash of its bits.
-        """
-        unequal: list[str] = []
-        for name in held[0]:
-            by_part: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-            for rank, tensors in enumerate(held):
-                part, value = tensors[name]
-                by_part[part][value].append(rank)
-            differing = [each for each in by_part.values() if len(each) > 1]
-            if differing:
-                unequal.append(name)
-                self._unequal(what, name, differing)
-        return unequal
-
-    def _unequal(self, what: str, name: str, parts: Sequence[Mapping[int, Sequence[int]]]) -> None:
-        """``parts``: of the tensor, each with the ranks of every hash."""
-        groups = sorted(parts[0].values(), key=len, reverse=True)
-        axis = self._axis_between(groups[0][0], groups[1][0])
-        ranks = {rank for hashes in parts for group in hashes.values() for rank in group}
-        pair = f"{ranks_text(groups[0])} and {ranks_text(groups[1])}"
-        shared = "the same part"
-        if len(parts) > 1:
-            shared = f"the same of {len(parts)} parts that differ"
-        cause = f"a contribution over the {axis} axis did not reach all, or memory was changed"
-        if what != "gradients":
-            cause = "memory was changed, or something other than the optimizer changed it"
-        self.differs(
-            "copies",
-            f"the {what} of {pair} differ, which hold {shared}",
-            name,
-            cause,
-            axis,
-            tuple(sorted(ranks)),
-        )
+    def _held_alike(self, records: Sequence[RankRecord]) -> None:
+        """Ranks of one group that hold the same part of a tensor must have the same bits."""
+        for what, names in records[0].held.items():
+            for name in names:
+                ranks: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+                for rank, record in enumerate(records):
+                    group, region, value = record.held[what][name]
+                    ranks[group, region][value].append(rank)
+                parts = [list(each.values()) for each in ranks.values() if len(each) > 1]
+                if parts:
+                    ours, theirs = parts[0][:2]
+                    text = f"the {what} of {ranks_text(ours)} and {ranks_text(theirs)} differ"
+                    axis = self._axis_between(ours[0], theirs[0])
+                    holders = tuple(sorted(itertools.chain(*itertools.chain(*parts))))
+                    self._differs("copies", text, parameter=name, axis=axis, ranks=holders)
 
     def _axis_between(self, one: int, other: int) -> str:
         """The first axis along which two ranks differ."""
         places = [(self._ranks == rank).nonzero()[0].tolist() for rank in (one, other)]
-        for axis, a, b in zip(self._axes, *places, strict=True):
-            if a != b:
-                return axis
-        return ""
+        pairs = zip(self._axes, *places, strict=True)
+        return next(axis for axis, ours, theirs in pairs if ours != theirs)
 
-    def differs(
-        self,
-        check: str,
-        what: str,
-        parameter: str | None = None,
-        cause: str = "",
-        axis: str | None = None,
-        ranks: tuple[int, ...] = (),
-    ) -> None:
-        """Notes a discrepancy of this step; one of the same kind was noted in its first step."""
-        self.certificate.add(
-            Discrepancy(check, self.step, what, cause, parameter, axis, None, ranks)
-        )
+    def _differs(self, check: str, what: str, **where: Any) -> None:
+        self.certificate.add(Discrepancy(check, self._step, what, **where))
 
 
-# Errors below are rounding.
-_ROUNDED = 1e-5
+def _error(found: Tensor, wanted: Tensor, size: float) -> float:
+    """The norm of the difference, as a share of ``size``; infinite where it is not a number."""
+    wide = torch.promote_types(wanted.dtype, torch.float64)
+    error = size_of(found.to(wide) - wanted.to(wide)) / max(size, 1e-30)
+    return error if math.isfinite(error) else math.inf
 
 
-def new_rows(module: nn.Module) -> dict[str, ParameterRow]:
-    """A row for each parameter of ``module``, with what can be said before it is trained."""
-    rows: dict[str, ParameterRow] = {}
-    first: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            rows[first[id(parameter)]].notes.append(f"tied to {name}")
-            continue
-        first[id(parameter)] = name
-        rows[name] = ParameterRow(list(parameter.shape), parameter.requires_grad)
-        if not parameter.requires_grad:
-            rows[name].notes.append("frozen")
-    return rows
+def _cause(
+    found: Tensor, expected: ExpectedGradient, before: Tensor | None, shape: MeshShape
+) -> tuple[str, str | None]:
+    """Why a gradient is ``found``, where one comparison shows it, and the axis if it is known.
+    ``before``: what it should have been in the step before."""
+    wanted, later = expected.value, expected.later
+    if not found.isfinite().all():
+        return "it holds NaN or infinity", None
+    if not found.any():
+        return "it is zero: the gradient was dropped, or never added", None
+    explanations: dict[str, Tensor] = {}
+    if later is not None:
+        explanations["micro-batch 1 is missing"] = later
+        explanations["all micro-batches but the first are missing"] = wanted - later
+        explanations["micro-batch 1 counts twice"] = 2 * wanted - later
+    if before is not None:
+        explanations["it is that of the step before: a buffer was not filled again"] = before
+        explanations["it holds that of the step before too: it was not cleared"] = before + wanted
+    for text, explanation in explanations.items():
+        if _explains(explanation, found, wanted):
+            return text, None
+    return _factor(found, wanted, shape)
 
 
-def is_equal(one: Tensor, other: Tensor) -> bool:
-    """In shape and in every value."""
-    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
+def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str | None]:
+    off = _is_off(found, wanted)
+    product = (found[off] * wanted[off].conj()).sum().real
+    factor = float(product / wanted[off].abs().square().sum().clamp(min=1e-30))
+    # A few numbers are always near some multiple of others.
+    if wanted.numel() < 8 or not _explains(wanted * factor, found, wanted):
+        return "", None
+    text = f"it is {factor:.4g} times what it should be"
+    axes = []
+    for axis in AXES:
+        size = getattr(shape, axis)
+        if size > 1 and min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-3:
+            axes.append(axis)
+    if axes:
+        how = "summed instead of averaged" if factor > 1 else "divided once too often"
+        text += f", as if {how} over the {' or the '.join(axes)} axis"
+    return text, axes[0] if len(axes) == 1 else None
 
 
-def _typical(expected: Mapping[str, ExpectedGradient]) -> float:
-    """The root mean square of all gradients."""
-    numel = sum(each.value.numel() for each in expected.values())
-    return math.sqrt(sum(each.size**2 for each in expected.values()) / max(numel, 1))
+def _is_off(found: Tensor, wanted: Tensor) -> Tensor:
+    """Where ``found`` is not ``wanted``, which may be in a part alone, such as a bucket's end."""
+    off = (found - wanted).abs()
+    return off > 1e-3 * off.max()
 
 
-def _size(tensor: Tensor) -> float:
-    """The 2-norm, in fp64."""
-    wide = torch.promote_types(tensor.dtype, torch.float64)
-    return float(torch.linalg.vector_norm(tensor.detach().to(wide)))
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
-        return math.inf
-    if not (found.is_floating_point() or found.is_complex()):
-        return 0.0 if torch.equal(found, expected) else math.inf
-    return _size(found - expected) / max(_size(expected), 1e-30)
-
-
-def _larger(one: float, other: float) -> float:
-    """The larger of two errors. NaN, an error that is not a number, counts as infinite."""
-    return max(one, other) if math.isfinite(other) else math.inf
+def _explains(candidate: Tensor, found: Tensor, wanted: Tensor) -> bool:
+    """Whether ``found`` is ``candidate`` rather than ``wanted``, where it is not as wanted."""
+    off = _is_off(found, wanted)
+    left = torch.linalg.vector_norm((found - candidate)[off])
+    return float(left) < _LEFT * float(torch.linalg.vector_norm((found - wanted)[off]))

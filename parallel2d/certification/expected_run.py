@@ -1,4 +1,4 @@
-"""What the parallel run should compute, step by step: `ExpectedRun`, on rank 0.
+"""What the parallel run should compute, on rank 0: `ExpectedRun`, on plain tensors.
 
 [Note: one step at a time] Every step is checked on its own. The gradient is compared with the sum
 of what the data ranks should have contributed, at the weights that the parallel model has; the
@@ -10,284 +10,349 @@ at the place, at which it happens, and rounding is not amplified from step to st
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
 
-from parallel2d.certification.output_norms import Norms
-from parallel2d.certification.plain_model import (
-    Contribution,
-    PlainModel,
-    RandomState,
-    random_state,
-    set_random_state,
-)
-from parallel2d.config import SyncConfig
+from parallel2d.config import OptimizerConfig, ParallelConfig
 from parallel2d.mesh import MeshShape
+from parallel2d.model_structure import fqn_of, held_parameters, owning_modules
+from parallel2d.optimizer import build_optimizer
+from parallel2d.parallelize.precision import Precision, cast_storage
+from parallel2d.runtime import seed_everything
 from parallel2d.sync import one_process
 from parallel2d.sync.outer_settings import mix_of, outer_settings
 from parallel2d.sync.updates import outer_sync
+from parallel2d.weights import initial_values
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Tensors = Mapping[str, Tensor]  # by FQN
 
 
 @dataclass
-class StepInputs:
-    """What all data ranks read in one step, and with which random numbers."""
+class Subject:
+    """What is certified, and what one process needs to compute the same."""
 
-    number: int  # of the step, from 1
-    batches: Sequence[Sequence[Any]]  # by data rank: its micro-batches
-    scale: float  # of each micro-batch's summed loss
-    loss_scale: float  # part of it, that the gradients are divided by before the update
-    divisor: float  # of the summed loss, for the mean that is reported
-    samples: int | None = None  # sum of the samples' hashes, where they have any
-    random: Sequence[Sequence[RandomState]] = ()  # by data rank, by micro-batch; empty: not drawn
+    model: nn.Module  # parallel
+    mesh: DeviceMesh
+    shape: MeshShape  # of ``mesh``
+    config: ParallelConfig
+    optimizer: torch.optim.Optimizer  # of ``model``
+    optimizer_config: OptimizerConfig
+    loss_of: Callable[[Any, Any], Tensor]  # of either model and a micro-batch, summed
+    # (step from 1, data rank) -> its micro-batches; in odd steps as many as in training
+    read: Callable[[int, int], list[Any]]
+    count: Callable[[Any], int]  # samples or tokens of a micro-batch, over which the loss is a mean
+    predicted: Mapping[str, float]  # bytes by axis of a step as configured
+    plain: nn.Module  # as the user made it, with weights or on meta
+    seed: int
+    init: initial_values.Initializer | None
+    weights: Callable[[nn.Module], Container[str]] | None  # as of `parallelize`
+    notes: list[str]
+
+
+def seed_forward(step: int, data_rank: int, number: int) -> None:
+    """Seeds what a forward may draw from, by step, data rank and micro-batch: the ranks and the one
+    process then drop the same activations."""
+    seed_everything((step << 40) + (data_rank << 20) + number, deterministic=False)
+
+
+def switch_dropout_off(model: nn.Module) -> bool:
+    """Sets every probability of dropout to 0; whether there was any. Tensor ranks draw for their
+    own parts."""
+    found = False
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_dropout = "dropout" in name or (name == "p" and "Dropout" in type(module).__name__)
+            if is_dropout and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                found = True
+    return found
+
+
+def plain_copy(subject: Subject) -> nn.Module:
+    """The user's module with the weights from which one process starts: those that it has, or what
+    `parallelize` draws."""
+    module = copy.deepcopy(subject.plain)
+    cast_storage(module, Precision.of(subject.config.precision, module))
+    if initial_values.has_meta_parameters(module, subject.seed):
+        initial = initial_values.plan_weights(module, [], subject.init)
+        initial_values.allocate(module, "cpu")
+        given = subject.weights(module) if subject.weights else ()
+        initial.write(module, subject.seed, "cpu", given=given)
+    if subject.shape.tensor > 1:
+        switch_dropout_off(module)
+    return module.to(subject.mesh.device_type)
+
+
+class PlainModel:
+    """The model of ``subject`` on plain tensors, in the dtypes in which the ranks compute."""
+
+    def __init__(self, subject: Subject) -> None:
+        module = plain_copy(subject)
+        self.module = module
+        # How often each module ran whose parameters the ranks gather together
+        self.calls: Counter[str] = Counter()
+        self._loss_of = subject.loss_of
+        self._precision = Precision.of(subject.config.precision, module)
+        for owner in module.modules():
+            is_wide = id(owner) in self._precision.fp32_modules
+            dtype = torch.float32 if is_wide else self._precision.param
+            for _, parameter in held_parameters(owner):
+                if parameter.is_complex():
+                    parameter.data = parameter.data.to(dtype.to_complex())
+                # One without dimensions is not gathered.
+                elif parameter.is_floating_point() and parameter.ndim:
+                    parameter.data = parameter.data.to(dtype)
+        for name, inner in subject.model.named_modules():
+            if isinstance(inner, FSDPModule):
+                self._prepare(fqn_of(name))
+        if self._precision.output is not None:
+            _cast_outputs(module, self._precision.output)
+        # Statistics that a forward changes are each data rank's own.
+        self.initial_buffers = self._copied_buffers()
+        self._buffers_of: dict[int, dict[str, Tensor]] = {}
+
+    def _prepare(self, name: str) -> None:
+        """Counts the calls of a module; casts its inputs and outputs as the parallel model does."""
+        module, precision = self.module.get_submodule(name), self._precision
+        module.register_forward_pre_hook(lambda *_: self.calls.update([name]))
+        owners = dict(owning_modules(self.module))
+        if name in owners and id(owners[name]) in precision.fp32_modules:
+            _cast_inputs(module, torch.float32)
+            _cast_outputs(module, precision.param)
+        elif precision.cast_inputs and precision.param != precision.storage:
+            _cast_inputs(module, precision.param)
+
+    def run(
+        self, weights: Tensors, data_rank: int, batch: Any, scale: float
+    ) -> tuple[float, dict[str, Tensor]]:
+        """The summed loss of a micro-batch, and the gradients of ``scale`` times it by FQN, of
+        parameters that were used."""
+        named = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(weights[name])
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(self.buffers_of(data_rank)[name])
+        loss = self._loss_of(self.module, batch)
+        (loss * scale).backward()
+        self._buffers_of[data_rank] = self._copied_buffers()
+        found = {name: value.grad for name, value in named.items() if value.grad is not None}
+        self.module.zero_grad()
+        return loss.item(), found
+
+    def buffers_of(self, data_rank: int) -> dict[str, Tensor]:
+        """What the buffers of a data rank should hold by now."""
+        return self._buffers_of.get(data_rank, self.initial_buffers)
+
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    module.register_forward_pre_hook(lambda _, *given: _cast(given, dtype), with_kwargs=True)
+
+
+def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    module.register_forward_hook(lambda _module, _args, given: _cast(given, dtype))
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors in ``values``."""
+
+    def cast(value: Any) -> Any:
+        is_cast = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_cast else value
+
+    return tree_map(cast, values)
 
 
 @dataclass
 class ExpectedGradient:
-    """The gradient of one parameter."""
+    """The gradient of one parameter, a mean over ``ranks`` data ranks."""
 
+    ranks: int
     value: Tensor  # fp32 at least
-    size: float  # 2-norm of the sum of the contributions' magnitudes
-    used_by: set[int] = field(default_factory=set)  # data ranks
+    later: Tensor | None = None  # its part from all micro-batches but the first of each rank
+    size: float = 0.0  # mean of the contributions' 2-norms, by which errors are measured
+    used: bool = False
 
-
-@dataclass
-class ExpectedForward:
-    """What the forwards of one data rank give in a step."""
-
-    loss: float = 0.0  # summed
-    outputs: list[Norms] = field(default_factory=list)  # of each forward
-
-
-class ExpectedRun:
-    """The run of ``plain``.
-
-    ``shape``: of the mesh whose ranks share the work; ``begins``: with ``sync=diloco``, by name,
-    after which step of a period a parameter is sent; ``cuts``: by name, how the ranks of a replica
-    cut a parameter.
-    """
-
-    def __init__(
-        self,
-        plain: PlainModel,
-        make_optimizer: MakeOptimizer,
-        shape: MeshShape,
-        sync: SyncConfig,
-        *,
-        seed: int,
-        splits_updates: bool,
-        begins: Mapping[str, int],
-        cuts: Mapping[str, one_process.Cut],
-    ) -> None:
-        self.plain = plain
-        self._cuts = cuts
-        self.shape = shape
-        self._sync = sync
-        self._seed = seed
-        self._splits_updates = splits_updates
-        self.replicas_differ = sync.name == "diloco"
-        count = shape.replicate if self.replicas_differ else 1
-        # By replica where they train on their own: the parameters that its optimizer updates.
-        self.tracks = [Track(copy.deepcopy(plain.module), make_optimizer) for _ in range(count)]
-        self.outer = ExpectedOuter(self.tracks, sync, seed, begins, cuts)
-        # In every rank's memory; with split updates in bf16 the rounded ones.
-        self.weights = [track.values() for track in self.tracks]
-        # Those of the step before
-        self.weights_before = list(self.weights)
-
-    def contributions(
-        self, inputs: StepInputs, weights: Sequence[Mapping[str, Tensor]]
-    ) -> Iterator[Contribution]:
-        """Of every micro-batch of every data rank."""
-        per_replica = self.shape.shard
-        for data_rank, batches in enumerate(inputs.batches):
-            track = data_rank // per_replica if self.replicas_differ else 0
-            for number, batch in enumerate(batches):
-                state = inputs.random[data_rank][number] if inputs.random else None
-                yield self.plain.contribution(
-                    weights[track], data_rank, number, batch, inputs.scale, state
-                )
-
-    def gradients(
-        self, inputs: StepInputs, weights: Sequence[Mapping[str, Tensor]] | None = None
-    ) -> tuple[list[dict[str, ExpectedGradient]], list[ExpectedForward]]:
-        """By track the gradients by name, and by data rank what its forwards give. ``weights``: by
-        track, if not those of the parallel model."""
-        forwards = [ExpectedForward() for _ in inputs.batches]
-        sums = [_Sums(self.plain) for _ in range(self.shape.replicate)]
-        # This process is a rank of the parallel run too, and goes on drawing where it was.
-        before = random_state()
-        for each in self.contributions(inputs, weights or self.weights):
-            forwards[each.data_rank].loss += each.loss
-            forwards[each.data_rank].outputs += each.outputs
-            sums[each.data_rank // self.shape.shard].add(each)
-        set_random_state(before)
-        per_replica = [each.means(self.shape.shard) for each in sums]
-        if self.replicas_differ:
-            return per_replica, forwards
-        return [self._over_replicas(inputs.number, per_replica)], forwards
-
-    def _over_replicas(
-        self, step: int, per_replica: Sequence[Mapping[str, ExpectedGradient]]
-    ) -> dict[str, ExpectedGradient]:
-        """What arrives of the mean over replicas."""
-        # Nothing crosses where there is one replica.
-        if len(per_replica) == 1:
-            return dict(per_replica[0])
-        found: dict[str, ExpectedGradient] = {}
-        for name, first in per_replica[0].items():
-            values = [each[name].value for each in per_replica]
-            # A parameter without dimensions is averaged with what ranks agree on, unrounded.
-            wire = self._sync.wire if first.value.ndim else "auto"
-            value = one_process.mean(
-                values, wire, self._cuts[name], (self._seed, step, name), self._splits_updates
-            )
-            size = sum(each[name].size for each in per_replica) / len(per_replica)
-            used = set().union(*(each[name].used_by for each in per_replica))
-            found[name] = ExpectedGradient(value, size, used)
-        return found
-
-    def take(
-        self, track: int, weights: Mapping[str, Tensor], updated: Mapping[str, Tensor]
-    ) -> None:
-        """Goes on from the values that the parallel model has."""
-        self.weights_before[track] = self.weights[track]
-        self.weights[track] = dict(weights)
-        self.tracks[track].take(updated)
+    def add(self, gradient: Tensor, number: int) -> None:
+        """What micro-batch ``number`` of a data rank contributes."""
+        self.used = True
+        self.value.add_(gradient, alpha=1 / self.ranks)
+        if number > 0:
+            later = torch.zeros_like(self.value) if self.later is None else self.later
+            self.later = later.add_(gradient, alpha=1 / self.ranks)
+        self.size += size_of(gradient) / self.ranks
 
 
 class Track:
-    """The parameters of one optimizer."""
+    """The parameters of one optimizer: ``parameters`` are expected, ``weights`` those with which
+    the ranks compute, ``before`` those that their optimizers had before the update."""
 
-    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
         self.parameters = dict(module.named_parameters())
-        self.optimizer = make_optimizer(module)
-        self.before = self.values()  # the update
+        self.weights: Tensors = {}
+        self.before: Tensors = {}
+        self._optimizer = build_optimizer(module, config)
 
-    def values(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self.parameters.items()}
-
-    @torch.no_grad()
-    def update(self, gradients: Mapping[str, Tensor], factor: float) -> None:
+    def update(self, gradients: Tensors, factor: float) -> None:
         """One step with ``gradients`` times ``factor``."""
+        for name, gradient in gradients.items():
+            parameter = self.parameters[name]
+            parameter.grad = (gradient * factor).to(parameter.dtype)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def take(self, weights: Tensors, updated: Tensors) -> None:
+        """Goes on from the values that the ranks and their optimizers have."""
         for name, parameter in self.parameters.items():
-            gradient = gradients.get(name)
-            parameter.grad = None
-            if gradient is not None and parameter.requires_grad:
-                scaled = gradient if factor == 1.0 else gradient * factor
-                parameter.grad = scaled.to(parameter.dtype)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def take(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(values[name])
-        self.before = dict(values)
+            parameter.copy_(updated[name])
+        self.weights = weights
+        self.before = updated
 
 
-class ExpectedOuter:
-    """The parameters that replicas share with ``sync=diloco``; see docs/sync.md for the
-    mathematics."""
+class ExpectedRun:
+    """The run of ``subject`` in one process."""
 
-    def __init__(
-        self,
-        tracks: Sequence[Track],
-        sync: SyncConfig,
-        seed: int,
-        begins: Mapping[str, int],
-        cuts: Mapping[str, one_process.Cut],
-    ) -> None:
-        self._tracks = tracks
-        self._sync = sync
-        self._cuts = cuts
-        self._seed = seed
-        self._begins = begins
-        self._lr, self._momentum = outer_settings(sync)
-        self._mix = mix_of(sync)
-        self.shared = tracks[0].values()
-        self.before = tracks[0].values()  # the step
-        self._velocity = {name: torch.zeros_like(each) for name, each in self.shared.items()}
-        self._unsent = [
-            {name: torch.zeros_like(each) for name, each in self.shared.items()} for _ in tracks
-        ]
-        self._arriving: dict[str, Tensor] = {}
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        shape, sync = subject.shape, subject.config.sync
+        # One for each optimizer: with diloco every replica has its own.
+        self.tracks: list[Track] = []
+        for _ in range(shape.replicate if sync.name == "diloco" else 1):
+            self.tracks.append(Track(plain_copy(subject), subject.optimizer_config))
+        self.sync = ExpectedSync(subject, self.tracks)
+        self.plain = PlainModel(subject)
+        self.ranks_per_track = shape.data_ranks // len(self.tracks)
+        # Sums that cross the replicate axis unrounded need not be kept apart.
+        is_exact = sync.name != "diloco" and sync.wire in ("auto", "fp32")
+        self._ranks_per_part = shape.data_ranks // (1 if is_exact else shape.replicate)
+        # Of the last step, by data rank: the summed losses, and how many micro-batches there are
+        self.losses: list[float] = []
+        self.forwards: list[int] = []
 
-    @torch.no_grad()
-    def after_update(self, step: int) -> None:
-        """Exchanges what is due after ``step`` updates, and applies what arrives."""
-        for name, begins in self._begins.items():
-            if step % self._sync.every == begins:
-                self._arriving[name] = self._mean_change(name, step)
-            due = (step - self._sync.delay) % self._sync.every == begins
-            if name not in self._arriving or not due:
-                continue
-            change = self._arriving.pop(name)
-            velocity = self._velocity[name].mul_(self._momentum).add_(change)
-            self.shared[name] -= self._lr * (change + self._momentum * velocity)
-            for track in self._tracks:
-                track.parameters[name].lerp_(self.shared[name], 1 - self._mix)
+    def gradients(self, step: int) -> list[dict[str, ExpectedGradient]]:
+        """By track and FQN, of ``step``, from 1, at the weights that the parallel model has."""
+        data_ranks = self._subject.shape.data_ranks
+        batches = [self._subject.read(step, data_rank) for data_rank in range(data_ranks)]
+        self.forwards = [len(each) for each in batches]
+        count = sum(sum(map(self._subject.count, each)) for each in batches)
+        scale = data_ranks / max(count, 1)
+        self.losses = [0.0] * data_ranks
+        self.plain.calls.clear()
+        parts = [self._zeros() for _ in range(data_ranks // self._ranks_per_part)]
+        for data_rank, micro_batches in enumerate(batches):
+            weights = self.tracks[data_rank // self.ranks_per_track].weights
+            part = parts[data_rank // self._ranks_per_part]
+            for number, batch in enumerate(micro_batches):
+                seed_forward(step, data_rank, number)
+                loss, gradients = self.plain.run(weights, data_rank, batch, scale)
+                self.losses[data_rank] += loss
+                for name, gradient in gradients.items():
+                    part[name].add(gradient, number)
+        if len(parts) == len(self.tracks):
+            return parts
+        return [self.sync.mean_gradients(step, parts)]
 
-    def _mean_change(self, name: str, step: int) -> Tensor:
-        messages = []
-        key = (self._seed, step, name)
-        for number, (track, unsent) in enumerate(zip(self._tracks, self._unsent, strict=True)):
-            change = self.shared[name] - track.parameters[name]
-            messages.append(
-                one_process.message_with_rest(
-                    change, unsent[name], self._sync.wire, self._cuts[name], key, number
-                )
-            )
-        return one_process.mean(messages, self._sync.wire, self._cuts[name], key)
-
-    @torch.no_grad()
-    def take(self, shared: Mapping[str, Tensor]) -> None:
-        """Goes on from what the parallel model's replicas share."""
-        for name, value in shared.items():
-            self.shared[name].copy_(value)
-            self.before[name].copy_(value)
-
-
-class _Sums:
-    """Sums of the contributions to one replica's gradient."""
-
-    def __init__(self, plain: PlainModel) -> None:
-        self._values: dict[str, Tensor] = {}
-        self._magnitudes: dict[str, Tensor] = {}
-        self._used_by: dict[str, set[int]] = {}
-        for name, parameter in plain.parameters.items():
-            if parameter.requires_grad:
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                self._values[name] = torch.zeros_like(parameter, dtype=wide)
-                self._magnitudes[name] = torch.zeros_like(self._values[name].abs())
-                self._used_by[name] = set()
-
-    def add(self, contribution: Contribution) -> None:
-        for name, gradient in contribution.gradients.items():
-            if gradient is not None:
-                self._values[name] += gradient
-                self._magnitudes[name] += gradient.abs()
-                self._used_by[name].add(contribution.data_rank)
-
-    def means(self, ranks: int) -> dict[str, ExpectedGradient]:
-        """Over the ``ranks`` of a replica."""
+    def _zeros(self) -> dict[str, ExpectedGradient]:
         found: dict[str, ExpectedGradient] = {}
-        for name, value in self._values.items():
-            size = float(torch.linalg.vector_norm(self._magnitudes[name].double())) / ranks
-            found[name] = ExpectedGradient(value / ranks, size, self._used_by[name])
+        for name, parameter in self.tracks[0].parameters.items():
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            if parameter.requires_grad:
+                zeros = torch.zeros_like(parameter.detach(), dtype=wide)
+                found[name] = ExpectedGradient(self._ranks_per_part, zeros)
         return found
 
 
-def outer_begins(model: nn.Module) -> dict[str, int]:
-    """By name, after which step of a period a parameter is sent; empty but with ``sync=diloco``."""
-    outer = outer_sync(model)
-    found: dict[str, int] = {}
-    for fragment in outer.fragments if outer else ():
-        for parameter in fragment.parameters:
-            found[parameter.name] = fragment.begins
-    return found
+class ExpectedSync:
+    """What crosses the replicate axis, and with ``sync=diloco`` the parameters that replicas share;
+    see docs/sync.md for the mathematics. ``cuts``: by FQN, how the ranks of a replica cut one."""
+
+    def __init__(self, subject: Subject, tracks: Sequence[Track]) -> None:
+        self.cuts: dict[str, one_process.Cut] = {}
+        self.shared: dict[str, Tensor] = {}
+        self.before: Tensors = {}  # the step
+        self._tracks = tracks
+        self._seed = subject.seed
+        self._config = subject.config.sync
+        self._splits = subject.config.strategy.splits_updates
+        outer = outer_sync(subject.model)
+        self._fragments = outer.fragments if outer else []
+        self._velocity: dict[str, Tensor] = {}
+        self._unsent: list[dict[str, Tensor]] = [{} for _ in tracks]
+        self._arriving: dict[str, Tensor] = {}
+
+    def mean_gradients(
+        self, step: int, replicas: Sequence[Mapping[str, ExpectedGradient]]
+    ) -> dict[str, ExpectedGradient]:
+        """What arrives of the mean over the replicas."""
+        means: dict[str, ExpectedGradient] = {}
+        for name in replicas[0]:
+            found = [each[name] for each in replicas]
+            values = [each.value for each in found]
+            # A parameter without dimensions is averaged with what ranks agree on, unrounded.
+            wire = self._config.wire if values[0].ndim else "auto"
+            key = (self._seed, step, name)
+            value = one_process.mean(values, wire, self.cuts[name], key, self._splits)
+            size = sum(each.size for each in found) / len(found)
+            used = any(each.used for each in found)
+            means[name] = ExpectedGradient(len(found), value, None, size, used)
+        return means
+
+    def arrived(self, updated: Tensor) -> Tensor:
+        """What the replicas get of an updated parameter."""
+        # One without dimensions is not gathered.
+        if self._splits and self._config.wire == "bf16" and updated.ndim:
+            return updated.bfloat16().to(updated.dtype)
+        return updated
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        """With diloco: exchanges what is due after ``step`` updates, and applies what arrives."""
+        for fragment in self._fragments:
+            names = [parameter.name for parameter in fragment.parameters]
+            if step % self._config.every == fragment.begins:
+                self._arriving |= {name: self._mean_change(name, step) for name in names}
+            if (step - self._config.delay) % self._config.every == fragment.begins:
+                # Nothing arrives before something was sent.
+                for name in self._arriving.keys() & set(names):
+                    self._apply(name, self._arriving.pop(name))
+
+    def _mean_change(self, name: str, step: int) -> Tensor:
+        wire, cut, key = self._config.wire, self.cuts[name], (self._seed, step, name)
+        messages = []
+        for number, track in enumerate(self._tracks):
+            change = self.shared[name] - track.parameters[name]
+            rest = self._unsent[number].setdefault(name, torch.zeros_like(change))
+            message = one_process.message_with_rest(change, rest, wire, cut, key, number)
+            messages.append(message)
+        return one_process.mean(messages, wire, cut, key)
+
+    def _apply(self, name: str, change: Tensor) -> None:
+        lr, momentum = outer_settings(self._config)
+        velocity = self._velocity.setdefault(name, torch.zeros_like(change))
+        velocity.mul_(momentum).add_(change)
+        self.shared[name] -= lr * (change + momentum * velocity)
+        for track in self._tracks:
+            track.parameters[name].lerp_(self.shared[name], 1 - mix_of(self._config))
+
+    def take(self, shared: Tensors) -> None:
+        """Goes on from what the ranks share."""
+        self.shared = {name: value.clone() for name, value in shared.items()}
+        self.before = shared
+
+
+def size_of(tensor: Tensor) -> float:
+    """The 2-norm, in fp64."""
+    wide = torch.promote_types(tensor.dtype, torch.float64)
+    return float(torch.linalg.vector_norm(tensor.detach().to(wide)))
