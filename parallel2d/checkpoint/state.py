@@ -38,8 +38,8 @@ from parallel2d.weights.named_tensors import (
     tied_names,
     trained_parameters,
 )
-from parallel2d.weights.optimizer_loading import entry_tensor
 from parallel2d.weights.optimizer_settings import Settings, match_settings
+from parallel2d.weights.states import new_state_tensor
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def load_optimizer(
             entry = checkpoint.tensors[full]
             shape = torch.Size(entry.shape)
             if not isinstance(state.get(key), Tensor):
-                state[key] = entry_tensor(optimizer, parameter, key, shape, DTYPES[entry.dtype])
+                state[key] = new_state_tensor(optimizer, parameter, key, shape, DTYPES[entry.dtype])
             if shape != state[key].shape:
                 here = list(state[key].shape)
                 raise ConfigError(f"{full}: {here} here, {list(shape)} in the checkpoint")
