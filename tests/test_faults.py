@@ -141,8 +141,10 @@ class Disturbed:
 
     def _partition(self, seconds: float) -> float:
         begin = time.monotonic()
-        self.cluster.partition(self.random.randrange(2), seconds)
+        node = self.random.randrange(2)
+        self.cluster.partition(node)
         time.sleep(seconds)
+        self.cluster.heal(node)
         took = self._recovered(begin)
         self._wait_for_both()
         return took

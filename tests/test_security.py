@@ -114,7 +114,7 @@ def test_two_nodes_need_a_secret_and_somebody_on_the_network_changes_nothing(tmp
         assert (cluster.output / "node0.log").read_text().count("need a secret") == 1
         start("open", "launch.insecure=true").check(180)
 
-        port = cluster.endpoint.rpartition(":")[2]
+        port = cluster.endpoint().rpartition(":")[2]
         attacks = []
         for host in ("node0", "node0.peer"):
             attack = [sys.executable, "-c", ATTACK, host, port, str(marker), str(over)]
