@@ -31,8 +31,7 @@ from parallel2d.files import private_folders as folders
 from parallel2d.launch import agreement, elastic_internals
 from parallel2d.launch.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launch.elastic_internals import ElasticAgent, goes_on_without_this_node
-from parallel2d.launch.rendezvous import find_rendezvous, own_rendezvous
-from parallel2d.launch.rendezvous_state import from_json, to_json
+from parallel2d.launch.rendezvous import find_rendezvous, from_json, own_rendezvous, to_json
 from parallel2d.mesh import MeshSpec, Topology
 from parallel2d.metrics import watch
 from parallel2d.rank_environment import AGENT

@@ -33,9 +33,9 @@ from parallel2d.cost.collectives import sent_bytes
 from parallel2d.cost.tensor_twin import tensor_twin
 from parallel2d.cost.traffic import RING_PASSES, count_tensor_axis, predict_communication
 from parallel2d.data.batch import token_sequences
-from parallel2d.metrics.anomalies import Deviation
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.keys import COMMUNICATION_KEYS
+from parallel2d.metrics.recorder import Deviation
 from parallel2d.models.llama import tensor_plan
 from tools.cluster import Cluster, why_not
 

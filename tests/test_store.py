@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
-from parallel2d.launch import rendezvous, rendezvous_state
+from parallel2d.launch import rendezvous
 from parallel2d.launch.__main__ import main
 from parallel2d.store import channel as channel_module
 from parallel2d.store import secret as secrets
@@ -479,15 +479,15 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
     damaged = [pickle.dumps(Runs()), b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
     for state in [*damaged, _told(round=1.5), _told(deadline=3)]:
         client.set("parallel2d/rendezvous/job", state)
-        backend = rendezvous_state.JsonBackend(client, "job")
+        backend = rendezvous.JsonBackend(client, "job")
         with pytest.raises(RendezvousStateError, match="damaged"):
             backend.get_state()
     assert not ran.exists()
 
 
 def _told(**changed) -> bytes:
-    state = rendezvous_state.RendezvousState()
-    return json.dumps({**json.loads(rendezvous_state.to_json(state)), **changed}).encode()
+    state = rendezvous.RendezvousState()
+    return json.dumps({**json.loads(rendezvous.to_json(state)), **changed}).encode()
 
 
 # The secret
