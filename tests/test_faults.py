@@ -2,7 +2,7 @@
 
 A job goes on through a sequence of faults, in the end it is asked to stop, and its history is compared with that of a single process to
 which nothing happened: every global batch once and in order, every loss equal. ``.ci/run`` runs one of each kind with short time-outs, in
-one job; ``-m soak`` runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS with longer ones. Both print how long it took until
+two jobs; ``-m soak`` runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS with longer ones. Both print how long it took until
 the next step.
 """
 
@@ -306,10 +306,15 @@ def run(
 
 
 @pytest.mark.slow
-def test_a_job_survives_one_fault_of_each_kind(tmp_path):
-    """With split updates: the lost node's part of the optimizer's state comes from the other one."""
+def test_ranks_stores_and_launchers_that_end(tmp_path):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "launcher_sleeps"]
-    faults += ["kill_node", "long_partition", "launcher_killed", "launcher_stopped"]
+    run(tmp_path, faults, seed=2)
+
+
+@pytest.mark.slow
+def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
+    """The lost node's part of the optimizer's state comes from the other one."""
+    faults = ["kill_node", "long_partition", "launcher_killed", "launcher_stopped"]
     run(tmp_path, faults, 4, method=["strategy=hybrid_full"])
 
 
