@@ -30,7 +30,12 @@ from parallel2d.runtime import seed_everything
 from parallel2d.sync import one_process
 from parallel2d.sync.outer_settings import mix_of, outer_settings
 from parallel2d.sync.updates import outer_sync
-from parallel2d.weights import initial_values
+from parallel2d.weights.initial_values import (
+    Initializer,
+    allocate,
+    has_meta_parameters,
+    plan_weights,
+)
 
 Tensors = Mapping[str, Tensor]  # by FQN
 
@@ -52,7 +57,7 @@ class Subject:
     predicted: Mapping[str, float]  # bytes by axis of a step as configured
     plain: nn.Module  # as the user made it, with weights or on meta
     seed: int
-    init: initial_values.Initializer | None
+    init: Initializer | None
     weights: Callable[[nn.Module], Container[str]] | None  # as of `parallelize`
     notes: list[str]
 
@@ -81,9 +86,9 @@ def plain_copy(subject: Subject) -> nn.Module:
     `parallelize` draws."""
     module = copy.deepcopy(subject.plain)
     cast_storage(module, Precision.of(subject.config.precision, module))
-    if initial_values.has_meta_parameters(module, subject.seed):
-        initial = initial_values.plan_weights(module, [], subject.init)
-        initial_values.allocate(module, "cpu")
+    if has_meta_parameters(module, subject.seed):
+        initial = plan_weights(module, [], subject.init)
+        allocate(module, "cpu")
         given = subject.weights(module) if subject.weights else ()
         initial.write(module, subject.seed, "cpu", given=given)
     if subject.shape.tensor > 1:
