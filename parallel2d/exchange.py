@@ -114,7 +114,6 @@ def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[i
 
 
 def _unpadded(received: list[Tensor], lengths: list[int]) -> list[Any]:
-    """The values of what `_padded` made on each rank."""
     return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
 
 

@@ -369,7 +369,6 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
 
 
 def _absent(store: Any, key: str, ranks: int) -> list[int]:
-    """The ranks that have not arrived at the call of a barrier whose keys begin with ``key``."""
     return [rank for rank in range(ranks) if not store.check([f"{key}/{rank}"])]
 
 
@@ -406,6 +405,5 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def _short(error: BaseException) -> str:
-    """The first line of an error's message; its class where it has none."""
     text = str(error)
     return text.splitlines()[0][:120] if text else type(error).__name__

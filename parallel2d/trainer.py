@@ -357,7 +357,6 @@ class Trainer:
         return is_best
 
     def _tell_saves(self) -> None:
-        """Tells hooks of the checkpoints that were published meanwhile."""
         published = self.checkpointer.published
         for step in published[self._told_saves :]:
             self.hooks.saved(step, self.checkpointer.store.path_of(step))
@@ -403,7 +402,6 @@ class Trainer:
         return summed
 
     def _agree(self, summed: Tensor, batch: StepBatch) -> StepOutcome:
-        """``summed``: this rank's loss."""
         own = OwnPart(
             loss=summed,
             tokens=batch.valid_tokens,

@@ -176,7 +176,6 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
 
 
 def _check_reachable(host: str, config: LaunchConfig) -> None:
-    """``host``: of this machine."""
     addresses = [address for _, address, _ in resolve(host)]
     if config.node_range[1] > 1 and all(map(is_loopback, addresses)):
         raise ConfigError(

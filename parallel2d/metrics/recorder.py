@@ -266,13 +266,11 @@ class Recorder:
 
 
 def _has_own_core(hosts: Sequence[str]) -> bool:
-    """Whether there is a core for each rank of this host."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """Of this process and, on GPU, of its device, by key."""
     memory = {
         keys.PEAK_RSS_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
         keys.RSS_GIB: psutil.Process().memory_info().rss / _GIB,
@@ -288,7 +286,6 @@ def _memory(device: torch.device) -> dict[str, float]:
 
 
 def _largest_memory(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Of the rank that has most, for each quantity."""
     row = {key: max(report.memory[key] for report in reports) for key in reports[0].memory}
     if row.get(keys.RESERVED_GIB):
         row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]

@@ -270,7 +270,6 @@ class RankMeasurement:
         return values.nbytes / self._slowest(code) / 1e9
 
     def _slowest(self, run: Callable[[], object]) -> float:
-        """Seconds of one ``run`` on the slowest rank."""
         return self._largest(self._seconds_of(run))
 
     def _seconds_of(self, run: Callable[[], object]) -> float:
@@ -289,7 +288,6 @@ class RankMeasurement:
         return statistics.median(found[1:])
 
     def _largest(self, value: float) -> float:
-        """That of all ranks, on every rank."""
         return float(reduce(torch.tensor(value, dtype=torch.float64), op="max"))
 
     def _meet(self) -> None:

@@ -410,7 +410,6 @@ class MemoryNet:
             self._remove()
 
     def _turn_off(self, why: str) -> None:
-        """On all ranks alike."""
         self.on = False
         if self.answers.rank == 0:
             log.warning(
