@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SyncConfig,
     )
     from parallel2d.errors import ConfigError
+    from parallel2d.exchange import reduce
     from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
     from parallel2d.hooks import Hook, HookResult, RunView
     from parallel2d.loss import cross_entropy_sum, token_weight
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from parallel2d.optimizer import build_optimizer, set_learning_rate
     from parallel2d.parallelize import build_on_meta, parallelize
     from parallel2d.parallelize.context import model_sharded_context
-    from parallel2d.runtime import Runtime, barrier, limit_waiting, reduce, setup, teardown
+    from parallel2d.runtime import Runtime, barrier, limit_waiting, setup, teardown
     from parallel2d.sync import (
         accumulate,
         attach_optimizer,
@@ -110,7 +111,7 @@ _MODULES = {
     "register_sync_hook": "sync",
     "replicate_group": "sync",
     "parallelize": "parallelize",
-    "reduce": "runtime",
+    "reduce": "exchange",
     "rekey_optimizer_state": "weights.states",
     "set_learning_rate": "optimizer",
     "set_step": "sync",

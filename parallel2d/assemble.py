@@ -17,6 +17,7 @@ from parallel2d.chunked_head import ChunkedHead, find_head
 from parallel2d.config import Job, TrainConfig
 from parallel2d.data import BatchPlan
 from parallel2d.errors import ConfigError
+from parallel2d.exchange import check_same_data
 from parallel2d.hooks import Hook, build_hooks, check_hooks
 from parallel2d.loss import cross_entropy_sum
 from parallel2d.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
@@ -38,7 +39,7 @@ from parallel2d.run_description import (
     timed_model,
 )
 from parallel2d.run_directory import accept_start
-from parallel2d.runtime import Runtime, barrier, check_same_data, seed_everything
+from parallel2d.runtime import Runtime, barrier, seed_everything
 from parallel2d.topology import Topology
 from parallel2d.trainer import Trainer
 from parallel2d.training_data import (

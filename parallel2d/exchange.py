@@ -1,4 +1,5 @@
-"""Collectives of small Python values, sent as JSON: `all_gather`, `gather` and `broadcast`.
+"""Collectives of small Python values, sent as JSON: `all_gather`, `gather` and `broadcast`; checks
+that all ranks have the same folder and data; `reduce` for a tensor of one's own loop.
 
 torch's object collectives pickle, and a pickle from the network runs code. Here values are None,
 booleans, numbers, strings, bytes, lists, tuples, sets, dictionaries, dtypes, small tensors, and the
@@ -10,6 +11,9 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import os
+import socket
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,8 +23,9 @@ from torch import Tensor
 
 # the names in torch.distributed may be wrapped, to count bytes
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 
-from parallel2d.errors import ConfigError
+from parallel2d.errors import ConfigError, did_you_mean
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -109,7 +114,6 @@ def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[i
 
 
 def _unpadded(received: list[Tensor], lengths: list[int]) -> list[Any]:
-    """The values of what `_padded` made on each rank."""
     return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
 
 
@@ -228,3 +232,115 @@ _KINDS = {
 }
 
 sendable(ConfigError)
+
+
+def check_shared_run_dir(run_dir: str) -> None:
+    """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory.
+    Collective."""
+    # A new name, so that no file of an earlier start is taken for rank 0's.
+    name = broadcast(uuid.uuid4().hex)
+    path = os.path.join(run_dir, f".shared-{name}")
+    if dist.get_rank() == 0:
+        with open(path, "w"):
+            pass
+    dist.barrier()
+    try:
+        _refuse_where(
+            not os.path.exists(path),
+            f"run directory {run_dir} is not the one that rank 0 sees: it must be shared",
+        )
+    finally:
+        if dist.get_rank() == 0:
+            os.unlink(path)
+
+
+def check_same_data(fingerprint: str) -> None:
+    """Raises `ConfigError`, on every rank, naming the nodes whose data differ from rank 0's.
+    Collective."""
+    _refuse_where(
+        fingerprint != broadcast(fingerprint),
+        "data differ from those of rank 0 (other files, or another Python's library)",
+    )
+
+
+def _refuse_where(wrong: bool, what: str) -> None:
+    """Raises `ConfigError`, on every rank, naming the hosts of the ranks that pass true.
+    Collective."""
+    answers = all_gather(socket.gethostname() if wrong else None)
+    hosts = sorted({host for host in answers if host is not None})
+    if hosts:
+        raise ConfigError(f"on {', '.join(hosts)}: {what}")
+
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def reduce(
+    value: Any, group: dist.ProcessGroup | None = None, op: str | dist.ReduceOp | Any = "mean"
+) -> Any:
+    """``value`` reduced over the ranks of ``group`` (default: all), a new tensor equal on each of
+    them. Collective.
+
+    Args:
+        op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or one of
+            ``dist.ReduceOp``'s.
+
+    ``value`` keeps its dtype, device and contents, with two exceptions: a mean of integers or
+    booleans is fp64, because a rounded one is hardly ever meant, and a sum of booleans is int64.
+    bf16 and fp16 are added in fp32. What is no tensor is returned as it is; without a process group
+    a tensor is returned as a copy. Raises `ConfigError` for another ``op`` and for a `DTensor`.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor):
+        raise ConfigError(
+            "reduce: a DTensor is one tensor over all its ranks; give its .to_local() or take "
+            ".full_tensor()"
+        )
+    operation, is_mean = _operation_of(op)
+    sums, kept = _dtypes_of(value.dtype, operation, is_mean)
+    result = value.detach().clone().to(sums)
+    if dist.is_initialized():
+        result = result.contiguous()
+        dist.all_reduce(result, operation, group)
+        if is_mean:
+            result /= dist.get_world_size(group)
+    return result.to(kept)
+
+
+def _operation_of(op: str | dist.ReduceOp | Any) -> tuple[Any, bool]:
+    """torch's operation for ``op``, and whether the result is then divided by the ranks."""
+    word = op.lower() if isinstance(op, str) else op
+    # gloo has no mean of its own.
+    if word in ("mean", "avg", dist.ReduceOp.AVG):
+        return dist.ReduceOp.SUM, True
+    if not isinstance(word, str):
+        return word, False
+    if word not in _OPERATIONS:
+        hint = did_you_mean(word, ["mean", "avg", *_OPERATIONS], alike=0.4)
+        raise ConfigError(
+            f"reduce: op={op} is not one of mean, avg, {', '.join(_OPERATIONS)}{hint}"
+        )
+    return _OPERATIONS[word], False
+
+
+def _dtypes_of(
+    dtype: torch.dtype, operation: Any, is_mean: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes in which `reduce` reduces a tensor of ``dtype`` and in which it returns it."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return torch.float32, dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return dtype, dtype
+    if is_mean:
+        return torch.float64, torch.float64
+    if dtype != torch.bool:
+        return dtype, dtype
+    # The sum of booleans is a number; their maximum and minimum are booleans again.
+    is_sum = operation == dist.ReduceOp.SUM
+    return torch.int64, torch.int64 if is_sum else torch.bool

@@ -148,7 +148,6 @@ def build_hooks(entries: Sequence[Any]) -> list[Hook]:
 
 
 def _entry(entry: Any) -> tuple[str, dict[str, Any]]:
-    """The class and its arguments."""
     if isinstance(entry, str):
         return entry, {}
     arguments = dict(entry)

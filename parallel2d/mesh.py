@@ -144,7 +144,6 @@ class MeshSpec:
 
 
 def _size_or(size: int | str, default: int) -> int:
-    """``size``, or ``default`` where it is ``auto``."""
     return default if size == "auto" else int(size)
 
 
@@ -312,14 +311,12 @@ def _release_groups_at_exit() -> None:
 
 
 def _log_once(lines: list[str]) -> None:
-    """Logs the lines on the first rank of the job."""
     for line in lines:
         if dist.get_rank() == 0:
             log.info("%s", line)
 
 
 def _default_device_type() -> str:
-    """The type of this machine's accelerator, or ``cpu``."""
     if not torch.accelerator.is_available():
         return "cpu"
     accelerator = torch.accelerator.current_accelerator()

@@ -215,7 +215,6 @@ def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_listed(parent: nn.Module, child: nn.Module) -> bool:
-    """Whether ``child`` is an element, with structure, of a list of modules."""
     if not isinstance(parent, nn.ModuleList | nn.Sequential):
         return False
     return has_structure(child)
@@ -228,7 +227,6 @@ def _repeats_with_structure(parent: nn.Module, child: nn.Module) -> bool:
 
 
 def _repeats(parent: nn.Module, child: nn.Module) -> bool:
-    """Whether ``child`` is one of several children of ``parent`` that are of the same class."""
     classes = list(map(type, parent.children()))
     if classes.count(type(child)) < 2:
         return False
@@ -245,7 +243,6 @@ def has_structure(module: nn.Module) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Whether there are parameters in ``module`` or anywhere below it."""
     return next(module.parameters(), None) is not None
 
 

@@ -83,8 +83,9 @@ def choose_layout(
 
 
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
+    from parallel2d.exchange import check_shared_run_dir
     from parallel2d.launch import signals
-    from parallel2d.runtime import check_shared_run_dir, process_group
+    from parallel2d.runtime import process_group
 
     signals.listen()
     _log_to(job.run_dir, identity)

@@ -86,7 +86,6 @@ def _whole_number(env: MutableMapping[str, str], name: str, default: str | None 
 
 
 def _is_srun_task(env: MutableMapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a step that srun started."""
     step = env.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in env or not step.isdigit():
         return False

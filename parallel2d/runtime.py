@@ -1,7 +1,7 @@
 """The process group of a rank, its store, its device and its seeds. Start at `setup`.
 
-The train command uses `process_group`. `setup`, `teardown`, `limit_waiting`, `barrier` and `reduce`
-are for users who write their own loop, and share its functions.
+The train command uses `process_group`. `setup`, `teardown`, `limit_waiting` and `barrier` are for
+users who write their own loop, and share its functions.
 
 [Note: two timeouts] The first step of a run compiles, connects the ranks of every group and reads
 from a cold file system; ranks may wait for each other far longer than in any later step. So groups
@@ -17,7 +17,6 @@ import logging
 import os
 import random
 import socket
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,13 +25,10 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from parallel2d.config import LaunchConfig
 from parallel2d.config.job import FIRST_STEP_TIMEOUT
-from parallel2d.errors import ConfigError, did_you_mean
-from parallel2d.exchange import all_gather, broadcast
+from parallel2d.errors import ConfigError
 from parallel2d.rank_environment import PREFIX, STORE, RankIdentity, find_rank
 from parallel2d.store.address import join_endpoint
 from parallel2d.store.client import StoreClient
@@ -373,7 +369,6 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
 
 
 def _absent(store: Any, key: str, ranks: int) -> list[int]:
-    """The ranks that have not arrived at the call of a barrier whose keys begin with ``key``."""
     return [rank for rank in range(ranks) if not store.check([f"{key}/{rank}"])]
 
 
@@ -397,80 +392,6 @@ def world_timeout() -> float:
     return world._get_backend(world._device_types[0]).options._timeout.total_seconds()
 
 
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
-
-def reduce(
-    value: Any, group: dist.ProcessGroup | None = None, op: str | dist.ReduceOp | Any = "mean"
-) -> Any:
-    """``value`` reduced over the ranks of ``group`` (default: all), a new tensor equal on each of
-    them. Collective.
-
-    Args:
-        op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or one of
-            ``dist.ReduceOp``'s.
-
-    ``value`` keeps its dtype, device and contents, with two exceptions: a mean of integers or
-    booleans is fp64, because a rounded one is hardly ever meant, and a sum of booleans is int64.
-    bf16 and fp16 are added in fp32. What is no tensor is returned as it is; without a process group
-    a tensor is returned as a copy. Raises `ConfigError` for another ``op`` and for a `DTensor`.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor):
-        raise ConfigError(
-            "reduce: a DTensor is one tensor over all its ranks; give its .to_local() or take "
-            ".full_tensor()"
-        )
-    operation, is_mean = _operation_of(op)
-    sums, kept = _dtypes_of(value.dtype, operation, is_mean)
-    result = value.detach().clone().to(sums)
-    if dist.is_initialized():
-        result = result.contiguous()
-        dist.all_reduce(result, operation, group)
-        if is_mean:
-            result /= dist.get_world_size(group)
-    return result.to(kept)
-
-
-def _operation_of(op: str | dist.ReduceOp | Any) -> tuple[Any, bool]:
-    """torch's operation for ``op``, and whether the result is then divided by the ranks."""
-    word = op.lower() if isinstance(op, str) else op
-    # gloo has no mean of its own.
-    if word in ("mean", "avg", dist.ReduceOp.AVG):
-        return dist.ReduceOp.SUM, True
-    if not isinstance(word, str):
-        return word, False
-    if word not in _OPERATIONS:
-        hint = did_you_mean(word, ["mean", "avg", *_OPERATIONS], alike=0.4)
-        raise ConfigError(
-            f"reduce: op={op} is not one of mean, avg, {', '.join(_OPERATIONS)}{hint}"
-        )
-    return _OPERATIONS[word], False
-
-
-def _dtypes_of(
-    dtype: torch.dtype, operation: Any, is_mean: bool
-) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes in which `reduce` reduces a tensor of ``dtype`` and in which it returns it."""
-    if dtype in (torch.bfloat16, torch.float16):
-        return torch.float32, dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return dtype, dtype
-    if is_mean:
-        return torch.float64, torch.float64
-    if dtype != torch.bool:
-        return dtype, dtype
-    # The sum of booleans is a number; their maximum and minimum are booleans again.
-    is_sum = operation == dist.ReduceOp.SUM
-    return torch.int64, torch.int64 if is_sum else torch.bool
-
-
 def seed_everything(seed: int, deterministic: bool) -> None:
     """Seeds the generators that training draws from (dropout); weights and data order have
     generators of their own."""
@@ -483,45 +404,6 @@ def seed_everything(seed: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def check_shared_run_dir(run_dir: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory.
-    Collective."""
-    # A new name, so that no file of an earlier start is taken for rank 0's.
-    name = broadcast(uuid.uuid4().hex)
-    path = os.path.join(run_dir, f".shared-{name}")
-    if dist.get_rank() == 0:
-        with open(path, "w"):
-            pass
-    dist.barrier()
-    try:
-        _refuse_where(
-            not os.path.exists(path),
-            f"run directory {run_dir} is not the one that rank 0 sees: it must be shared",
-        )
-    finally:
-        if dist.get_rank() == 0:
-            os.unlink(path)
-
-
-def check_same_data(fingerprint: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the nodes whose data differ from rank 0's.
-    Collective."""
-    _refuse_where(
-        fingerprint != broadcast(fingerprint),
-        "data differ from those of rank 0 (other files, or another Python's library)",
-    )
-
-
-def _refuse_where(wrong: bool, what: str) -> None:
-    """Raises `ConfigError`, on every rank, naming the hosts of the ranks that pass true.
-    Collective."""
-    answers = all_gather(socket.gethostname() if wrong else None)
-    hosts = sorted({host for host in answers if host is not None})
-    if hosts:
-        raise ConfigError(f"on {', '.join(hosts)}: {what}")
-
-
 def _short(error: BaseException) -> str:
-    """The first line of an error's message; its class where it has none."""
     text = str(error)
     return text.splitlines()[0][:120] if text else type(error).__name__

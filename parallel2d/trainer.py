@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from parallel2d.best_metric import WatchedMetrics
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.chunked_head import ChunkedHead
 from parallel2d.config import TrainConfig
@@ -33,14 +32,9 @@ from parallel2d.metrics.recorder import Recorder
 from parallel2d.model_families import Loss
 from parallel2d.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.parallelize.precision import input_dtype
-from parallel2d.progress import Progress, StepOutcome, problems_of_state
+from parallel2d.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
 from parallel2d.step_agreement import OwnPart, StepAgreement
-from parallel2d.sync import (
-    accumulate,
-    finish_updates,
-    outer_parameters,
-    updated_parameters,
-)
+from parallel2d.sync import accumulate, finish_updates, outer_parameters, updated_parameters
 from parallel2d.sync.updates import set_step
 
 
@@ -186,7 +180,9 @@ class Trainer:
         more = self.progress.step < self.config.train.steps and self.stopped is None
         self._upcoming = self._take(feed) if more else None
         if self.chunked_head is not None and self._upcoming is not None:
-            self._compare_losses(self.chunked_head, self._upcoming)
+            micro = self._upcoming.micro_batches[0]
+            ids = () if micro.document_ids is None else (micro.document_ids,)
+            self.chunked_head.compare(micro.targets, micro.inputs, *ids)
         tokens = _valid_tokens(self._upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
@@ -361,7 +357,6 @@ class Trainer:
         return is_best
 
     def _tell_saves(self) -> None:
-        """Tells hooks of the checkpoints that were published meanwhile."""
         published = self.checkpointer.published
         for step in published[self._told_saves :]:
             self.hooks.saved(step, self.checkpointer.store.path_of(step))
@@ -382,11 +377,6 @@ class Trainer:
             return feed.next()
         except EndOfData:
             return None
-
-    def _compare_losses(self, chunked_head: ChunkedHead, batch: StepBatch) -> None:
-        micro = batch.micro_batches[0]
-        ids = () if micro.document_ids is None else (micro.document_ids,)
-        chunked_head.compare(micro.targets, micro.inputs, *ids)
 
     def _loss_of(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
         if self._input_dtype is not None and inputs.is_floating_point():
@@ -412,7 +402,6 @@ class Trainer:
         return summed
 
     def _agree(self, summed: Tensor, batch: StepBatch) -> StepOutcome:
-        """``summed``: this rank's loss."""
         own = OwnPart(
             loss=summed,
             tokens=batch.valid_tokens,

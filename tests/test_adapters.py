@@ -65,7 +65,7 @@ def only_adapters_are_trained(trainer):
     assert sum(p.numel() for p in held) == 2 * 4 * (16 + 16 + 16 + 8)
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "zero3", "hybrid_full"])
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid_full"])
 def test_an_adapter_is_trained_alike_on_every_layout(ranks, folder, strategy):
     save_base(folder)
     alone = train(ranks, folder, "alone", 1, ["strategy=ddp"], after_step=only_adapters_are_trained)
@@ -79,20 +79,14 @@ def test_an_adapter_is_trained_alike_on_every_layout(ranks, folder, strategy):
     assert all(stored.read(name).abs().max() > 1e-3 for name in moved)  # from zero
 
 
-def test_replicas_exchange_gradients_of_the_adapter_alone(ranks, folder):
+def test_gradients_and_optimizer_state_are_of_the_adapter_alone(ranks, folder):
     save_base(folder)
     row = train(ranks, folder, "run", 4, ["strategy=hybrid"])[-1]
     elements = 2 * 4 * (16 + 16 + 16 + 8)
     # two replicas of two shards, in fp64: 2 (R - 1) / R of a shard
     assert row["comm/replicate/bytes"] == pytest.approx(elements / 2 * 8, rel=0.01)
-
-
-def test_the_checkpoint_has_optimizer_state_of_the_adapter_alone(ranks, folder):
-    save_base(folder)
-    train(ranks, folder, "run", 4, ["strategy=hybrid"])
     tensors = Checkpoint.open(str(folder / "run" / "checkpoints" / "step-00000004")).tensors
-    moments = [name for name in tensors if name.startswith("optimizer/exp_avg/")]
-    assert len(moments) == 8
+    assert len([name for name in tensors if name.startswith("optimizer/exp_avg/")]) == 8
     assert all("lora_" in name for name in tensors if name.startswith("optimizer/"))
 
 
@@ -124,10 +118,15 @@ def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rul
         adapted = re.sub(r"(q|v)_proj\.weight", r"\1_proj.base_layer.weight", name)
         assert torch.equal(found[f"base_model.model.{adapted}"], value), name
     assert len(given) == len(base)
-    factors = [value for name, value in found.items() if "lora_A" in name]
     others = [value for name, value in found.items() if "lora_B" in name]
     assert not any(map(torch.count_nonzero, others))
-    drawn_values = torch.cat([value.flatten() for value in factors])
+
+    def factors(seed):
+        again, _ = initial({"path": path, **LORA, "init_lora_weights": rule}, seed)
+        values = again.state_dict().items()
+        return torch.cat([value.flatten() for name, value in values if "lora_A" in name])
+
+    drawn_values = factors(0)
     assert len(drawn_values.unique()) > 0.9 * len(drawn_values)  # no two layers draw the same
     if rule is True:
         # kaiming_uniform_(a=sqrt(5)) of 16 inputs
@@ -136,22 +135,8 @@ def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rul
     else:
         assert drawn_values.std().item() == pytest.approx(1 / 4, rel=0.15)
         assert drawn_values.abs().max() > 0.5
-    assert torch.equal(
-        torch.cat(
-            [
-                v.flatten()
-                for n, v in initial({"path": path, **LORA, "init_lora_weights": rule})[0]
-                .state_dict()
-                .items()
-                if "lora_A" in n
-            ]
-        ),
-        drawn_values,
-    )
-    other = initial({"path": path, **LORA, "init_lora_weights": rule}, seed=1)[0].state_dict()
-    assert not torch.equal(
-        torch.cat([v.flatten() for n, v in other.items() if "lora_A" in n]), drawn_values
-    )
+    assert torch.equal(factors(0), drawn_values)
+    assert not torch.equal(factors(1), drawn_values)
 
 
 def test_nothing_is_drawn_for_modules_that_were_loaded(tmp_path, monkeypatch):
@@ -240,33 +225,22 @@ def test_an_adapter_is_loaded_by_the_library_with_equal_logits(ranks, folder, ki
     assert config["base_model_name_or_path"] == str(folder / "base")
 
 
-@pytest.mark.parametrize("later", ["strategy=zero3", "strategy=hybrid_full"])
-def test_a_run_goes_on_on_another_layout(ranks, folder, later):
+def test_a_run_goes_on_on_another_layout(ranks, folder):
     save_base(folder)
     whole = train(ranks, folder, "whole", 1, ["strategy=ddp"], steps=6)
     train(ranks, folder, "run", 4, ["strategy=hybrid"], steps=4)
-    same(train(ranks, folder, "run", 2, [later], steps=2), whole)
+    same(train(ranks, folder, "run", 2, ["strategy=hybrid_full"], steps=2), whole)
 
 
 @pytest.mark.parametrize("words", [
     ["precision=bf16"],
-    ["activation_checkpointing=full"],
-    ["bucketing=layer"],
-    ["bucketing=size", "bucketing.size_mib=0.01"],
-    ["train.micro_batch_size=2"],
+    ["activation_checkpointing=full", "bucketing=layer", "train.micro_batch_size=2"],
 ])  # fmt: skip
 def test_other_settings_give_the_same_losses(ranks, folder, words):
     save_base(folder)
     expected = train(ranks, folder, "alone", 1, ["strategy=ddp", *words])
     bound = 1e-2 if "precision=bf16" in words else 1e-10
     same(train(ranks, folder, "run", 4, ["strategy=hybrid", *words]), expected, bound)
-
-
-def test_compiled_blocks_give_the_same_losses(ranks, folder):
-    save_base(folder)
-    expected = train(ranks, folder, "alone", 1, ["strategy=ddp"])
-    found = train(ranks, folder, "run", 2, ["strategy=zero3", "compile=block"])
-    same(found, expected, bound=1e-8)  # the library's norms compute in fp32
 
 
 REFUSED = [
@@ -297,11 +271,6 @@ def test_what_an_adapter_needs_is_said_before_anything_starts(words, message):
     with pytest.raises(ConfigError) as error:
         jobs.config_of(["model=hf", f"model.adapter={WORDS}", *words])
     assert message in str(error.value)
-
-
-def test_an_adapter_that_is_no_mapping_is_refused():
-    with pytest.raises(ConfigError, match=r"model.adapter=lora must be arguments of peft"):
-        jobs.config_of(["model=hf", "model.path=base", "model.adapter=lora"])
 
 
 def test_a_folder_without_weights_has_nothing_to_adapt(tmp_path):
@@ -353,48 +322,6 @@ def test_a_configuration_in_a_checkpoint_is_checked(ranks, folder, capsys):
     assert "system" not in (folder / "out" / "adapter_config.json").read_text()
     assert main(["convert", str(victim), str(folder / "merged"), "--to", "hf"]) == 1
     assert "--to peft writes them" in capsys.readouterr().err
-
-
-def _with_real_weights(base, strategy):
-    """Losses and adapters of a peft model that was built with weights, as the library loads it."""
-    import peft
-    import training
-
-    from parallel2d import (
-        MeshSpec,
-        ParallelConfig,
-        build_mesh,
-        data_coordinate,
-        mesh_shape,
-        parallelize,
-        token_weight,
-    )
-
-    torch.manual_seed(0)
-    model = peft.get_peft_model(loaded(base, "llama"), peft.LoraConfig(**LORA, use_dora=True))
-    mesh = build_mesh(MeshSpec(), strategy)
-    model = parallelize(model, mesh, ParallelConfig(strategy, precision="fp64"))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    rank, count = data_coordinate(mesh), mesh_shape(mesh).data_ranks
-    for step in range(3):
-        tokens = torch.randint(VOCAB, (8, 9), generator=torch.Generator().manual_seed(step))
-        tokens = tokens.chunk(count)[rank]
-        output = model(tokens[:, :-1]).logits.flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(output, tokens[:, 1:].flatten(), reduction="sum")
-        (loss * token_weight(tokens[:, 1:].numel(), mesh)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [training.whole(p).detach() for p in trained]
-
-
-def test_dora_with_real_weights_is_trained_alike_in_code(ranks, tmp_path):
-    base = save_base(tmp_path)
-    alone = ranks.run(1, _with_real_weights, base, "zero3")[0]
-    for found in ranks.run(4, _with_real_weights, base, "hybrid"):
-        assert len(found) == 12
-        for value, other in zip(found, alone, strict=True):
-            torch.testing.assert_close(value, other, rtol=0, atol=1e-10)
 
 
 def own_adapted(**changes):

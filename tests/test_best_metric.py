@@ -10,10 +10,15 @@ from dataclasses import asdict
 import jobs
 import pytest
 
-from parallel2d.best_metric import BestMetric, WatchedMetrics, problems_of_best
 from parallel2d.errors import ConfigError
 from parallel2d.hooks import Hook
-from parallel2d.progress import Progress, problems_of_state
+from parallel2d.progress import (
+    BestMetric,
+    Progress,
+    WatchedMetrics,
+    problems_of_best,
+    problems_of_state,
+)
 
 
 class Scripted(Hook):

@@ -251,21 +251,6 @@ def test_one_node_without_room_for_two_copies_turns_the_net_off_before_it_is_ful
     assert not list(small_tmpfs.iterdir())
 
 
-@pytest.mark.slow
-def test_a_node_whose_memory_somebody_else_has_filled_is_restored_from_it_all_the_same(
-    cluster, small_tmpfs
-):
-    cluster.run("AABB", until=2)
-    assert cluster.copies("B") == [(2, 2), (2, 3)]
-    with open(small_tmpfs / "somebody", "wb", buffering=0) as file, pytest.raises(OSError):
-        while True:
-            file.write(bytes(4096))
-    lives = cluster.run("AABB", until=6)
-    assert lives[0]["start"] == 2, lives[0]["log"]
-    assert [life["on"] for life in lives] == [False] * 4
-    assert said(lives, "memory net off")
-
-
 def test_a_run_that_ends_leaves_nothing(cluster):
     for end in ("finished", "preempted"):
         cluster.run("AABB", until=2, end=end, disk_every=100)

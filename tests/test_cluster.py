@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import jobs
+import psutil
 import pytest
 
 from tools.cluster import (
@@ -29,7 +30,6 @@ from tools.cluster import (
 )
 from tools.cluster.__main__ import main
 from tools.cluster.network import namespaces, parse_rate
-from tools.cluster.node import processes_of_machine
 from tools.cluster.traffic import theory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,15 +135,11 @@ def left_of(tag: str) -> list[str]:
     left = [name for name in namespaces() if tag in name] + [
         str(path) for path in leftovers.ROOT.glob(f"*{tag}*")
     ]
-    for pid in processes_of_machine():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text() + Path(
-                f"/proc/{pid}/environ"
-            ).read_text(errors="replace")
-        except OSError:
-            continue
-        if f"p2d-cluster-{tag}" in words:
-            left.append(str(pid))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = " ".join([*process.cmdline(), *process.environ().values()])
+            if f"p2d-cluster-{tag}" in words:
+                left.append(str(process.pid))
     return left
 
 
@@ -175,8 +171,6 @@ def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
 @needs_nodes
 def test_a_link_is_as_fast_as_asked_in_both_directions():
     with Cluster(2, rate="80mbit") as cluster:
-        if cluster.limitations:
-            pytest.skip("; ".join(cluster.limitations))
         for sender, receiver in ((0, 1), (1, 0)):
             assert 2e6 < transfer(cluster, sender, receiver, 4_000_000) < 1.1 * 10e6
         cluster.set_rate(1, "16mbit")
@@ -190,7 +184,6 @@ def test_a_link_is_as_fast_as_asked_in_both_directions():
 @needs_nodes
 def test_counters_equal_what_was_sent(tmp_path):
     with Cluster(2, output=tmp_path) as cluster:
-        series = cluster.record_counters(0.05)
         before = cluster.counters()
         transfer(cluster, 0, 1, 5_000_000)
         after_link = cluster.counters()
@@ -206,10 +199,6 @@ def test_counters_equal_what_was_sent(tmp_path):
     assert link["node0"]["lo"]["tx_bytes"] == 0
     assert 1 < inside["node0"]["lo"]["tx_bytes"] / 3e6 < most
     assert inside["node0"]["eth0"]["tx_bytes"] < 1000
-    rows = [json.loads(line) for line in series.read_text().splitlines()]
-    sent = [row["nodes"]["node0"]["eth0"]["tx_bytes"] for row in rows]
-    assert sent == sorted(sent)
-    assert sent[0] < 1e5 < 5e6 <= sent[-1]
 
 
 @needs_nodes
@@ -381,7 +370,8 @@ def test_delay_delays_or_says_that_it_cannot():
 @needs_nodes
 def test_two_clusters_at_once_do_not_meet():
     with Cluster(2) as one, Cluster(2) as other:
-        assert set(one.addresses).isdisjoint(other.addresses)
+        addresses = [{node.address for node in cluster.nodes} for cluster in (one, other)]
+        assert addresses[0].isdisjoint(addresses[1])
         transfer(one, 0, 1, 10_000)
         assert other.counters()["node0"]["eth0"]["tx_bytes"] < 1000
         transfer(other, 1, 0, 20_000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -350,27 +349,6 @@ def test_a_closed_feed_leaves_no_thread_and_no_descriptor(tmp_path):
         with pytest.raises(RuntimeError, match="closed"):
             feed.next()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-
-
-def _anonymous_kib() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
-
-
-@pytest.mark.soak
-def test_memory_and_descriptors_stay_flat_over_a_hundred_thousand_batches():
-    data = open_data(DataConfig(), seq_len=128, seed=0)
-    with feeding(data.train, plan(16)) as feed:
-        for _ in range(5_000):
-            feed.next()
-        memory, descriptors = _anonymous_kib(), len(os.listdir("/proc/self/fd"))
-        for _ in range(100_000):
-            feed.next()
-        grown = _anonymous_kib() - memory
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-        print(f"grown by {grown} KiB, peak {peak} MiB")
-        assert grown < 8 << 10
-        assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_reading_from_two_threads_gives_what_one_gives(tmp_path):

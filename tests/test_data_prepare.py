@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -475,40 +474,3 @@ def test_preparing_does_not_load_torch():
     code = "import sys, parallel2d.data.__main__; print('torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"
-
-
-@pytest.mark.soak
-def test_fifty_random_kills_of_the_command_end_in_identical_shards(tmp_path):
-    """SIGKILL to the command with two workers at a random moment of its life, then run to the end."""
-    generator = np.random.default_rng(0)
-    corpus = tmp_path / "in"
-    corpus.mkdir()
-    for part in range(10):  # each compressed file is a unit
-        lengths = generator.integers(1, 300, 1500)
-        texts = [f"row {number} " * int(length) for number, length in enumerate(lengths)]
-        lines = write_rows(tmp_path / "rows", texts).read_bytes()
-        (corpus / f"{part}.jsonl.gz").write_bytes(gzip.compress(lines, 1))
-    command = [sys.executable, "-m", "parallel2d.data", "prepare", str(corpus)]
-    command += ["--workers", "2", "--output"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    begin = time.monotonic()
-    subprocess.run([*command, str(tmp_path / "again")], check=True, capture_output=True)
-    duration = time.monotonic() - begin
-    kills, moments = 0, []
-    while kills < 50:
-        folder = tmp_path / f"out-{len(moments)}"
-        moments.append(float(generator.uniform(0, duration)))
-        process = subprocess.Popen(
-            [*command, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            process.wait(timeout=moments[-1])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += not (folder / store.MANIFEST).exists()  # a kill after the end proves nothing
-        subprocess.run([*command, str(folder)], check=True, capture_output=True)
-        assert files(folder) == files(tmp_path / "whole"), moments[-1]
-        for path in folder.iterdir():
-            path.unlink()
-    print(f"{kills} kills before the end in {len(moments)} runs of {duration:.1f} s")

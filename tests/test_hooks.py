@@ -326,8 +326,6 @@ class Keeping(SampleText):
 SAMPLE = {"every": 2, "prompt": "12 times", "tokens": 20}
 LAYOUTS = {
     "hybrid": ("strategy=hybrid", "mesh.replicate=2"),
-    "ddp": ("strategy=ddp",),
-    "zero2": ("strategy=zero2",),
     "split updates": ("strategy=hybrid_full", "mesh.replicate=2"),
     "tensor": ("strategy=hybrid", "mesh.tensor=2"),
 }

@@ -22,11 +22,10 @@ from parallel2d.cost.flops import count_flops
 from parallel2d.data.batch import token_sequences
 from parallel2d.errors import ConfigError
 from parallel2d.metrics import goodput
-from parallel2d.metrics.anomalies import WINDOW, Stragglers
 from parallel2d.metrics.console import describe, wrap
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.keys import COMMUNICATION_KEYS
-from parallel2d.metrics.recorder import Recorder
+from parallel2d.metrics.recorder import WINDOW, Recorder, Stragglers
 from parallel2d.metrics.watch import describe_late
 from parallel2d.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
 from parallel2d.progress import Progress, RankReport, StepOutcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
+import itertools
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import training
-from test_policies import _Lines
 from torch import nn
 
 from parallel2d import (
@@ -165,10 +164,12 @@ def compare(found: dict[str, Any], reference: dict[str, Any], bound: float = 1e-
         assert (found["weights"][name] - value).abs().max() < 1e-10, name
 
 
+# Each strategy sees every second kind.
 ON_EACH = [
     pytest.param(strategy, kind, marks=[] if kind == "transformer" else LIBRARY)
-    for strategy in ("zero3", "hybrid")
-    for kind in (*MODELS, "transformer")
+    for strategy, kind in zip(
+        itertools.cycle(("zero3", "hybrid")), (*MODELS, "transformer"), strict=False
+    )
 ]
 
 
@@ -179,7 +180,7 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
 
 
 @LIBRARY
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "olmoe", "phi3"])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "phi3"])
 def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind):
     compare(
         ranks.run(4, run, kind, {"tensor": 2}, {"strategy": "hybrid"})[0], expected(ranks, kind)
@@ -243,9 +244,8 @@ def _clip(strategy):
 
 
 @LIBRARY
-@pytest.mark.parametrize("strategy", ["hybrid", "ddp", "zero3"])
-def test_a_parameter_without_dimensions_is_trained_like_the_others(ranks, strategy):
-    assert max(ranks.run(4, _clip, strategy)) < 1e-9
+def test_a_parameter_without_dimensions_is_trained_like_the_others(ranks):
+    assert max(ranks.run(4, _clip, "hybrid")) < 1e-9
 
 
 @LIBRARY
@@ -263,31 +263,6 @@ def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
         module=model, tensor_plan=_given_plan({"model.layers.*.mlp.up_proj": "replicate"})
     )
     assert plan_tensor_axis(TrainConfig(model=HuggingFaceModel()), given, MeshShape(2, 1, 2))
-
-
-def _whole_on_every_rank(kind: str) -> list[str]:
-    """The lines of the table that says what the tensor axis leaves whole."""
-    lines = _Lines()
-    logger = logging.getLogger("parallel2d.parallelize.tensor_parallel")
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    with build_on_meta():
-        model = build(kind)
-    mesh = build_mesh(MeshSpec(tensor=2), "zero3")
-    parallelize(
-        model, mesh, ParallelConfig("zero3"), seed=0, tensor_plan=huggingface.tensor_words(model)
-    )
-    logger.removeHandler(lines)
-    return lines.lines
-
-
-@LIBRARY
-def test_the_table_says_that_the_experts_of_a_mixture_stay_whole(ranks):
-    for lines in ranks.run(2, _whole_on_every_rank, "mixtral"):
-        assert "  model.layers.*.mlp.experts.gate_up_proj: 2 x 3,072" in lines
-        assert "  model.layers.*.mlp.experts.down_proj: 2 x 1,536" in lines
-        assert "  model.layers.*.mlp.gate.weight: 2 x 64" in lines
-        assert not any("self_attn" in line for line in lines)
 
 
 def _saved(kind: str) -> nn.Module:
@@ -503,27 +478,17 @@ def test_an_encoder_decoder_trains_alike_on_every_layout(ranks, tmp_path):
         "train.seq_len=15",
     ]
     found = {}
-    for name, world, strategy in [
-        ("alone", 1, "zero3"),
-        ("zero3", 2, "zero3"),
-        ("hybrid", 4, "hybrid"),
-    ]:
-        ranks.run(
-            world,
-            jobs.run,
-            str(tmp_path),
-            str(tmp_path / name),
-            [*words, f"strategy={strategy}"],
-            4,
-        )
-        found[name] = jobs.rows(tmp_path / name)
-    for name in ("zero3", "hybrid"):
-        for row, alone in zip(found[name], found["alone"], strict=True):
-            assert row["loss"] == pytest.approx(alone["loss"], rel=1e-10, abs=0)
-            assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-9, abs=0)
+    for strategy, world in (("ddp", 1), ("hybrid", 4)):
+        run_dir = tmp_path / strategy
+        arguments = (str(tmp_path), str(run_dir), [*words, f"strategy={strategy}"], 4)
+        ranks.run(world, jobs.run, *arguments)
+        found[strategy] = jobs.rows(run_dir)
+    for row, alone in zip(found["hybrid"], found["ddp"], strict=True):
+        assert row["loss"] == pytest.approx(alone["loss"], rel=1e-10, abs=0)
+        assert row["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-9, abs=0)
     # 15 - 15 // 2 + 1 of a sequence
     assert [row["tokens"] for row in found["hybrid"]] == [16 * 9 * step for step in range(1, 5)]
-    assert found["alone"][-1]["loss"] < found["alone"][0]["loss"]
+    assert found["ddp"][-1]["loss"] < found["ddp"][0]["loss"]
 
 
 def _lines_of_the_guide():

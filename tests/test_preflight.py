@@ -321,7 +321,7 @@ def test_the_command_starts_ranks_and_ends_with_their_verdict(tmp_path):
 def drop_connections(cluster: Cluster, source: int, target: int) -> None:
     """From now on no connection from node ``source`` to an ephemeral port of node ``target`` gets through; all else does. A
     firewall in the switch: the first packet of a TCP connection (SYN without ACK) is dropped without a word."""
-    address = int.from_bytes(socket.inet_aton(cluster.addresses[source]), "big")
+    address = int.from_bytes(socket.inet_aton(cluster.nodes[source].address), "big")
     code = [
         "40 0 0 12", "21 0 10 2048",  # IPv4
         "48 0 0 23", "21 0 8 6",  # TCP

@@ -306,13 +306,12 @@ SWEEP = ("-m", *SMALL, "launch.nproc_per_node=1", "metrics.console=silent", "hyd
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_after_a_job_that_fails(folder):  # noqa: F811
-    done = execute(folder, *SWEEP, "optimizer.lr=1e-3,1e-2", "model.n_heads=8,7")
+    done = execute(folder, *SWEEP, "model.n_heads=7,8")
     assert done.returncode == 2
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
-    assert len(lines) == 4
-    assert [line[1] == "failed" for line in lines] == [False, False, True, True]
-    assert lines[0][2] == "optimizer.lr=0.01"
-    assert done.stderr.count("must be a multiple of model.n_heads=7") == 2
+    assert [line[0] for line in lines] == ["#1", "#0"]
+    assert [line[1] == "failed" for line in lines] == [False, True]
+    assert done.stderr.count("must be a multiple of model.n_heads=7") == 1
 
 
 @pytest.mark.extras("hydra_plugins.hydra_optuna_sweeper")

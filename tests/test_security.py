@@ -48,8 +48,8 @@ while not os.path.exists(end):
             opened.settimeout(0.2)
             opened.sendall(random.choice(messages) + random.choice(messages))
             tried += 1
-            if tried == 30:
-                print("attacked 30 times", flush=True)
+            if tried == 10:
+                print("attacked 10 times", flush=True)
             try:
                 while opened.recv(4096):
                     pass
@@ -114,7 +114,7 @@ def test_two_nodes_need_a_secret_and_somebody_on_the_network_changes_nothing(tmp
         assert (cluster.output / "node0.log").read_text().count("need a secret") == 1
         start("open", "launch.insecure=true").check(180)
 
-        port = cluster.endpoint.rpartition(":")[2]
+        port = cluster.endpoint().rpartition(":")[2]
         attacks = []
         for host in ("node0", "node0.peer"):
             attack = [sys.executable, "-c", ATTACK, host, port, str(marker), str(over)]
@@ -122,7 +122,7 @@ def test_two_nodes_need_a_secret_and_somebody_on_the_network_changes_nothing(tmp
         job = start("attacked", f"launch.secret_file={secret}", "train.steps=1000000")
         tried = cluster.output / "node2.log"
         job.wait_for_step(12)
-        wait_for(lambda: tried.read_text().count("attacked 30 times") == 2)
+        wait_for(lambda: tried.read_text().count("attacked 10 times") == 2)
         job.send_signal(signal.SIGTERM)
         assert set(job.wait(60).values()) == {75}
         over.touch()

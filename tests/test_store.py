@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from parallel2d.config import LaunchConfig
 from parallel2d.errors import ConfigError
-from parallel2d.launch import rendezvous, rendezvous_state
+from parallel2d.launch import rendezvous
 from parallel2d.launch.__main__ import main
 from parallel2d.store import channel as channel_module
 from parallel2d.store import secret as secrets
@@ -189,17 +189,6 @@ def test_the_store_answers_as_torchs_does(client):
     assert client.get("t") == b"xyz"
 
 
-def test_threads_do_not_wait_for_each_other(client):
-    with ThreadPoolExecutor(8) as pool:
-        waiting = [pool.submit(client.wait, ["go"], timedelta(seconds=10)) for _ in range(7)]
-        assert client.add("n", 1) == 1
-        assert list(pool.map(lambda _: client.add("n", 1), range(300))) != []
-        client.set("go", "")
-        for each in waiting:
-            each.result(timeout=5)
-    assert client.add("n", 0) == 301
-
-
 def test_a_key_that_is_deleted_while_others_are_waited_for_is_waited_for_again(client):
     with ThreadPoolExecutor(2) as pool:
         client.set("first", "1")
@@ -235,38 +224,6 @@ def test_waits_of_clients_that_go_or_ask_twice_end_and_those_of_months_do_not(se
         assert client.add("n", 1) == 1
         client.set("soon", "")
         waiting.result(timeout=5)
-
-
-class GoneTerminal:
-    """Standard error that raises, or never returns."""
-
-    def __init__(self, held: threading.Event | None) -> None:
-        self.held, self.asked = held, threading.Event()
-
-    def write(self, text: str) -> None:
-        self.asked.set()
-        if self.held is None:
-            raise BrokenPipeError
-        self.held.wait(30)
-
-    flush = close = lambda self: None
-
-
-@pytest.mark.parametrize("held", [None, threading.Event()], ids=["raises", "blocks"])
-def test_a_terminal_that_is_gone_does_not_end_the_server(held, monkeypatch):
-    terminal = GoneTerminal(held)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    server = StoreServer.at("127.0.0.1", 0, SECRET, server_module.say_who_came)
-    opened = connection(server)
-    receive(opened, HELLO)
-    opened.sendall(bytes(ANSWER))
-    assert is_dropped(opened)
-    assert terminal.asked.wait(10)
-    client = StoreClient(server.address, SECRET, timeout_s=5)
-    assert client.add("n", 1) == 1
-    if held is not None:
-        held.set()
-    server.close()
 
 
 def test_what_strangers_send_is_not_kept(server, client):
@@ -479,15 +436,15 @@ def test_a_pickle_in_the_store_is_not_read(client, tmp_path):
     damaged = [pickle.dumps(Runs()), b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
     for state in [*damaged, _told(round=1.5), _told(deadline=3)]:
         client.set("parallel2d/rendezvous/job", state)
-        backend = rendezvous_state.JsonBackend(client, "job")
+        backend = rendezvous.JsonBackend(client, "job")
         with pytest.raises(RendezvousStateError, match="damaged"):
             backend.get_state()
     assert not ran.exists()
 
 
 def _told(**changed) -> bytes:
-    state = rendezvous_state.RendezvousState()
-    return json.dumps({**json.loads(rendezvous_state.to_json(state)), **changed}).encode()
+    state = rendezvous.RendezvousState()
+    return json.dumps({**json.loads(rendezvous.to_json(state)), **changed}).encode()
 
 
 # The secret
@@ -541,20 +498,3 @@ def test_several_nodes_need_a_secret(monkeypatch):
     monkeypatch.setenv(secrets.VARIABLE, "short")
     with pytest.raises(ConfigError, match="PARALLEL2D_SECRET: a secret has"):
         secrets.find_secret(None)
-
-
-@pytest.mark.slow
-def test_srun_needs_a_secret(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != secrets.VARIABLE}
-    task = {
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-    }
-    words = [sys.executable, "-m", "parallel2d.train", f"hydra.run.dir={tmp_path}/run"]
-    ended = subprocess.run(
-        words, env={**environment, **task}, capture_output=True, text=True, timeout=120
-    )
-    assert (ended.returncode, ended.stderr.count("need a secret")) == (1, 1)
-    assert not (tmp_path / "run").exists()

@@ -292,8 +292,6 @@ def write_checkpoint(
 @exchange.sendable
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank sends to rank 0: its file, what is in it, or what went wrong."""
-
     file: tuple[str, StoredFile] | None
     parts: Sequence[tuple[str, str, tuple[int, ...], Region]]  # name, dtype, whole shape, region
     error: str | None

@@ -133,7 +133,6 @@ def list_differences(lines: Sequence[str]) -> str:
 
 
 def _stored_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """The optimizer's groups, each with a list of parameter names."""
     label = checkpoint.folder.label
     groups = checkpoint.manifest.optimizer.get("groups")
     if not isinstance(groups, list):

@@ -338,7 +338,6 @@ def _source(config: DataConfig) -> str:
 
 
 def _splits(records: list[Record]) -> Record:
-    """The shards of each split, in order, with their sums."""
     splits = {}
     for name in store.SPLITS:
         found = [record["splits"][name]["shards"][0] for record in records]
@@ -366,7 +365,6 @@ def _manifest(
 
 
 def _clean(folder: Path, manifest: Record) -> None:
-    """Removes records, and shards of an attempt with other input."""
     needed = {name for name, _ in store.shard_files(manifest)}
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):

@@ -122,7 +122,6 @@ def _stop_explained(
 
 
 def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:
-    """By name."""
     if folder is None and run_dir is None:
         return None
     try:

@@ -138,8 +138,6 @@ def cuda_stream_waits(device: torch.device) -> StreamWaits:
 
 @dataclass(slots=True)
 class _Tally:
-    """Running sums of one axis."""
-
     axis: str
     size: int
     bytes: float = 0.0

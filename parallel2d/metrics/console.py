@@ -68,7 +68,6 @@ class ConsoleDisplay:
             self.say(line)
 
     def _is_due(self, row: dict[str, Any], since_last_s: float) -> bool:
-        """Whether enough time has passed, or the row is one that is always shown."""
         if row[keys.STEP] in (1, self._steps):
             return True
         # Plain lines stay, so every validation gets one.
@@ -77,7 +76,6 @@ class ConsoleDisplay:
         return since_last_s > (_LINE_EVERY_S if self._live is None else _REDRAWN_EVERY_S)
 
     def _view(self, step: int, parts: list[str], eta: str) -> Group:
-        """A line with the bar, and below it ``parts``."""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,6 @@ import torch.distributed as dist
 
 from parallel2d.files import for_terminal
 from parallel2d.metrics import keys
-from parallel2d.metrics.anomalies import Deviation, Stragglers
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.goodput import Goodput
@@ -30,6 +30,10 @@ from parallel2d.progress import Progress, RankReport, StepOutcome
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
+TOLERANCE = 0.05  # of predicted bytes; beyond it the axis is named
+# Steps over which the median of a rank's ratio counts, so that single pauses do not
+WINDOW = 12
+SLOW = 1.5  # times the other ranks' busy time
 
 
 @dataclass(kw_only=True, eq=False)
@@ -262,13 +266,11 @@ class Recorder:
 
 
 def _has_own_core(hosts: Sequence[str]) -> bool:
-    """Whether there is a core for each rank of this host."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """Of this process and, on GPU, of its device, by key."""
     memory = {
         keys.PEAK_RSS_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
         keys.RSS_GIB: psutil.Process().memory_info().rss / _GIB,
@@ -284,7 +286,6 @@ def _memory(device: torch.device) -> dict[str, float]:
 
 
 def _largest_memory(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Of the rank that has most, for each quantity."""
     row = {key: max(report.memory[key] for report in reports) for key in reports[0].memory}
     if row.get(keys.RESERVED_GIB):
         row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
@@ -298,3 +299,59 @@ def _slowest(busy_s: Sequence[float]) -> dict[str, float]:
         return {}
     longest = max(busy_s)
     return {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
+
+
+class Deviation:
+    """Warns once per axis that moves more or less than predicted. ``predicted``: bytes by key."""
+
+    def __init__(self, predicted: Mapping[str, float]) -> None:
+        self._predicted = dict(predicted)
+
+    def check(self, row: Mapping[str, float]) -> list[str]:
+        """The warnings for one row of measurements; each axis is named once in a run."""
+        warnings = []
+        for key, predicted in list(self._predicted.items()):
+            measured, expected = row.get(key, predicted), max(predicted, 1.0)
+            if abs(measured - predicted) > TOLERANCE * expected:
+                del self._predicted[key]
+                axis = key.split("/")[1]
+                warnings.append(
+                    f"the {axis} axis moves {measured / 1e6:.4g} MB per step and rank, "
+                    f"{measured / expected:.2f} times the predicted {predicted / 1e6:.4g} MB: look "
+                    "for collectives that the layout does not need"
+                )
+        return warnings
+
+
+class Stragglers:
+    """Warns once per rank that is slow. ``hosts[rank]``: where a rank runs."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._ratios: list[deque[float]] = [deque(maxlen=WINDOW) for _ in hosts]
+        self._named: set[int] = set()
+
+    def check(self, busy_s: Sequence[float]) -> list[str]:
+        """``busy_s[rank]``: seconds of the last step in which the rank worked, without its waits
+        for others."""
+        # Zero stands for a rank that has measured nothing yet.
+        if len(busy_s) < 2 or not all(busy_s):
+            return []
+        warnings = []
+        # One median for all ranks: to sort the others of each takes tens of milliseconds with
+        # hundreds of ranks. Who is slow is not in the lower half.
+        others = statistics.median(sorted(busy_s)[:-1])
+        for rank, seconds in enumerate(busy_s):
+            ratios = self._ratios[rank]
+            ratios.append(seconds / others)
+            if len(ratios) < WINDOW or ratios[-1] < SLOW or rank in self._named:
+                continue
+            ratio = statistics.median(ratios)
+            if ratio >= SLOW:
+                self._named.add(rank)
+                host = self._hosts[rank].split("/")[0]
+                warnings.append(
+                    f"rank {rank} on {host} is slow: {ratio:.1f} times the busy time of the other "
+                    f"ranks over the last {WINDOW} steps; all others wait for it"
+                )
+        return warnings

@@ -225,7 +225,6 @@ class _EventFile:
 def _introduction(
     texts: Mapping[str, str], hparams: Mapping[str, str | float | bool], axes: Sequence[str]
 ) -> Iterator[Any]:
-    """What TensorBoard has to know before the first row."""
     from torch.utils.tensorboard import summary
 
     for name, text in texts.items():

@@ -92,7 +92,6 @@ def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
 def _settings(
     parameter: Tensor, entry: Mapping[str, Any], config: OptimizerConfig, is_hidden: bool
 ) -> dict[str, Any]:
-    """The defaults of a parameter, changed by ``entry``."""
     decay = config.weight_decay
     if parameter.ndim < 2:  # norms and biases
         decay = 0.0

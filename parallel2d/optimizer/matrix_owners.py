@@ -261,7 +261,6 @@ class MatrixRound:
         return output
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """``tensors`` one after the other."""
         if not tensors:
             return torch.empty(0, dtype=DTYPE, device=self._device)
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -365,7 +364,6 @@ def _split_and_copied(
 
 
 def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:
-    """Elements of one part of each, with padding."""
     return sum(matrix.parts[level].padded.numel() for matrix in matrices)
 
 
@@ -375,7 +373,6 @@ _Item = TypeVar("_Item")
 def _in_pieces(
     items: Sequence[_Item], limit: float, size: Callable[[_Item], float]
 ) -> list[list[_Item]]:
-    """``items`` in pieces of ``limit`` at most, or of one item."""
     pieces: list[list[_Item]] = []
     total = 0.0
     for item in items:
@@ -388,7 +385,6 @@ def _in_pieces(
 
 
 def _alternating(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
-    """The first of each, then the second of each, ..."""
     found: list[_Item] = []
     for index in range(max(map(len, lists))):
         found.extend(each[index] for each in lists if index < len(each))

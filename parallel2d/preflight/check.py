@@ -17,11 +17,11 @@ import yaml
 from parallel2d import files
 from parallel2d.config import TrainConfig
 from parallel2d.errors import ConfigError, counted
-from parallel2d.exchange import all_gather
+from parallel2d.exchange import all_gather, check_shared_run_dir
 from parallel2d.mesh import MeshSpec, build_mesh
 from parallel2d.preflight.rank_measurement import RankMeasurement
 from parallel2d.preflight.verdict import Finding, NodeFacts, judge_nodes, judge_speeds
-from parallel2d.runtime import Runtime, check_shared_run_dir
+from parallel2d.runtime import Runtime
 
 
 class ClusterCheck:

@@ -25,12 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from parallel2d.cost.collective_time import collective_steps, placements
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.errors import ConfigError
-from parallel2d.exchange import all_gather
+from parallel2d.exchange import all_gather, reduce
 from parallel2d.mesh import mesh_shape
 from parallel2d.models.llama import Llama
 from parallel2d.parallelize.precision import DTYPES
 from parallel2d.preflight.verdict import NodeFacts, RankLink
-from parallel2d.runtime import Runtime, reduce
+from parallel2d.runtime import Runtime
 from parallel2d.sync.blocks import BITS, BlockNoise, Piece
 from parallel2d.sync.noise import contribution_stage
 from parallel2d.sync.wire import BlockWire, CastWire, Wire
@@ -270,7 +270,6 @@ class RankMeasurement:
         return values.nbytes / self._slowest(code) / 1e9
 
     def _slowest(self, run: Callable[[], object]) -> float:
-        """Seconds of one ``run`` on the slowest rank."""
         return self._largest(self._seconds_of(run))
 
     def _seconds_of(self, run: Callable[[], object]) -> float:
@@ -289,7 +288,6 @@ class RankMeasurement:
         return statistics.median(found[1:])
 
     def _largest(self, value: float) -> float:
-        """That of all ranks, on every rank."""
         return float(reduce(torch.tensor(value, dtype=torch.float64), op="max"))
 
     def _meet(self) -> None:

@@ -60,8 +60,6 @@ def assemble(answers: Sequence[Any], refused: set[str], what: str) -> AssembledC
 
 
 class _Inventory:
-    """What the records of all nodes list."""
-
     def __init__(self, refused: set[str]) -> None:
         self.refused = refused
         self.common: Any = None

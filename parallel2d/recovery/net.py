@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.checkpoint.save import Group, plan_all, plan_of_replica
 from parallel2d.checkpoint.storage import describe_error
-from parallel2d.config import CheckpointConfig
 from parallel2d.files.tensor_file import DTYPE_NAMES
 from parallel2d.mesh import axis_positions, mesh_shape
 from parallel2d.recovery.buffer import Buffer, Part, folders_in, pack, slots, unpack
@@ -36,37 +35,7 @@ from parallel2d.weights.geometry import local_region
 
 log = logging.getLogger(__name__)
 
-AUTO_EVERY = 10  # steps, with checkpoint.memory_every=auto
 _RNG_BYTES = 64 * 2**10  # that one rank's random generators may have, to be kept by another too
-
-
-def memory_copies(
-    config: CheckpointConfig, run_dir: str | os.PathLike[str], mesh: DeviceMesh | None
-) -> MemoryNet | None:
-    """The copies that ``config.memory_every`` asks for, for a `Checkpointer` of the same arguments;
-    None for none. Rank 0 decides, since environments may differ. Collective."""
-    group = Group.new()
-    every, why = _decide(config)
-    if group.rank == 0 and why:
-        log.info("memory net off: %s", why)
-    every = int(group.broadcast(every))
-    return MemoryNet(every, os.fspath(run_dir), mesh, group) if every else None
-
-
-def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
-    if not config.enabled:
-        return 0, "checkpoint.enabled=false"
-    if config.memory_every != "auto":
-        every = int(config.memory_every)
-        return every, None if every else "checkpoint.memory_every=0"
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if not restarts.isdecimal() or not int(restarts):
-        return (
-            0,
-            "nothing restarts this job's workers (TORCHELASTIC_MAX_RESTARTS is 0); "
-            "checkpoint.memory_every=N turns it on",
-        )
-    return AUTO_EVERY, None
 
 
 @dataclass
@@ -441,7 +410,6 @@ class MemoryNet:
             self._remove()
 
     def _turn_off(self, why: str) -> None:
-        """On all ranks alike."""
         self.on = False
         if self.answers.rank == 0:
             log.warning(

@@ -140,7 +140,6 @@ def _split(
 
 
 def _bytes_by_axis(parts: Sequence[Run]) -> go.Figure:
-    """Measured beside predicted."""
     bars: dict[str, Numbers] = {}
     for axis, key in BYTES.items():
         bars[axis] = np.nan_to_num([part.mean(key) for part in parts])
@@ -152,7 +151,6 @@ def _bytes_by_axis(parts: Sequence[Run]) -> go.Figure:
 def _bars(
     runs: Sequence[Run], bars: Mapping[str, Numbers], units: Mapping[str, float], mode: str
 ) -> go.Figure:
-    """Horizontal bars, a value for each run, in the unit that fits the longest."""
     figure = go.Figure(layout={"barmode": mode})
     unit = fitting_unit(float(np.max(list(bars.values()))), units)
     # Names of runs differ, what is left of long ones may not.

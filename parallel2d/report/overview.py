@@ -121,7 +121,6 @@ def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted key."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -144,7 +143,6 @@ def _measured_and_predicted(run: Run) -> list[TextRow]:
 
 
 def _times(run: Run) -> TextRow:
-    """Shares of the steps' time, and what the rest of the wall time was lost to."""
     row = {"run": run.name}
     for what, key in {**PHASES, **WAITS}.items():
         share = ratio(run.mean(key), run.mean(keys.STEP_S))

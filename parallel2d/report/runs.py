@@ -146,7 +146,6 @@ def read_run(path: str) -> Run:
 
 
 def _read_object(path: str) -> dict[str, Any]:
-    """Empty if there is no file, as in runs that still train."""
     try:
         found = files.read_json(path, _LARGEST_OBJECT)
     except FileNotFoundError:

@@ -121,7 +121,6 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
-    """To go on, to look at it, to export it."""
     run_dir = shlex.quote(_short(job.run_dir))
     lines = []
     if summary["checkpoint"]:
@@ -166,7 +165,6 @@ def _words_to_go_on(job: Job, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _short(path: str) -> str:
-    """Relative to the current folder where that is inside it."""
     if "://" in path:
         return path
     relative = os.path.relpath(path)

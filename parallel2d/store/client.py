@@ -178,8 +178,6 @@ class _Closed(ConfigError):  # noqa: N818 (named after what happened)
 
 
 class _Connection:
-    """One connection, which carries one request at a time."""
-
     def __init__(self, address: str, secret: str, patience_s: float, answer_s: float) -> None:
         deadline = time.monotonic() + patience_s
         for left in reversed(range(_TRIES)):

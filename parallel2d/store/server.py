@@ -126,7 +126,6 @@ class StoreServer:
             self._wake.close()
 
     def _is_woken(self, ready: list[tuple[selectors.SelectorKey, int]]) -> bool:
-        """Attends to all connections that are ready, unless `close` was called."""
         for key, events in ready:
             if key.fileobj is self._woken:
                 return True
@@ -137,7 +136,6 @@ class StoreServer:
         return False
 
     def _next_due(self) -> float:
-        """Seconds until something is."""
         now = time.monotonic()
         waits = (due for due, _, _ in self._deadlines[:1])
         # In the order in which they came, so the first one is due first.
@@ -370,8 +368,6 @@ def say_who_came(address: str) -> None:
 
 
 class _Peer:
-    """One connection."""
-
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket, self.address = connection, address
         self.number = secrets.token_bytes(NUMBER)

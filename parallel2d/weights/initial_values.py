@@ -198,7 +198,6 @@ class InitialWeights:
         return unset
 
     def _initialize(self, module: nn.Module, name: str, seed: int) -> None:
-        """Runs the initializer of ``module``, whose parts have their values."""
         digest = hashlib.sha256(f"{seed}/{fqn_of(name)}".encode()).digest()
 
         # Seeded anew each time: the values of a module depend on no other module's draws.
@@ -266,7 +265,6 @@ def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place
 
 
 def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
-    """The initializer that ``module`` brings with it."""
     # nn.MultiheadAttention and nn.Transformer have theirs under the second name.
     for attribute in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, attribute, None)

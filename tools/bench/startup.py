@@ -23,14 +23,8 @@ from pathlib import Path
 
 import psutil
 
-TRAIN = (
-    sys.executable,
-    "-m",
-    "parallel2d.train",
-    "strategy=hybrid",
-    "launch.nproc_per_node=4",
-    "metrics.console=silent",
-)
+WORDS = "-m parallel2d.train strategy=hybrid launch.nproc_per_node=4 metrics.console=silent"
+TRAIN = (sys.executable, *WORDS.split())
 HERE = Path(__file__).resolve().parents[2]
 
 
@@ -68,15 +62,9 @@ def restart(checkout: Path) -> tuple[float, float]:
     """Seconds that the restart took, and the memory before it."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        words = [
-            *TRAIN,
-            "train.steps=1000000",
-            "checkpoint.every=10",
-            "metrics.log_every=1",
-            "launch.max_restarts=5",
-        ]
+        words = "train.steps=1000000 checkpoint.every=10 metrics.log_every=1 launch.max_restarts=5"
         job = subprocess.Popen(
-            [*words, f"hydra.run.dir={run}"],
+            [*TRAIN, *words.split(), f"hydra.run.dir={run}"],
             cwd=checkout,
             env=environment(checkout),
             stderr=subprocess.DEVNULL,

@@ -6,9 +6,8 @@ docs/cluster.md.
 """
 
 from tools.cluster.cluster import Cluster, why_not
-from tools.cluster.counters import difference
 from tools.cluster.faults import Fault, parse_fault
 from tools.cluster.job import Job
-from tools.cluster.network import ClusterError
+from tools.cluster.network import ClusterError, difference
 
 __all__ = ["Cluster", "ClusterError", "Fault", "Job", "difference", "parse_fault", "why_not"]

@@ -8,18 +8,24 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from parallel2d.store.secret import VARIABLE, new_secret
 from tools.cluster import leftovers
-from tools.cluster.counters import Counters, Series
 from tools.cluster.job import LAUNCHERS, PORT, Job
-from tools.cluster.network import PREFIX, ClusterError, Network, command, parse_rate
+from tools.cluster.network import (
+    DROP_ALL,
+    PREFIX,
+    ClusterError,
+    Counters,
+    Network,
+    command,
+    delete_namespaces,
+    parse_rate,
+)
 from tools.cluster.node import Node, Process, node_environment
 
 STORE = "store"
@@ -43,12 +49,19 @@ def why_not() -> str | None:
         return f"nodes need the programs {', '.join(missing)} (iproute2, util-linux), which are not installed here"
     if os.geteuid() != 0:
         return "nodes are network namespaces, and making them needs root"
-    name = f"{PREFIX}-{os.getpid()}x-try"
+    tag = f"{os.getpid()}x"
+    name = f"{PREFIX}-{tag}-try"
     try:
-        command("ip", "netns", "add", name)
-        command("ip", "netns", "del", name)
+        command(f"ip netns add {name}")
+        try:
+            command(f"tc -n {name} qdisc add dev lo root tbf rate 1mbit burst 131072 limit 2097152")
+            command(f"tc -n {name} qdisc add dev lo clsact")
+            drop = f"protocol all bpf bytecode '{DROP_ALL}' da"
+            command(f"tc -n {name} filter add dev lo egress pref 1 {drop}")
+        finally:
+            delete_namespaces(tag)
     except ClusterError as error:
-        return f"this machine does not let us make network namespaces: {error}"
+        return f"this machine cannot make network namespaces with shaped links: {error}"
     return None
 
 
@@ -92,9 +105,6 @@ class Cluster:
         self._logs: dict[str, BinaryIO] = {}
         self._lost_power: set[int] = set()
         self._store: Node | None = None
-        self._lock = threading.Lock()  # a node's namespace is exchanged or read
-        self._series: Series | None = None
-        self._timers: list[threading.Timer] = []
         self._processes: list[Process] = []
         self._begun = time.monotonic()
         self.tag = ""
@@ -102,17 +112,6 @@ class Cluster:
     # Life
 
     def __enter__(self) -> Cluster:
-        return self.open()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def open(self) -> Cluster:
         if (reason := why_not()) is not None:
             raise ClusterError(reason)
         hosts = [*self._names, *([STORE] if self.store_outside else [])]
@@ -145,8 +144,8 @@ class Cluster:
                 self._logs[machine.name] = (self.output / f"{machine.name}.log").open(
                     "wb", buffering=0
                 )
-            for index in range(len(self.nodes)):
-                self.set_rate(index, self.rate)
+            for node in self.nodes:
+                self.network.set_rate(node.name, self.rate)
             self._begun = time.monotonic()
             if self._store is not None:
                 self._start_store()
@@ -155,15 +154,13 @@ class Cluster:
             raise
         return self
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Kills all processes of all nodes and removes everything. Nothing happens the second time."""
         if not self.tag:
             return
-        for timer in self._timers:
-            timer.cancel()
-            timer.join()
-        if self._series is not None:
-            self._series.stop()
         for process in self._processes:
             process.wake()
         for machine in [*self.nodes, *([self._store] if self._store is not None else [])]:
@@ -180,43 +177,27 @@ class Cluster:
         assert self._store is not None
         log = self.output / f"{STORE}.log"
         before = log.stat().st_size
-        ours = [
-            "-m",
-            "parallel2d.launch",
-            "store",
-            "--host",
-            self._store.address,
-            "--port",
-            str(PORT),
-        ]
+        address = self._store.address
+        ours = f"-m parallel2d.launch store --host {address} --port {PORT}".split()
+        torchs = ["-c", _STORE_FOR_TORCHRUN, address, str(PORT + 1)]
         processes = [
             self._start(self._store, [sys.executable, *words], {}, os.getcwd())
-            for words in (ours, ["-c", _STORE_FOR_TORCHRUN, self._store.address, str(PORT + 1)])
+            for words in (ours, torchs)
         ]
         while log.read_bytes()[before:].count(b"listens") < len(processes):
             for process in processes:
                 if process.poll() is not None:
-                    raise ClusterError(
-                        f"the store ended with {process.wait()}: {log.read_text(errors='replace').strip()}"
-                    )
+                    said = log.read_text(errors="replace").strip()
+                    raise ClusterError(f"the store ended with {process.wait()}: {said}")
             time.sleep(0.05)
 
     # Running
 
-    @property
-    def endpoint(self) -> str:
-        """Where our launchers meet, HOST:PORT."""
-        return self._endpoint("own")
-
-    def _endpoint(self, launcher: str) -> str:
-        """torchrun needs torch's own store."""
+    def endpoint(self, launcher: str = "own") -> str:
+        """HOST:PORT of the rendezvous. torchrun needs torch's own store."""
         if not self.store_outside:
             return f"node0:{PORT}"
         return f"{STORE}:{PORT + 1 if launcher == 'torchrun' else PORT}"
-
-    @property
-    def addresses(self) -> list[str]:
-        return [node.address for node in self.nodes]
 
     def run(
         self,
@@ -233,10 +214,10 @@ class Cluster:
         leaves it to the launcher (torchrun: none). Relative paths in the words start at ``cwd``."""
         if launcher not in LAUNCHERS:
             raise ClusterError(f"launcher={launcher} must be one of {', '.join(LAUNCHERS)}")
-        if self.job is not None and any(code is None for code in self.job.poll().values()):
+        if self.job is not None and self.job.is_running():
             raise ClusterError("a job still runs on this cluster")
         options = {
-            "nodes": len(self.nodes), "min_nodes": min_nodes or len(self.nodes), "job_id": self.tag, "endpoint": self._endpoint(launcher),
+            "nodes": len(self.nodes), "min_nodes": min_nodes or len(self.nodes), "job_id": self.tag, "endpoint": self.endpoint(launcher),
             "max_restarts": max_restarts,
         }  # fmt: skip
         self.job = Job(
@@ -300,37 +281,16 @@ class Cluster:
 
     def counters(self) -> Counters:
         """``{"node0": {"eth0": {"tx_bytes", ...}, "lo": {...}}, ...}`` since the cluster was made. eth0's tx is the uplink."""
-        with self._lock:
-            return {node.name: self.network.counters(node.name) for node in self.nodes}
-
-    def record_counters(self, interval: float) -> Path:
-        """Writes a snapshot every ``interval`` seconds to the returned file until the cluster is closed."""
-        if interval <= 0:
-            raise ClusterError(f"counters every {interval} s: must be more than 0")
-        if self._series is not None:
-            raise ClusterError("counters are recorded already")
-        path = self.output / "counters.jsonl"
-
-        def describe() -> dict[str, Any]:
-            return (
-                {"step": self.job.step()}
-                if self.job is not None and self.job.run_dir is not None
-                else {}
-            )
-
-        self._series = Series(path, interval, self.counters, describe)
-        return path
+        return {node.name: self.network.counters(node.name) for node in self.nodes}
 
     # Faults
 
     def _event(self, what: str, **details: Any) -> None:
-        self.events.append(
-            {"seconds": round(time.monotonic() - self._begun, 3), "fault": what, **details}
-        )
+        seconds = round(time.monotonic() - self._begun, 3)
+        self.events.append({"seconds": seconds, "fault": what, **details})
         if self._echo is not None:
-            self._echo(
-                f"[cluster] {self.events[-1]['seconds']:8.3f} s  {what} {' '.join(f'{k}={v}' for k, v in details.items())}"
-            )
+            words = " ".join(f"{key}={value}" for key, value in details.items())
+            self._echo(f"[cluster] {seconds:8.3f} s  {what} {words}")
 
     def kill_worker(self, node: int, local_rank: int) -> None:
         """SIGKILL for one worker."""
@@ -355,11 +315,10 @@ class Cluster:
         if not machine.alive:
             raise ClusterError(f"{machine.name} is down already")
         self.killed.add(node)
-        with self._lock:
-            if power_loss:
-                self.network.cut(machine.name)
-                self._lost_power.add(node)
-            machine.kill()
+        if power_loss:
+            self.network.cut(machine.name)
+            self._lost_power.add(node)
+        machine.kill()
         self._event("kill-node", node=node, power_loss=power_loss)
 
     def restore_node(self, node: int) -> None:
@@ -367,45 +326,34 @@ class Cluster:
         machine = self._node(node)
         if machine.alive:
             raise ClusterError(f"{machine.name} is up")
-        with self._lock:
-            if node in self._lost_power:
-                self.network.renew(machine.name)
-                self._lost_power.discard(node)
-            machine.boot()
+        if node in self._lost_power:
+            self.network.renew(machine.name)
+            self._lost_power.discard(node)
+        machine.boot()
         self.killed.discard(node)
         self._event("restore-node", node=node)
-        if self.job is not None and any(code is None for code in self.job.poll().values()):
+        if self.job is not None and self.job.is_running():
             self.job.start(node)
 
     def kill_store(self) -> None:
         """The machine of the rendezvous store dies, and what the store held is lost. Raises `ClusterError` when it is inside node 0."""
         if self._store is None or not self._store.alive:
-            raise ClusterError(
-                "there is no store outside of the nodes"
-                if self._store is None
-                else "the store is down already"
-            )
+            raise ClusterError("there is no store outside of the nodes, or it is down already")
         self._store.kill()
         self._event("kill-store")
 
     def restore_store(self) -> None:
         """A new, empty store at the same address."""
         if self._store is None or self._store.alive:
-            raise ClusterError(
-                "there is no store outside of the nodes"
-                if self._store is None
-                else "the store is up"
-            )
+            raise ClusterError("there is no store outside of the nodes, or it is up")
         self._store.boot()
         self._start_store()
         self._event("restore-store")
 
-    def partition(self, node: int, seconds: float | None = None) -> None:
-        """Nothing passes between this node and all others, in either direction, for this long or until `heal`."""
+    def partition(self, node: int) -> None:
+        """Nothing passes between this node and all others, in either direction, until `heal`."""
         self.network.cut(self._node(node).name)
         self._event("partition", node=node)
-        if seconds is not None:
-            self._later(seconds, lambda: self.heal(node))
 
     def heal(self, node: int) -> None:
         """Ends a partition."""
@@ -415,28 +363,20 @@ class Cluster:
         self._event("heal", node=node)
 
     def set_rate(self, node: int, rate: str | int | None) -> None:
-        """Another rate for this node's link, from now on, in each direction."""
+        """Another rate for this node's link, from now on, in each direction; None: as fast as the machine."""
         self.network.set_rate(self._node(node).name, rate)
-        if self.job is not None:
-            self._event("rate", node=node, rate=rate)
+        self._event("rate", node=node, rate=rate)
 
-    def set_loss(self, node: int, share: float) -> None:
+    def restore_rate(self, node: int) -> None:
+        """The rate that all links have."""
+        self.set_rate(node, self.rate)
+
+    def set_loss(self, node: int, share: float = 0.0) -> None:
         """Loses this share of the packets on the node's link, in each direction."""
         self.network.set_loss(self._node(node).name, share)
         self._event("loss", node=node, share=share)
 
-    def set_delay(self, node: int, milliseconds: float) -> None:
+    def set_delay(self, node: int, milliseconds: float = 0.0) -> None:
         """Delays the packets on the node's link, in each direction. Raises `ClusterError` on a kernel without netem."""
         self.network.set_delay(self._node(node).name, milliseconds)
         self._event("delay", node=node, milliseconds=milliseconds)
-
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, action)
-        timer.daemon = True
-        self._timers.append(timer)
-        timer.start()
-
-    @property
-    def limitations(self) -> list[str]:
-        """What this kernel could not do, in words."""
-        return self.network.limitations

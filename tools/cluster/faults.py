@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tools.cluster.network import ClusterError, parse_rate
 
@@ -34,40 +34,42 @@ def _share(text: str) -> float:
     return value
 
 
-def _rate(text: str) -> str:
-    parse_rate(text)
-    return text
+# Key -> how its value is read, and what it must be.
+_VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "node": (int, "a whole number"),
+    "rank": (int, "a whole number"),
+    "for": (_seconds, "seconds such as 5s"),
+    "share": (_share, "a share such as 1% or 0.01"),
+    "rate": (parse_rate, "a rate such as 200mbit"),
+    "delay": (lambda text: float(text.removesuffix("ms")), "milliseconds such as 5ms"),
+    "power_loss": ({"true": True, "false": False}.__getitem__, "true or false"),
+}
 
 
-def _yes(text: str) -> bool:
-    return {"true": True, "false": False}[text]
+@dataclass(frozen=True)
+class _Kind:
+    """``begin`` gets the values of ``needs``, in this order; ``end`` those of ``undone_with``."""
+
+    begin: str  # a method of Cluster
+    needs: tuple[str, ...]
+    end: str | None = None  # the method that undoes it after ``for=``
+    undone_with: tuple[str, ...] = ("node",)
+    may: tuple[str, ...] = ()
 
 
-def _milliseconds(text: str) -> float:
-    return float(text.removesuffix("ms"))
-
-
-_EXPECTED: dict[Callable[[str], object], str] = {
-    int: "a whole number", _seconds: "seconds such as 5s", _share: "a share such as 1% or 0.01", _rate: "a rate such as 200mbit",
-    _yes: "true or false", _milliseconds: "milliseconds such as 5ms",
-}  # fmt: skip
-_Keys = dict[str, Callable[[str], object]]
-_NODE: _Keys = {"node": int}
-_WORKER: _Keys = {"node": int, "rank": int}
-# Kind -> (keys that must be there, keys that may)
-_KINDS: dict[str, tuple[_Keys, _Keys]] = {
-    "kill-worker": (_WORKER, {}),
-    "stop-worker": (_WORKER, {"for": _seconds}),
-    "continue-worker": (_WORKER, {}),
-    "kill-node": (_NODE, {"power_loss": _yes, "for": _seconds}),
-    "restore-node": (_NODE, {}),
-    "kill-store": ({}, {"for": _seconds}),
-    "restore-store": ({}, {}),
-    "partition": (_NODE, {"for": _seconds}),
-    "heal": (_NODE, {}),
-    "rate": ({**_NODE, "rate": _rate}, {"for": _seconds}),
-    "loss": ({**_NODE, "share": _share}, {"for": _seconds}),
-    "delay": ({**_NODE, "delay": _milliseconds}, {"for": _seconds}),
+_KINDS = {
+    "kill-worker": _Kind("kill_worker", ("node", "rank")),
+    "stop-worker": _Kind("stop_worker", ("node", "rank"), "continue_worker", ("node", "rank")),
+    "continue-worker": _Kind("continue_worker", ("node", "rank")),
+    "kill-node": _Kind("kill_node", ("node",), "restore_node", may=("power_loss",)),
+    "restore-node": _Kind("restore_node", ("node",)),
+    "kill-store": _Kind("kill_store", (), "restore_store", ()),
+    "restore-store": _Kind("restore_store", ()),
+    "partition": _Kind("partition", ("node",), "heal"),
+    "heal": _Kind("heal", ("node",)),
+    "rate": _Kind("set_rate", ("node", "rate"), "restore_rate"),
+    "loss": _Kind("set_loss", ("node", "share"), "set_loss"),
+    "delay": _Kind("set_delay", ("node", "delay"), "set_delay"),
 }
 
 
@@ -76,96 +78,65 @@ class Fault:
     """What happens when. Exactly one of ``seconds`` and ``step`` is set. ``values``: the keys of this kind, typed."""
 
     kind: str
-    values: dict[str, object] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     seconds: float | None = None
     step: int | None = None
 
-    def actions(self, cluster: Cluster) -> list[Callable[[], None]]:
-        """What begins the fault and, where the fault has an end of its own (``for=``), what ends it."""
-        values = self.values
-        node = int(values.get("node", 0))  # type: ignore[call-overload]
-        rank = int(values.get("rank", 0))  # type: ignore[call-overload]
-        table: dict[str, list[Callable[[], None]]] = {
-            "kill-worker": [lambda: cluster.kill_worker(node, rank)],
-            "stop-worker": [
-                lambda: cluster.stop_worker(node, rank),
-                lambda: cluster.continue_worker(node, rank),
-            ],
-            "continue-worker": [lambda: cluster.continue_worker(node, rank)],
-            "kill-node": [
-                lambda: cluster.kill_node(node, power_loss=bool(values.get("power_loss", False))),
-                lambda: cluster.restore_node(node),
-            ],
-            "restore-node": [lambda: cluster.restore_node(node)],
-            "kill-store": [cluster.kill_store, cluster.restore_store],
-            "restore-store": [cluster.restore_store],
-            "partition": [lambda: cluster.partition(node), lambda: cluster.heal(node)],
-            "heal": [lambda: cluster.heal(node)],
-            "rate": [
-                lambda: cluster.set_rate(node, str(values["rate"])),
-                lambda: cluster.set_rate(node, cluster.rate),
-            ],
-            "loss": [
-                lambda: cluster.set_loss(node, float(str(values["share"]))),
-                lambda: cluster.set_loss(node, 0.0),
-            ],
-            "delay": [
-                lambda: cluster.set_delay(node, float(str(values["delay"]))),
-                lambda: cluster.set_delay(node, 0.0),
-            ],
-        }
-        return table[self.kind][: 2 if "for" in values else 1]
+    def begin(self, cluster: Cluster) -> None:
+        """Carries it out."""
+        kind = _KINDS[self.kind]
+        optional = {key: self.values[key] for key in kind.may if key in self.values}
+        getattr(cluster, kind.begin)(*(self.values[key] for key in kind.needs), **optional)
+
+    def end(self, cluster: Cluster) -> None:
+        """Undoes it, which faults with ``for=`` do by themselves."""
+        kind = _KINDS[self.kind]
+        assert kind.end is not None
+        getattr(cluster, kind.end)(*(self.values[key] for key in kind.undone_with))
 
 
 def parse_fault(text: str) -> Fault:
     """``at=30s partition node=1 for=10s`` -> `Fault`. Raises `ClusterError` with what is wrong and
     what is possible."""
-    when: str | None = None
-    kind: str | None = None
-    given: dict[str, str] = {}
-    for word in text.split():
-        key, equals, value = word.partition("=")
-        if not equals:
-            if kind is not None:
-                raise ClusterError(
-                    f"--fault {text!r}: {kind} and {word} are two faults; give --fault twice"
-                )
-            kind = word
-        elif key == "at":
-            when = value
-        else:
-            given[key] = value
-    if kind not in _KINDS:
-        near = difflib.get_close_matches(kind or "", _KINDS, 1)
-        raise ClusterError(
-            f"--fault {text!r}: {kind or 'no kind'} is not a fault{f'; did you mean {near[0]}?' if near else ''} ({', '.join(_KINDS)})"
-        )
-    required, optional = _KINDS[kind]
-    allowed = {**required, **optional}
+    words = text.split()
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    kinds = [word for word in words if "=" not in word]
+    when = given.pop("at", None)
+    if len(kinds) > 1:
+        both = " and ".join(kinds)
+        raise ClusterError(f"--fault {text!r}: {both} are two faults; give --fault twice")
+    name = kinds[0] if kinds else "no kind"
+    if name not in _KINDS:
+        near = difflib.get_close_matches(name, _KINDS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ClusterError(f"--fault {text!r}: {name} is not a fault{hint} ({', '.join(_KINDS)})")
+    kind = _KINDS[name]
+    allowed = (*kind.needs, *kind.may, *(("for",) if kind.end else ()))
     for key in given:
         if key not in allowed:
-            raise ClusterError(f"--fault {text!r}: {kind} has no {key}=, only {', '.join(allowed)}")
-    for key in required:
+            raise ClusterError(f"--fault {text!r}: {name} has no {key}=, only {', '.join(allowed)}")
+    for key in kind.needs:
         if key not in given:
-            raise ClusterError(f"--fault {text!r}: {kind} needs {key}=")
-    values = {}
-    for key, value in given.items():
-        try:
-            values[key] = allowed[key](value)
-        except (ValueError, KeyError, ClusterError):
-            raise ClusterError(
-                f"--fault {text!r}: {key}={value} must be {_EXPECTED[allowed[key]]}"
-            ) from None
+            raise ClusterError(f"--fault {text!r}: {name} needs {key}=")
+    values = {key: _read(text, key, value) for key, value in given.items()}
     if when is None:
         raise ClusterError(f"--fault {text!r}: say when, at=30s or at=step:20")
     try:
         if when.startswith("step:"):
-            return Fault(kind, values, step=int(when.removeprefix("step:")))
-        return Fault(kind, values, seconds=_seconds(when))
+            return Fault(name, values, step=int(when.removeprefix("step:")))
+        return Fault(name, values, seconds=_seconds(when))
     except ValueError:
         raise ClusterError(
             f"--fault {text!r}: at={when} must be seconds (30s) or a step (step:20)"
         ) from None
+
+
+def _read(text: str, key: str, value: str) -> Any:
+    parse, expected = _VALUES[key]
+    try:
+        return parse(value)
+    except (ValueError, KeyError, ClusterError):
+        raise ClusterError(f"--fault {text!r}: {key}={value} must be {expected}") from None
 
 
 class Schedule:
@@ -177,45 +148,33 @@ class Schedule:
         if cluster.job.run_dir is None and any(fault.step is not None for fault in faults):
             raise ClusterError("at=step:N needs hydra.run.dir=DIR among the words of the job")
         for fault in faults:
-            node = int(str(fault.values["node"]))
-            if not 0 <= node < len(cluster.nodes):
-                raise ClusterError(
-                    f"{fault.kind} node={node}: there are nodes 0 to {len(cluster.nodes) - 1}"
-                )
-        self._cluster, self._waiting = cluster, list(faults)
-        self._ends: list[tuple[float, Callable[[], None]]] = []
+            cluster.log_path(fault.values.get("node", 0))  # raises for a node that is not there
+        self._cluster, self._job = cluster, cluster.job
+        self.waiting = list(faults)  # those whose time has not come
+        self._ends: list[tuple[float, Fault]] = []
         self._begun = time.monotonic()
         self._over = threading.Event()
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    @property
-    def waiting(self) -> list[Fault]:
-        """Faults whose time has not come."""
-        return list(self._waiting)
-
-    def _due(self, fault: Fault) -> bool:
+    def _is_due(self, fault: Fault) -> bool:
         if fault.seconds is not None:
             return time.monotonic() - self._begun >= fault.seconds
-        assert self._cluster.job is not None
         assert fault.step is not None
-        return self._cluster.job.step() >= fault.step
+        return self._job.step() >= fault.step
 
     def _run(self) -> None:
         try:
             while not self._over.wait(0.05):
-                for fault in [fault for fault in self._waiting if self._due(fault)]:
-                    self._waiting.remove(fault)
-                    begin, *end = fault.actions(self._cluster)
-                    begin()
-                    if end:
-                        self._ends.append(
-                            (time.monotonic() + float(str(fault.values["for"])), end[0])
-                        )
+                for fault in [fault for fault in self.waiting if self._is_due(fault)]:
+                    self.waiting.remove(fault)
+                    fault.begin(self._cluster)
+                    if "for" in fault.values:
+                        self._ends.append((time.monotonic() + fault.values["for"], fault))
                 for entry in [entry for entry in self._ends if time.monotonic() >= entry[0]]:
                     self._ends.remove(entry)
-                    entry[1]()
+                    entry[1].end(self._cluster)
         except Exception as error:  # raised where the job is waited for
             self.error = error
 

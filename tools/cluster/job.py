@@ -41,34 +41,28 @@ def launcher_words(
     the whole command."""
     count = str(nodes) if min_nodes == nodes else f"{min_nodes}:{nodes}"
     if launcher == "torchrun":
-        rendezvous = [
+        options = [
+            f"--nnodes={count}",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={max_restarts or 0}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={endpoint}",
             f"--rdzv-id={job_id}",
             f"--rdzv-conf={_DETECTION}",
         ]
-        size = [
-            f"--nnodes={count}",
-            f"--nproc-per-node={ranks}",
-            f"--max-restarts={max_restarts or 0}",
-        ]
         # Without the variable, restarted ranks read the addresses of dead peers from the agent's store.
-        return [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *words], {
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
-        }
+        extra = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return [sys.executable, "-m", "torch.distributed.run", *options, *words], extra
     if launcher == "own":
-        settings = {
-            "nnodes": count,
-            "nproc_per_node": ranks,
-            "rdzv_endpoint": endpoint,
-            "max_restarts": max_restarts,
-            "job_id": job_id,
-        }
-        return [
-            sys.executable,
-            *words,
-            *(f"launch.{key}={value}" for key, value in settings.items() if value is not None),
-        ], {}
+        options = [
+            f"launch.nnodes={count}",
+            f"launch.nproc_per_node={ranks}",
+            f"launch.rdzv_endpoint={endpoint}",
+            f"launch.job_id={job_id}",
+        ]
+        if max_restarts is not None:
+            options.append(f"launch.max_restarts={max_restarts}")
+        return [sys.executable, *words, *options], {}
     return list(words), {}
 
 
@@ -110,18 +104,17 @@ class Job:
         """node -> exit code of its launcher, None while it runs."""
         return {node: process.poll() for node, process in self.processes.items()}
 
+    def is_running(self) -> bool:
+        """Whether the launcher of any node still runs."""
+        return any(code is None for code in self.poll().values())
+
     def wait(self, timeout: float | None = None) -> dict[int, int]:
         """node -> exit code, once all launchers ended. Raises `ClusterError` after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while any(code is None for code in self.poll().values()):
+        while self.is_running():
             if deadline is not None and time.monotonic() > deadline:
-                running = [
-                    self.cluster.nodes[node].name
-                    for node, code in self.poll().items()
-                    if code is None
-                ]
                 raise ClusterError(
-                    f"after {timeout:g} s the job still runs on {', '.join(running)}\n{self.tail()}"
+                    f"after {timeout:g} s the job still runs: {self.poll()}\n{self.tail()}"
                 )
             time.sleep(0.05)
         return {node: process.wait() for node, process in self.processes.items()}
@@ -152,20 +145,16 @@ class Job:
         """Returns the newest step once it is ``step`` or later. Raises `ClusterError` if the job ends before, or after
         ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        while True:
-            ended = all(code is not None for code in self.poll().values())
-            newest = self.step()
-            if newest >= step:
-                return newest
-            if ended:
+        while (newest := self.step()) < step:
+            if not self.is_running() and self.step() < step:
                 raise ClusterError(
-                    f"the job ended at step {newest}, before step {step}: {self.poll()}\n{self.tail()}"
+                    f"the job ended before step {step}: {self.poll()}\n{self.tail()}"
                 )
             if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"step {step} was not reached within {timeout:g} s, only {newest}\n{self.tail()}"
-                )
+                late = f"step {step} was not reached within {timeout:g} s, only {newest}"
+                raise ClusterError(f"{late}\n{self.tail()}")
             time.sleep(0.05)
+        return newest
 
     def send_signal(self, number: int, node: int | None = None) -> None:
         """Sends a signal to the launcher of one node, or of all."""

@@ -14,6 +14,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,19 @@ from tools.cluster.network import PREFIX, ClusterError, delete_namespaces, free_
 
 ROOT = Path("/tmp")
 _FOLDER = "p2d-cluster-"
+
+
+def exit_on_signals() -> None:
+    """Lets signals that ask a command to end leave its ``with`` blocks, with exit code 128 + the signal's number."""
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, _frame: Any) -> None:
+        for each in asked:
+            signal.signal(each, signal.SIG_IGN)  # nothing interrupts the clean-up
+        sys.exit(128 + number)
+
+    for each in asked:
+        signal.signal(each, end)
 
 
 def _started(pid: int) -> str | None:

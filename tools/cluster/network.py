@@ -2,8 +2,7 @@
 delay and cuts of each link. Start at `Network`.
 
 It is built by commands of iproute2. Nothing is ever created in the root namespace. What the kernel
-lacks (a queueing discipline, a classifier) is replaced where that is possible and noted in
-`Network.limitations`; what cannot be replaced raises `ClusterError`.
+lacks (a queueing discipline, a classifier) raises `ClusterError`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import ipaddress
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -20,11 +20,14 @@ from dataclasses import dataclass, field
 
 PREFIX = "p2d"  # of every namespace: p2d-TAG-HOST
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_CUT, _LOSS = "1", "2"  # priorities of the filters at a switch port
+_CUT, _LOSS = 1, 2  # priorities of the filters at a switch port
 
 # Classic BPF as `tc filter ... bpf bytecode` takes it. Direct action: 2 drops the packet, -1 hands it to the next filter.
-_DROP_ALL = "1,6 0 0 2"
+DROP_ALL = "1,6 0 0 2"
 _DROP_SOME = "4,32 0 0 4294963256,53 0 1 {keep_from},6 0 0 4294967295,6 0 0 2"  # ld rand; jge keep_from; ret -1; ret 2
+
+# node -> interface (eth0, lo) -> {tx,rx}_{bytes,packets}
+Counters = dict[str, dict[str, dict[str, int]]]
 
 
 class ClusterError(Exception):
@@ -43,25 +46,34 @@ def parse_rate(rate: str | int | None) -> int | None:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def command(*words: str, stdin: str | None = None) -> str:
+def difference(after: Counters, before: Counters) -> Counters:
+    """What was counted between two snapshots."""
+    return {
+        node: {
+            device: {key: value - before[node][device][key] for key, value in counts.items()}
+            for device, counts in devices.items()
+        }
+        for node, devices in after.items()
+    }
+
+
+def command(words: str, stdin: str | None = None) -> str:
     """Runs a command and returns its standard output. Raises `ClusterError` with its output."""
-    done = subprocess.run(words, input=stdin, capture_output=True, text=True)
+    done = subprocess.run(shlex.split(words), input=stdin, capture_output=True, text=True)
     if done.returncode:
-        raise ClusterError(
-            f"{' '.join(words)}{' <<< ' + stdin if stdin else ''}: {done.stderr.strip() or done.stdout.strip()}"
-        )
+        raise ClusterError(f"{words}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 
 def namespaces() -> list[str]:
     """Names of all network namespaces of this machine."""
-    return [line.split()[0] for line in command("ip", "netns", "list").splitlines() if line.strip()]
+    return [line.split()[0] for line in command("ip netns list").splitlines() if line.strip()]
 
 
 def free_subnet(candidates: Sequence[int], taken: Sequence[str]) -> ipaddress.IPv4Network:
     """The first ``10.x.y.0/24`` (x, y: bytes of a candidate) that overlaps no route of this machine and none of ``taken``."""
     used = [ipaddress.ip_network(subnet) for subnet in taken]
-    for route in json.loads(command("ip", "-j", "-4", "route", "show", "table", "all") or "[]"):
+    for route in json.loads(command("ip -j -4 route show table all") or "[]"):
         if route["dst"] != "default":
             used.append(ipaddress.ip_network(route["dst"], strict=False))
     for candidate in candidates:
@@ -81,13 +93,12 @@ class Link:
     rate: int | None = None  # bits per second
     delay_ms: float = 0.0  # one way
     loss: float = 0.0  # share of packets
-    netem_loss: float = 0.0  # the same, where netem does it
     # counters of this host's earlier namespaces
     carried: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class Network:
-    """Namespaces and links of one cluster. `create` and `delete` are idempotent together: delete removes whatever exists."""
+    """Namespaces and links of one cluster; `delete_namespaces` removes them."""
 
     def __init__(self, tag: str, hosts: Sequence[str], subnet: ipaddress.IPv4Network) -> None:
         self.tag = tag
@@ -96,7 +107,6 @@ class Network:
             host: Link(host, str(subnet[index + 1]), f"port{index}")
             for index, host in enumerate(hosts)
         }
-        self.limitations: list[str] = []
 
     def namespace(self, host: str) -> str:
         return f"{PREFIX}-{self.tag}-{host}"
@@ -108,39 +118,37 @@ class Network:
     def create(self) -> None:
         self._add_namespace(self._switch)
         # A bridge that listens for multicast members also reports to all ports, which would be counted as traffic.
-        command(
-            "ip", "-n", self._switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0"
-        )
-        command("ip", "-n", self._switch, "link", "set", "br0", "up")
+        command(f"ip -n {self._switch} link add br0 type bridge mcast_snooping 0")
+        command(f"ip -n {self._switch} link set br0 up")
         for link in self.links.values():
             self._connect(link)
 
     def _add_namespace(self, namespace: str) -> None:
-        command("ip", "netns", "add", namespace)
+        command(f"ip netns add {namespace}")
         # No IPv6: router solicitations and duplicate detection would be counted as traffic.
         off = (
             "for f in all default; do [ ! -e $0/$f ] || echo 1 > $0/$f/disable_ipv6 || exit 1; done"
         )
-        command("ip", "netns", "exec", namespace, "sh", "-c", off, "/proc/sys/net/ipv6/conf")
+        command(f"ip netns exec {namespace} sh -c '{off}' /proc/sys/net/ipv6/conf")
 
     def _connect(self, link: Link) -> None:
         inside = self.namespace(link.host)
         self._add_namespace(inside)
-        number = int(ipaddress.IPv4Address(link.address))
-        # a host that is restored keeps its hardware address
-        mac = "02:50:" + ":".join(f"{byte:02x}" for byte in number.to_bytes(4, "big"))
-        command("ip", "-n", self._switch, "link", "add", link.port, "type", "veth",
-                "peer", "name", "eth0", "address", mac, "netns", inside)  # fmt: skip
+        # A host that is restored keeps its hardware address.
+        mac = "02:50:" + ipaddress.IPv4Address(link.address).packed.hex(":")
+        port, address = link.port, f"{link.address}/{self.subnet.prefixlen}"
         command(
-            "ip",
-            "-n",
-            self._switch,
-            "-batch",
-            "-",
-            stdin=f"link set {link.port} master br0\nlink set {link.port} up\n",
+            f"ip -n {self._switch} link add {port} type veth peer name eth0 address {mac} netns {inside}"
         )
-        command("ip", "-n", inside, "-batch", "-",
-                stdin=f"link set lo up\naddr add {link.address}/{self.subnet.prefixlen} dev eth0\nlink set eth0 up\n")  # fmt: skip
+        command(
+            f"ip -n {self._switch} -batch -",
+            f"link set {port} master br0\nlink set {port} up\n",
+        )
+        command(
+            f"ip -n {inside} -batch -",
+            f"link set lo up\naddr add {address} dev eth0\nlink set eth0 up\n",
+        )
+        command(f"tc -n {self._switch} qdisc add dev {port} clsact")  # holds the filters below
         self._apply_queues(link)
 
     def renew(self, host: str) -> None:
@@ -148,18 +156,11 @@ class Network:
         counters go on."""
         link = self.links[host]
         link.carried = self.counters(host)
-        command("ip", "-n", self._switch, "link", "del", link.port)
-        command("ip", "netns", "del", self.namespace(host))
+        command(f"ip -n {self._switch} link del {link.port}")
+        command(f"ip netns del {self.namespace(host)}")
         self._connect(link)
         if link.loss:
             self.set_loss(host, link.loss)
-
-    def delete(self) -> None:
-        delete_namespaces(self.tag)
-
-    def _ends(self, link: Link) -> tuple[tuple[str, str], tuple[str, str]]:
-        """(namespace, interface) of the two ends: what the host sends, what the switch sends to it."""
-        return (self.namespace(link.host), "eth0"), (self._switch, link.port)
 
     # Rate and delay: queueing disciplines at both ends.
 
@@ -173,154 +174,70 @@ class Network:
         before, self.links[host].delay_ms = self.links[host].delay_ms, milliseconds
         try:
             self._apply_queues(self.links[host])
-        except ClusterError:
+        except ClusterError as error:
             self.links[host].delay_ms = before
             self._apply_queues(self.links[host])
-            raise
+            raise ClusterError(f"this kernel cannot delay packets (no netem): {error}") from None
 
     def _apply_queues(self, link: Link) -> None:
-        for namespace, device in self._ends(link):
-            subprocess.run(
-                ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True
-            )
-            parent = ["root"]
-            if link.rate is not None and self._shape(namespace, device, link.rate):
-                parent = ["parent", "1:1"]
-            if link.delay_ms or link.netem_loss:
-                words = [
-                    "netem",
-                    "delay",
-                    f"{link.delay_ms}ms",
-                    "loss",
-                    f"{100 * link.netem_loss}%",
-                    "limit",
-                    "100000",
-                ]
-                try:
-                    command(
-                        "tc",
-                        "-n",
-                        namespace,
-                        "qdisc",
-                        "add",
-                        "dev",
-                        device,
-                        *parent,
-                        "handle",
-                        "10:",
-                        *words,
-                    )
-                except ClusterError as error:
-                    raise ClusterError(
-                        f"this kernel cannot delay packets (no netem): {error}"
-                    ) from None
-
-    def _shape(self, namespace: str, device: str, rate: int) -> bool:
-        # A burst above the largest segmentation-offload frame (64 KiB): otherwise the shaper cuts frames into MTU-sized ones and
-        # header bytes grow from 0.25 % to 5 %. The queue holds 100 ms, so that a meeting of several senders loses nothing.
-        burst, queue = max(128 * 1024, rate // 8 // 250), max(2 * 2**20, rate // 8 // 10)
-        start = ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:"]
-        try:
-            command(*start, "tbf", "rate", f"{rate}bit", "burst", str(burst), "limit", str(queue))
-            return True
-        except ClusterError as tbf_missing:
-            try:
-                command(*start, "htb", "default", "1")
-                command("tc", "-n", namespace, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb",
-                        "rate", f"{rate}bit", "burst", str(burst), "cburst", str(burst))  # fmt: skip
-                self._note("no tbf in this kernel: links are shaped by htb")
-                return True
-            except ClusterError as htb_missing:
-                subprocess.run(
-                    ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"],
-                    capture_output=True,
-                )
-                self._note(
-                    f"links are NOT shaped: neither tbf ({tbf_missing}) nor htb ({htb_missing})"
-                )
-                return False
-
-    def _note(self, text: str) -> None:
-        if text not in self.limitations:
-            self.limitations.append(text)
+        # What the host sends, what the switch sends to it.
+        for namespace, device in ((self.namespace(link.host), "eth0"), (self._switch, link.port)):
+            with contextlib.suppress(ClusterError):  # there may be none
+                command(f"tc -n {namespace} qdisc del dev {device} root")
+            add = f"tc -n {namespace} qdisc add dev {device}"
+            parent = "root"
+            if link.rate is not None:
+                # A burst above the largest segmentation-offload frame (64 KiB): otherwise the shaper cuts frames into MTU-sized
+                # ones and header bytes grow from 0.25 % to 5 %. The queue holds 100 ms, so that several senders lose nothing.
+                burst = max(128 * 1024, link.rate // 8 // 250)
+                queue = max(2 * 2**20, link.rate // 8 // 10)
+                command(f"{add} root handle 1: tbf rate {link.rate}bit burst {burst} limit {queue}")
+                parent = "parent 1:1"
+            if link.delay_ms:
+                command(f"{add} {parent} handle 10: netem delay {link.delay_ms}ms limit 100000")
 
     # Cuts and loss: filters at the switch port, where the sender cannot notice.
 
-    def _filter(self, link: Link, priority: str, bytecode: str | None) -> None:
+    def _filter(self, link: Link, priority: int, bytecode: str | None) -> None:
         """Both directions of the port pass ``bytecode`` (None: no longer)."""
-        port = ["dev", link.port]
-        # it may be there
-        subprocess.run(
-            ["tc", "-n", self._switch, "qdisc", "add", *port, "clsact"], capture_output=True
-        )
         for direction in ("ingress", "egress"):
-            where = [*port, direction, "pref", priority]
-            subprocess.run(["tc", "-n", self._switch, "filter", "del", *where], capture_output=True)
+            where = f"dev {link.port} {direction} pref {priority}"
+            with contextlib.suppress(ClusterError):  # there may be none
+                command(f"tc -n {self._switch} filter del {where}")
             if bytecode is not None:
-                command(
-                    "tc",
-                    "-n",
-                    self._switch,
-                    "filter",
-                    "add",
-                    *where,
-                    "protocol",
-                    "all",
-                    "bpf",
-                    "bytecode",
-                    bytecode,
-                    "da",
-                )
+                program = f"protocol all bpf bytecode '{bytecode}' da"
+                command(f"tc -n {self._switch} filter add {where} {program}")
 
     def cut(self, host: str) -> None:
         """From now on nothing passes this link, in either direction; neither side is notified."""
-        link = self.links[host]
-        try:
-            self._filter(link, _CUT, _DROP_ALL)
-        except ClusterError:
-            self._note(
-                "no BPF classifier in this kernel: a cut link is a port that is down, and the host sees its carrier go"
-            )
-            command("ip", "-n", self._switch, "link", "set", link.port, "down")
+        self._filter(self.links[host], _CUT, DROP_ALL)
 
     def heal(self, host: str) -> None:
-        link = self.links[host]
-        self._filter(link, _CUT, None)
-        command("ip", "-n", self._switch, "link", "set", link.port, "up")
+        self._filter(self.links[host], _CUT, None)
 
     def set_loss(self, host: str, share: float) -> None:
         """Loses this share of the packets (0 to 1) in each direction, at random. A packet is a segmentation-offload frame of up
-        to 64 KiB. Raises `ClusterError` on a kernel with neither the BPF classifier nor netem."""
+        to 64 KiB."""
         if not 0 <= share <= 1:
             raise ClusterError(f"loss={share} must lie between 0 and 1")
-        link = self.links[host]
         lost = _DROP_SOME.format(keep_from=min(int(share * 2**32), 2**32 - 1))
-        try:
-            self._filter(link, _LOSS, lost if share else None)
-        except ClusterError as error:
-            link.netem_loss = share
-            try:
-                self._apply_queues(link)
-            except ClusterError as netem:
-                link.netem_loss = 0.0
-                self._apply_queues(link)
-                raise ClusterError(f"this kernel cannot lose packets: {error}; {netem}") from None
-        link.loss = share
+        self._filter(self.links[host], _LOSS, lost if share else None)
+        self.links[host].loss = share
 
     def counters(self, host: str) -> dict[str, dict[str, int]]:
         """``{"eth0": {"tx_bytes", "rx_bytes", "tx_packets", "rx_packets"}, "lo": {...}}`` since `create`, as the kernel counts.
         Bytes are those of Ethernet frames (headers included) of segmentation-offload size."""
         found = {}
-        for link in json.loads(
-            command("ip", "-n", self.namespace(host), "-s", "-j", "link", "show")
-        ):
+        for link in json.loads(command(f"ip -n {self.namespace(host)} -s -j link show")):
             if link["ifname"] in ("eth0", "lo"):
-                earlier = self.links[host].carried.get(link["ifname"], {})
-                found[link["ifname"]] = {
-                    f"{way}_{unit}": link["stats64"][way][unit] + earlier.get(f"{way}_{unit}", 0)
+                counts = {
+                    f"{way}_{unit}": link["stats64"][way][unit]
                     for way in ("tx", "rx")
                     for unit in ("bytes", "packets")
                 }
+                for key, value in self.links[host].carried.get(link["ifname"], {}).items():
+                    counts[key] += value
+                found[link["ifname"]] = counts
         return found
 
 
@@ -328,8 +245,8 @@ def delete_namespaces(tag: str) -> list[str]:
     """Ends what still runs in the namespaces of the cluster ``tag``, removes them and returns their names; cables go with them."""
     mine = [name for name in namespaces() if name.startswith(f"{PREFIX}-{tag}-")]
     for name in mine:
-        for pid in command("ip", "netns", "pids", name).split():
+        for pid in command(f"ip netns pids {name}").split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        command("ip", "netns", "del", name)
+        command(f"ip netns del {name}")
     return mine

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from tools.cluster.network import ClusterError
 
 _INIT = """
@@ -44,18 +46,20 @@ def node_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONUNBUFFERED": "1", **extra}
 
 
-def processes_of_machine() -> dict[int, tuple[int, str]]:
-    """pid -> (parent's pid, identity of its process namespace), for all processes that can be read."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
-                if fields[0] != b"Z":
-                    found[int(entry)] = (int(fields[1]), os.readlink(f"/proc/{entry}/ns/pid"))
-            except OSError:
-                continue  # it ended meanwhile
-    return found
+def pid_namespace(pid: int) -> str | None:
+    """Identity of a process's namespace of processes; None where the process has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
+
+
+def _child(pid: int) -> int | None:
+    """The only child of ``nsenter`` or ``unshare``: the command."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children():
+            return process.pid
+    return None
 
 
 class Process:
@@ -103,9 +107,8 @@ class Process:
     def pid(self) -> int:
         """The command's own process id, as seen from outside of the node. Raises `ClusterError` once it ended."""
         while self.poll() is None:  # it may not have begun yet
-            for pid, (parent, _) in processes_of_machine().items():
-                if parent == self._popen.pid:
-                    return pid
+            if (pid := _child(self._popen.pid)) is not None:
+                return pid
         raise ClusterError(
             f"{self.node.name}: the process has ended with code {self._popen.poll()}"
         )
@@ -140,7 +143,7 @@ class Node:
         assert not self.alive
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir(parents=True)
-        words = [
+        unshare = [
             "unshare",
             "--uts",
             "--mount",
@@ -150,11 +153,10 @@ class Node:
             "--mount-proc",
             "sh",
             "-c",
-            _INIT,
-            "init",
         ]
+        words = [*unshare, _INIT, "init", self.name, str(self.hosts)]
         self._holder = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *words, self.name, str(self.hosts)],
+            ["ip", "netns", "exec", self.namespace, *words],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         assert self._holder.stdout is not None
@@ -165,9 +167,7 @@ class Node:
             raise ClusterError(
                 f"{self.name} does not start: {(first + rest).decode(errors='replace').strip()}"
             )
-        self.init_pid = next(
-            pid for pid, (parent, _) in processes_of_machine().items() if parent == self._holder.pid
-        )
+        self.init_pid = _child(self._holder.pid) or 0
 
     @property
     def alive(self) -> bool:
@@ -200,67 +200,41 @@ class Node:
             raise ClusterError(f"{self.name} is down")
         return Process(self, words, {**environment, "TMPDIR": str(self.temporary)}, cwd, sink)
 
-    def processes(self) -> list[int]:
-        """Ids, as seen from outside, of all processes of this node except its init and init's helper."""
-        if not self.alive:
+    def processes(self) -> list[psutil.Process]:
+        """All processes of this node except its init and init's helper; ids are those seen from outside."""
+        space = pid_namespace(self.init_pid) if self.alive else None
+        if space is None:
             return []
-        found = processes_of_machine()
-        if self.init_pid not in found:
-            return []
-        mine = found[self.init_pid][1]
-        helpers = {
-            pid
-            for pid, (parent, _) in found.items()
-            if parent == self.init_pid and _words(pid) == ["cat"]
-        }
-        return [
-            pid
-            for pid, (_, space) in found.items()
-            if space == mine and pid != self.init_pid and pid not in helpers
-        ]
+        found = []
+        for process in psutil.process_iter(["ppid", "name", "status"]):
+            of_init = process.info["ppid"] == self.init_pid and process.info["name"] == "cat"
+            is_dead = process.info["status"] == psutil.STATUS_ZOMBIE
+            if pid_namespace(process.pid) == space and not of_init and not is_dead:
+                found.append(process)
+        return [process for process in found if process.pid != self.init_pid]
 
     def worker(self, local_rank: int) -> int:
         """The process id, as seen from outside, of the worker with this LOCAL_RANK. Raises `ClusterError` if there is none.
 
         torchrun's workers have it in their environment; those that our launcher forks have ``rank N`` for a name.
         """
-        parents = processes_of_machine()
-        started = {pid: _environment(pid).get("LOCAL_RANK") for pid in self.processes()}
-        workers = {
-            rank: pid
-            for pid, rank in started.items()
-            if rank and started.get(parents.get(pid, (0,))[0]) is None
-        }
-        forked = sorted(
-            (int(name.split()[1]), pid)
-            for pid in started
-            if (name := _name(pid)).startswith("rank ")
-        )
-        workers |= {str(position): pid for position, (_, pid) in enumerate(forked)}
-        if str(local_rank) not in workers:
+        started: dict[int, str] = {}  # what a worker started has its environment too
+        workers: dict[int, int] = {}
+        forked: dict[int, int] = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                if rank := process.environ().get("LOCAL_RANK"):
+                    started[process.pid] = rank
+                if process.name().startswith("rank "):
+                    forked[int(process.name().split()[1])] = process.pid
+        for pid, rank in started.items():
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).ppid() not in started:
+                    workers[int(rank)] = pid
+        workers.update(enumerate(pid for _, pid in sorted(forked.items())))
+        if local_rank not in workers:
+            there = sorted(map(str, workers)) or "none at all"
             raise ClusterError(
-                f"{self.name} has no worker with local rank {local_rank}, only {sorted(workers) or 'none at all'}"
+                f"{self.name} has no worker with local rank {local_rank}, only {there}"
             )
-        return workers[str(local_rank)]
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _words(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-    except OSError:
-        return []
-
-
-def _environment(pid: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+        return workers[local_rank]

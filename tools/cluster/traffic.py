@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.cluster.cluster import Cluster
-from tools.cluster.counters import difference
-from tools.cluster.endings import until_signalled
-from tools.cluster.network import ClusterError
+from tools.cluster.leftovers import exit_on_signals
+from tools.cluster.network import ClusterError, difference
 
 STRATEGIES = ("hybrid", "hybrid_zero2", "ddp", "zero3")
 GLOBAL_BATCH = 8  # sequences; every layout takes them in one micro-batch, since flat sharding gathers and reduces in each
@@ -101,8 +100,6 @@ def measure(
     """Trains ``FEW`` and ``FEW + steps`` steps. Run directories go to ``folder``."""
     counted = []
     with Cluster(nodes, ranks, rate=rate) as cluster:
-        for limitation in cluster.limitations:
-            print(limitation, file=sys.stderr)
         for length in (FEW, FEW + steps):
             before = cluster.counters()
             _train(
@@ -131,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        return until_signalled(lambda: _table(options))
+        return _table(options)
     except ClusterError as error:
         print(f"tools.cluster.traffic: {error}", file=sys.stderr)
         return 2
@@ -162,4 +159,5 @@ def _table(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

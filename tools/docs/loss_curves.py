@@ -15,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.docs import svg
+from matplotlib import pyplot
 
-MEASURED = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "loss_curves.json"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MEASURED = DOCS / "benchmarks" / "loss_curves.json"
 STEPS = 60
 WORDS = f"train.steps={STEPS} train.validate_every=0 checkpoint.enabled=false"
 LAYOUTS = {
@@ -31,7 +32,6 @@ LAYOUTS = {
 }
 # The lowest line is drawn widest, so that each stays visible below the next.
 STYLES = (("#d9d2bf", 13), ("#8fb8de", 9.5), ("#e39b63", 6.5), ("#5b9a57", 3.8), ("#222222", 1.3))
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 360, 58, 20, 46, 46
 
 
 def measure() -> None:
@@ -57,35 +57,18 @@ def largest_difference(losses: dict[str, list[float]]) -> float:
 
 def draw(losses: dict[str, list[float]]) -> None:
     """All curves on one pair of axes."""
-    values = [loss for curve in losses.values() for loss in curve]
-    low, high = int(min(values)), int(max(values)) + 1
-    across = (WIDTH - LEFT - RIGHT) / (STEPS - 1)
-    down = (HEIGHT - TOP - BOTTOM) / (high - low)
+    pyplot.rcParams["svg.hashsalt"] = "loss_curves"  # the same picture from the same numbers
+    figure, axes = pyplot.subplots(figsize=(7.9, 3.8))
+    for (name, curve), (color, width) in zip(losses.items(), STYLES, strict=True):
+        axes.plot(range(1, STEPS + 1), curve, color=color, linewidth=width, label=name)
     difference = f"largest relative difference in a step: {largest_difference(losses):.0e}"
-    parts = [
-        svg.text(LEFT, 24, "Loss by step, five layouts", "bold 15px"),
-        svg.text(WIDTH - RIGHT, 24, difference, anchor="end"),
-    ]
-    for loss in range(low, high + 1):
-        y = HEIGHT - BOTTOM - (loss - low) * down
-        parts.append(svg.line([(LEFT, y), (WIDTH - RIGHT, y)], "#e4e4e4", 1))
-        parts.append(svg.text(LEFT - 8, y + 4, str(loss), "12px", anchor="end"))
-    for step in (1, *range(10, STEPS + 1, 10)):
-        x = LEFT + (step - 1) * across
-        parts.append(svg.text(x, HEIGHT - BOTTOM + 18, str(step), "12px", anchor="middle"))
-    parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, "step", "12px", anchor="middle"))
-    for index, ((name, curve), (color, width)) in enumerate(
-        zip(losses.items(), STYLES, strict=True)
-    ):
-        points = [
-            (LEFT + step * across, HEIGHT - BOTTOM - (loss - low) * down)
-            for step, loss in enumerate(curve)
-        ]
-        parts.append(svg.line(points, color, width))
-        y = TOP + 24 + 22 * index
-        parts.append(svg.line([(WIDTH - 300, y - 4), (WIDTH - 270, y - 4)], color, width))
-        parts.append(svg.text(WIDTH - 260, y, name))
-    svg.save("loss_curves.svg", WIDTH, HEIGHT, f"Losses of five layouts; {difference}", parts)
+    axes.set(xlabel="step", ylabel="loss", title=f"Five layouts; {difference}")
+    axes.grid(axis="y", alpha=0.4)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    picture = DOCS / "images" / "loss_curves.svg"
+    figure.savefig(picture, metadata={"Date": None})
+    print(f"wrote {picture}")
 
 
 if __name__ == "__main__":

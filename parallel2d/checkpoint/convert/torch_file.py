@@ -115,7 +115,6 @@ class _TorchFile:
 
 
 def _load(path: str) -> Any:
-    """The content of a ``torch.save`` file; its tensors are mapped where it is an archive."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a refused file gets one error
