@@ -134,8 +134,8 @@ def test_old_options_in_code_are_answered(ranks, answers):
 
 def test_old_options_on_the_command_line_are_answered():
     """All at once, by the function that explains wrong words: one line for each."""
-    from parallel2d.config.composition import register
     from parallel2d.config.explanation import explain
+    from parallel2d.config.schema import register
 
     register()
     told = [(words, text) for _, words, text in ANSWERS if WORDS.fullmatch(words)]

@@ -16,7 +16,6 @@ from parallel2d.config.cluster import (
     PlanConfig,
 )
 from parallel2d.config.job import (
-    OPTIMIZER_NAMES,
     OPTIMIZERS,
     CheckpointConfig,
     Job,
@@ -37,11 +36,6 @@ from parallel2d.config.model_and_data import (
 )
 from parallel2d.config.parallel import (
     AXES,
-    BUCKETINGS,
-    CHECKPOINTINGS,
-    COMPILES,
-    DTYPES,
-    KEPT_OPERATORS,
     PRECISIONS,
     STRATEGIES,
     STRATEGY_NAMES,
@@ -60,13 +54,7 @@ from parallel2d.config.parallel import (
 
 __all__ = [
     "AXES",
-    "BUCKETINGS",
-    "CHECKPOINTINGS",
-    "COMPILES",
-    "DTYPES",
-    "KEPT_OPERATORS",
     "OPTIMIZERS",
-    "OPTIMIZER_NAMES",
     "PRECISIONS",
     "STRATEGIES",
     "STRATEGY_NAMES",

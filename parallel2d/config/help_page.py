@@ -1,19 +1,21 @@
-"""What ``--help`` of the train command shows: `help_page`."""
+"""What ``--help`` of the train command shows: `help_page`. `sections` has the meaning of every key,
+also for the documentation."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 import textwrap
+import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from parallel2d.config.documentation import (
-    REQUIRED,
-    YES_OR_NO,
-    KeyDocumentation,
-    SectionDocumentation,
-    sections,
-)
-from parallel2d.config.survey import Survey, survey
+from parallel2d.config.composition import Survey, survey
+from parallel2d.config.job import TrainConfig
+from parallel2d.config.options import REQUIRED, bounds, default_of
+from parallel2d.config.serialization import FAMILIES
 
 WIDTH = 100
 _COLUMN = 34  # where texts begin
@@ -23,7 +25,7 @@ _OPTIONS = {
     "--cfg job": "print the composed configuration as YAML and end; --resolve fills in references",
     "--config-dir DIR": "a folder of your own files: DIR/experiment/big.yaml is experiment=big",
     "--config-name NAME": "compose DIR/NAME.yaml, which builds on ours: defaults: [train, _self_]",
-    "-sc install=SHELL": "print the code that completes words with TAB in bash, zsh or fish",
+    "-sc install=SHELL": "Hydra's code that completes words with TAB in bash, zsh or fish",
     "--version": "the version of parallel2d",
     "--hydra-help": "further options, which are Hydra's own",
 }
@@ -33,10 +35,115 @@ _EXAMPLES = (
     "model=hf model.architecture=qwen3 mesh.tensor=2",
     "--help model=hf strategy=zero3",
 )
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "None": "null",
+    "Any": "anything",
+    "list": "a list [a,b]",
+    "dict": "a mapping {a: b}",
+}
+_SENTENCE_END = re.compile(r"(?<=[.])\s+")
 _READ_ON = (
-    "docs/command-line.md (experiments, sweeps, completion), docs/launching.md (several nodes), "
+    "docs/command-line.md (experiments, sweeps), docs/launching.md (several nodes), "
     "docs/models.md, docs/data.md; docs/coming-from.md has the words of other frameworks."
 )
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A key such as ``train.steps``, or a section of them."""
+
+    key: str
+    text: str  # what it means, whole
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of ``text``, without its full stop."""
+        return _SENTENCE_END.split(self.text, maxsplit=1)[0].rstrip(".")
+
+
+@dataclass(frozen=True)
+class KeyDocumentation(Documented):
+    """One key."""
+
+    allowed: str  # its type and constraint in words: "a whole number, at least 1"
+    choices: tuple[str, ...]  # every value that it may have; empty where they cannot be listed
+    default: Any  # `REQUIRED` where a value must be given
+
+
+@dataclass(frozen=True)
+class SectionDocumentation(Documented):
+    """The keys of one dataclass: ``train``, or the keys that stand alone (an empty ``key``)."""
+
+    family: str  # of the models that have these keys, for `model`; otherwise empty
+    keys: tuple[KeyDocumentation, ...]
+
+
+def sections() -> list[SectionDocumentation]:
+    """Every section of `TrainConfig`, in its order; ``model`` is there once per family."""
+    return list(_sections(TrainConfig, "", ""))
+
+
+def _sections(kind: type, key: str, family: str) -> Iterator[SectionDocumentation]:
+    """The section of the dataclass ``kind``, then those inside of it."""
+    types = typing.get_type_hints(kind)
+    keys: list[KeyDocumentation] = []
+    inside: list[SectionDocumentation] = []
+    for item in dataclasses.fields(kind):
+        name = f"{key}.{item.name}" if key else item.name
+        if name == "model":
+            for each, schema in FAMILIES.items():
+                inside += _sections(schema, name, each)
+        elif dataclasses.is_dataclass(types[item.name]):
+            inside += _sections(types[item.name], name, family)
+        else:
+            keys.append(_key(name, item))
+    # In one line, and without the marks of reStructuredText.
+    text = " ".join((inspect.getdoc(kind) or "").replace("``", "`").split())
+    yield SectionDocumentation(key, text, family, tuple(keys))
+    yield from inside
+
+
+def _key(name: str, item: dataclasses.Field[Any]) -> KeyDocumentation:
+    choices = tuple(map(str, item.metadata.get("choices", ())))
+    text = item.metadata["text"]
+    if not text and choices:
+        text = f"Set by the group: {name.removesuffix('.name')}={choices[-1]}"
+    # Where few of the choices read the key they stand first, else behind it.
+    readers = item.metadata.get("read_by", ())
+    if item.metadata.get("of", "name") == "name" and readers:
+        few = len(readers) <= 2
+        text = f"{', '.join(readers)}: {text}" if few else f"{text}. Read by {', '.join(readers)}"
+    return KeyDocumentation(name, text, _allowed(item), choices, default_of(item))
+
+
+def _allowed(item: dataclasses.Field[Any]) -> str:
+    """``int | str`` with ``minimum=1``: ``a whole number, at least 1, or auto``."""
+    kinds = [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
+    choices = list(map(str, item.metadata.get("choices", ())))
+    if choices:
+        return _either([*choices, "null"] if "None" in kinds else choices)
+    limits = bounds(item.metadata)
+    parts = [limits] if limits else []
+    if item.metadata.get("infinite"):
+        parts.append("or inf")
+    if limits and "str" in kinds:
+        kinds.remove("str")
+        parts.append("or auto")
+    # A number may be written as a whole one.
+    if "float" in kinds and "int" in kinds:
+        kinds.remove("int")
+    return ", ".join([_either([_KINDS[kind] for kind in kinds]), *parts])
+
+
+def _either(words: list[str]) -> str:
+    """``a, b or c``."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def help_page(words: Sequence[str], program: str, purpose: str) -> str:
@@ -101,7 +208,7 @@ def _setting(documented: KeyDocumentation, found: Survey) -> str:
 def _meaning(documented: KeyDocumentation) -> str:
     """One line; with the values that are allowed where the line before does not list them."""
     is_choice_of_group = documented.key.endswith(".name")
-    if is_choice_of_group or documented.choices in ((), YES_OR_NO):
+    if is_choice_of_group or not documented.choices:
         return documented.summary
     return f"{documented.summary} ({documented.allowed})"
 
