@@ -44,23 +44,13 @@ class DeviceConfig:
     )
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)
     efficiency: float | None = option(
-        None,
-        "Share of the peak that training reaches, as measured; null: as published. "
-        "plan.efficiency goes before it",
-        above=0,
-        maximum=1,
+        None, "Share of the peak that training reaches; null: as published", above=0, maximum=1
     )
     group_overhead_us: float | None = option(
-        None,
-        "Microseconds of the host for each sharded group of parameters; null = none. On CPU "
-        "alone, where the host has no device that runs meanwhile",
-        minimum=0,
+        None, "Microseconds on CPU for each group of parameters; null: none", minimum=0
     )
     wait_overhead_us: float | None = option(
-        None,
-        "Microseconds of a collective beside latency and bytes; null = none. On CPU alone, as "
-        "ranks are not ready at once",
-        minimum=0,
+        None, "Microseconds on CPU that ranks wait in a collective; null: none", minimum=0
     )
     coding_gb_per_s: CodingConfig = field(default_factory=CodingConfig)
 
@@ -111,14 +101,11 @@ class PlanConfig:
     dry_run: bool = option(
         False, "Print what this command would do, and start nothing: mesh, memory, bytes per axis"
     )
-    verify: bool = option(
-        False, "Trace the peak of the parallelized model too; takes up to a minute"
-    )
+    verify: bool = option(False, "Trace the peak of the parallelized model too; up to a minute")
     json: str | None = option(None, "A new file for all layouts of a search, as JSON")
     scaling: str | None = option(
         None,
-        "Best layouts of several methods on 8 to 16,384 ranks. weak = the global batch grows with "
-        "the ranks; strong = it stays; null = one search",
+        "Best layouts on 8 to 16,384 ranks, the global batch growing or not",
         choices=("weak", "strong"),
     )
     free_memory: float = option(

@@ -68,9 +68,8 @@ class OptimizerConfig:
     )
     implementation: str = option(
         "fused",
-        "Kernels per update: fused = one for all; foreach = one per operation; loop = the least "
-        "memory. fused is one per dtype and device, loop one per operation and parameter. sgd: "
-        "foreach or loop",
+        "Kernels per update: fused = one per dtype and device; foreach = one per operation; loop "
+        "= one per operation and parameter, with the least memory",
         choices=("fused", "foreach", "loop"),
         read_by=("adamw", "adam", "sgd", "muon"),
     )
@@ -91,8 +90,7 @@ class OptimizerConfig:
     )
     adjust_lr: str = _muon(
         "match_rms_adamw",
-        "match_rms_adamw scales updates to the size of AdamW's; original wants 20 times the lr. "
-        "With match_rms_adamw one lr serves both",
+        "With match_rms_adamw one lr serves AdamW too; original wants 20 times the lr",
         choices=("match_rms_adamw", "original"),
     )
     newton_schulz_steps: int = _muon(
@@ -138,7 +136,7 @@ class StopConfig:
     """Ends the run, saved and with exit code 0, when a metric has stopped improving."""
 
     metric: str | None = option(
-        None, "Metric that must go on improving: loss, validation/NAME/loss, ...; null: never stop"
+        None, "Metric that must go on improving, also of a hook; null: never stop"
     )
     patience: int = option(
         5, "Measurements in a row that may bring nothing better", minimum=1, needs="metric"
@@ -158,9 +156,7 @@ class LoopConfig:
     steps: int = option(300, "Steps of the run, one global batch each", minimum=1)
     epochs: int | None = option(
         None,
-        "Passes over the training data, after which the run ends; null: it ends after `steps`. "
-        "Sets `steps`, and so the schedule of the learning rate, from the size of the data, and "
-        "`data.epochs`. `data.end` decides about the last global batch",
+        "Passes over the data, which set `steps` and `data.epochs`; null: ends after `steps`",
         minimum=1,
     )
     seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
@@ -168,14 +164,11 @@ class LoopConfig:
         32, "Sequences, or images, of a step on all ranks together", minimum=1
     )
     micro_batch_size: int | str = option(
-        "auto",
-        "Sequences, or images, that a rank computes at once; auto: largest divisor up to 8. The "
-        "rest of the global batch is accumulated",
-        minimum=1,
+        "auto", "Samples that a rank computes at once; auto: largest divisor up to 8", minimum=1
     )
     seq_len: int = option(128, "Tokens of a sequence; images have none", minimum=1)
     loss_chunk: int | None = option(
-        None, "Tokens whose logits exist at a time, as the head is chunked; null: all", minimum=1
+        None, "Tokens whose logits exist at a time; null: all", minimum=1
     )
     z_loss: float = option(
         0.0, "Weight of the squared log-sum-exp that a token's training loss also has", minimum=0
@@ -192,14 +185,11 @@ class LoopConfig:
     stop: StopConfig = field(default_factory=StopConfig)
     hooks: list[Any] = option(
         [],
-        "Classes of your own that are called as the run goes: [package.module:Class]. Or {hook: "
-        "package.module:Class, and its keyword arguments}; called on every rank, with one small "
-        "exchange per step (docs/hooks.md)",
+        "Classes called as the run goes: [package.module:Class], or {hook: package.module:Class, "
+        "and its arguments} (docs/hooks.md)",
     )
     objective: str = option(
-        "validation/loss",
-        "Metric whose last value the job returns to a sweep: a key of metrics.jsonl. Smaller is "
-        "better unless the sweeper says otherwise",
+        "validation/loss", "Metric of metrics.jsonl whose last value a sweep compares"
     )
     certify: bool = option(
         False, "Compare a few steps with one process first; refuse to go on if they differ"
@@ -216,11 +206,7 @@ class MetricsConfig:
     log_every: int = option(
         1, "Steps between rows of metrics.jsonl; losses in between are reduced too", minimum=1
     )
-    console: str = option(
-        "rich",
-        "How steps are shown; rich off a terminal is plain",
-        choices=("rich", "plain", "silent"),
-    )
+    console: str = option("rich", "How steps are shown", choices=("rich", "plain", "silent"))
     tensorboard: bool = option(
         True, "Write the same values for TensorBoard to tensorboard/ in the run dir"
     )
@@ -266,10 +252,7 @@ class CheckpointConfig:
         0, "Checkpoints of steps that are multiples of it are never deleted; 0: none", minimum=0
     )
     keep_best: str | None = option(
-        None,
-        "Metric, as train.stop.metric, whose best step is saved and kept; null: none. Each step "
-        "with a new best value is saved, and the best one is kept beside the newest; "
-        "checkpoints/best.json names it",
+        None, "Metric whose best step is kept beside the newest; checkpoints/best.json names it"
     )
     keep_best_mode: str = option(
         "min", "Whether small or large values are better", choices=("min", "max"), needs="keep_best"
@@ -279,10 +262,9 @@ class CheckpointConfig:
     )
     memory_every: int | str = option(
         "auto",
-        "Steps between copies of the state in each node's shared memory; 0: none. Restarted "
-        "workers lose these steps at most instead of `every`. Costs 2x a node's share of the "
-        "state in /dev/shm. auto: 10 where workers are restarted (TORCHELASTIC_MAX_RESTARTS above "
-        "0). With two replicas it covers lost nodes, with one lost workers",
+        "Steps between copies of the state in each node's shared memory, which costs 2x its share "
+        "there; 0: none. auto: 10 where workers are restarted. Two replicas cover lost nodes, one "
+        "lost workers",
         minimum=0,
     )
     folder: str | None = option(
@@ -292,7 +274,7 @@ class CheckpointConfig:
         "auto", "auto: from this run dir's newest sound one; never: start afresh; or a path"
     )
     load: str = option(
-        "all", "What is resumed; model_only: not the optimizer", choices=("all", "model_only")
+        "all", "What is resumed; model_only: no optimizer", choices=("all", "model_only")
     )
     strict: bool = option(
         True, "Refuse names and shapes that differ; false: they are passed over, and listed"
@@ -308,21 +290,18 @@ class LaunchConfig:
         "auto", "Workers of a node; auto: one per GPU, 4 on a machine without", minimum=1
     )
     nnodes: int | str = option(
-        1,
-        "Nodes of the job, or a range such as 2:4. A range lets it go on with fewer and grow "
-        "again, with the same global batch and loss curve",
+        1, "Nodes of the job; 2:4: go on with fewer, and grow again, with one loss curve"
     )
     rdzv_endpoint: str | None = option(
         None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
     )
     job_id: str | None = option(
-        None, "Tells jobs apart that share an endpoint; needed with a store outside of the nodes"
+        None, "Tells jobs that share an endpoint apart, for a store outside of the nodes"
     )
     secret_file: str | None = option(
         None,
-        "File with the secret that the nodes of one job share; null: from PARALLEL2D_SECRET. What "
-        "they know and nobody else: a file that its owner alone can read, made by `python -m "
-        "parallel2d.launch secret`",
+        "File with the secret of the job's nodes, by `python -m parallel2d.launch secret`; null: "
+        "it is in PARALLEL2D_SECRET",
     )
     insecure: bool = option(
         False, "Several nodes without a secret: whoever reaches the endpoint decides what runs"
@@ -335,9 +314,7 @@ class LaunchConfig:
     )
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
-        None,
-        "Seconds of the same in the first step; null: 1800, or `timeout` if larger. That step "
-        "compiles, connects and reads from a cold file system",
+        None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
     )
     grace_s: int = option(
         60, "Seconds that workers have to save after SIGTERM or SIGUSR1", minimum=1
@@ -391,9 +368,7 @@ class TrainConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     cpu_offload: bool = option(
-        False,
-        "GPU only: parameters, gradients and optimizer state live in CPU memory, where the "
-        "optimizer runs. A step is slower by both copies and by the CPU's optimizer",
+        False, "GPU only: parameters and optimizer live in CPU memory; a step is slower"
     )
     sync: SyncConfig = field(default_factory=SyncConfig)
     model: Any = option("???", "LlamaModel, CustomModel or HuggingFaceModel")

@@ -27,9 +27,7 @@ class LlamaModel:
     )
     hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", minimum=1)
     vocab_size: int = option(
-        320,
-        "Rows of the embedding, at least the tokenizer's; padded ones are no targets",
-        minimum=1,
+        320, "Rows of the embedding; those behind the tokenizer's are no targets", minimum=1
     )
     max_seq_len: int = option(2048, "Longest sequence, in tokens", minimum=1)
     norm_eps: float = option(1e-05, "Added to the mean square inside RMSNorm", above=0)
@@ -62,9 +60,8 @@ class CustomModel:
     )
     tensor_plan: Any = option(
         None,
-        "With mesh.tensor: {module pattern: word}, such as {layers.*.up: colwise}. Or "
-        "package.module:function(model) -> {module pattern: ParallelStyle or word}; words: "
-        "TENSOR_WORDS",
+        "{module pattern: word of TENSOR_WORDS}, such as {layers.*.up: colwise}, or "
+        "package.module:function(model) -> {module pattern: ParallelStyle or word}",
     )
 
 
@@ -82,9 +79,7 @@ class HuggingFaceModel:
         None, "Instead of path, a model type of the library: qwen3; weights come from the seed"
     )
     arguments: dict[str, Any] = option(
-        {},
-        "Set on the model's configuration: model.arguments.num_hidden_layers=4. An argument that "
-        "it does not have is an error",
+        {}, "Set on the model's configuration: model.arguments.num_hidden_layers=4"
     )
     head: str = option(
         "auto",
@@ -103,9 +98,7 @@ class HuggingFaceModel:
         None, "As of model=custom; null: the plan that the library ships with the model, if any"
     )
     adapter: Any = option(
-        None,
-        "Arguments of peft.LoraConfig: {r: 8, target_modules: [q_proj, v_proj]}; null: no "
-        "adapter. The model of path is frozen and an adapter is trained",
+        None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
     )
 
 
@@ -129,10 +122,9 @@ class DataConfig:
     )
     path: str | None = option(
         None,
-        "What is read: a file, folder or glob; with hf, a data set's name. text: a file, folder "
-        "or glob of text, .jsonl or .parquet (.gz and .zst too); tokens: a folder that `python -m "
-        "parallel2d.data prepare` wrote; hf: a Hugging Face data set's name, or the folder of a "
-        "saved one; images: a folder whose subfolders are the classes",
+        "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
+        "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
+        "a saved one; images: a folder whose subfolders are the classes",
         read_by=("text", "tokens", "hf", "images"),
     )
     mixture: list[Any] = option(
@@ -156,10 +148,7 @@ class DataConfig:
     subset: str | None = _hf(None, "The data set's configuration")
     split: str = _hf("train", "The part that is read; documents are held out of it by hash")
     validation_fraction: float = _held_out(
-        0.02,
-        "Share of documents, or images, that is held out for validation. Documents are chosen by "
-        "the hash of their content, images by that of their path",
-        between=(0, 0.5),
+        0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
     )
     max_bad_rows: int = _rows(
         0, "Rows that may be unreadable; more of them are an error with file and line", minimum=0
@@ -170,36 +159,25 @@ class DataConfig:
         choices=("packed", "padded"),
     )
     intra_document_masking: bool = _sequences(
-        False,
-        "Keep documents of a sequence apart: no attention and no target crosses into another. "
-        "Batches carry document ids",
+        False, "No attention and no target crosses into another document"
     )
     validation: dict[str, Any] = option(
         {},
-        "Further sets of data to validate on: {wiki: {path: A, name: text}}. They are read beside "
-        "the held-out part. An entry takes keys of this section and has the others from it, "
-        "except validation_fraction, which is 0 unless given: the whole set is read",
+        "Further sets to validate on, whole: {wiki: {path: A, name: text}}, with keys of this "
+        "section",
     )
     epochs: int = option(
-        0,
-        "Times that the data is read; 0: epoch after epoch without end. Otherwise the data end "
-        "there, and the run with them even if train.steps are not done; train.epochs sets this, "
-        "and train.steps to match",
-        minimum=0,
+        0, "Times that the data is read, and the run then ends; 0: without end", minimum=0
     )
     end: str = option(
         "drop",
-        "What becomes of the last epoch's last global batch when it is not full. drop: it is "
-        "omitted; pad: it is filled with samples of weight zero; wrap: with the first ones of the "
-        "next epoch",
+        "Last global batch that is not full: omitted, padded with weight zero, or filled from the "
+        "start",
         choices=("drop", "pad", "wrap"),
         needs="epochs",
     )
     workers: int | str = _held_out(
-        "auto",
-        "Processes that prepare data, or threads of a rank that decode images. auto: one per "
-        "core; for images up to 16. The result does not depend on it",
-        minimum=1,
+        "auto", "Processes that prepare data, or threads of a rank that decode images", minimum=1
     )
     cache_dir: str | None = _prepared(
         None, "Where prepared data are; null: parallel2d in the user's cache folder"

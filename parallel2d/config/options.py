@@ -60,15 +60,23 @@ def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
 def _value_problems(key: str, value: Any, item: Field[Any]) -> Iterator[str]:
     kinds = str(item.type).split(" | ")
     constraint = item.metadata
-    if value is None and not {"None", "Any"}.isdisjoint(kinds):
-        return
     if value == REQUIRED:
         yield f"{key} is required and was not given"
+    elif value is None and not {"None", "Any"}.isdisjoint(kinds):
+        return
     elif _has_infinite(value) and not constraint.get("infinite"):
         yield f"{key}={value} must be finite"
-    elif isinstance(value, str) and value in constraint.get("gone", ()):
+    elif value in list(constraint.get("gone", ())):
         yield gone(key, value, constraint)
-    elif constraint.get("reference") and not (callable(value) or is_reference(value)):
+    else:
+        yield from _constraint_problems(key, value, constraint, kinds)
+
+
+def _constraint_problems(
+    key: str, value: Any, constraint: Mapping[str, Any], kinds: Collection[str]
+) -> Iterator[str]:
+    is_named = callable(value) or is_reference(value)
+    if constraint.get("reference") and not is_named:
         yield f"{key}={value} must have the form package.module:name"
     elif "choices" in constraint:
         yield from choice_problems(key, value, constraint["choices"], "None" in kinds)

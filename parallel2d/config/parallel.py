@@ -160,8 +160,7 @@ class BucketingConfig:
     )
     policy: Any = option(
         None,
-        "Which modules are blocks, instead of detection: package.module:function(module, name) -> "
-        "bool. In code it may be a callable. Outermost matches count; none at all is an error",
+        "Which modules are blocks: package.module:function(module, name) -> bool",
         reference=True,
     )
 
@@ -177,10 +176,7 @@ class PrefetchConfig:
     """
 
     forward: int = option(
-        0,
-        "Groups gathered ahead in forward; 0: each when it is reached. On GPU that overlaps all "
-        "the same, because the host runs ahead of the device",
-        minimum=0,
+        0, "Groups gathered ahead in forward; 0: each when it is reached", minimum=0
     )
     backward: int = option(
         1, "Groups gathered ahead in backward; 0: each when its backward begins", minimum=0
@@ -193,37 +189,28 @@ class PrecisionConfig:
 
     name: str = option("fp32", "Set by the group: precision=bf16")
     storage: str = option(
-        "fp32", "Dtype of sharded parameters, gradients and optimizer state", choices=DTYPES
+        "fp32", "Dtype of sharded parameters, gradients, optimizer state", choices=DTYPES
     )
-    param: str = option(
-        "fp32",
-        "Dtype of gathered parameters and activations; bf16 halves all-gathers",
-        choices=DTYPES,
-    )
+    param: str = option("fp32", "Dtype of gathered parameters and activations", choices=DTYPES)
     reduce: str = option(
-        "fp32", "Dtype of gradients between ranks; bf16 rounds the sums", choices=DTYPES
+        "fp32", "Dtype of gradients between ranks; rounds the sums", choices=DTYPES
     )
     loss_scaling: bool = option(
         False, "Dynamic loss scaling against underflow", read_by=("fp16",), of="param"
     )
     output: str | None = option(
-        None,
-        "Dtype of the root's floating-point outputs, blocks apart; null: as computed",
-        choices=DTYPES,
+        None, "Dtype of the root's outputs; null: as computed", choices=DTYPES
     )
     buffers: str | None = option(
-        None,
-        "Dtype of floating-point buffers; null: as built, widened with storage=fp64",
-        choices=DTYPES,
+        None, "Dtype of buffers; null: as built, fp64 with storage=fp64", choices=DTYPES
     )
     cast_forward_inputs: bool = option(
         True, "Cast floating-point inputs to `param`; false: the model must match dtypes itself"
     )
     keep_low_precision_gradients: bool = option(
         False,
-        "Leave gradients in `reduce` after the reduction instead of casting them to `storage`. "
-        "Half the gradient memory at bf16, for optimizers of your own that read such gradients. "
-        "AdamW does not, so the train command refuses it",
+        "Leave gradients in `reduce` instead of casting them to `storage`, for optimizers of your "
+        "own that read such gradients at half the memory",
     )
     fp32_modules: list[str] = option(
         [],
@@ -233,9 +220,9 @@ class PrecisionConfig:
     )
     float8: str = option(
         "none",
-        "Matrix products of the Linear layers inside blocks in 8-bit floats: a scale per tensor "
-        "or per row. Needs torchao and a GPU of compute capability 8.9. One per row is more "
-        "accurate and slower. Worth its casts only with compile=block",
+        "Matrix products of Linear layers inside blocks in 8-bit floats: a scale per tensor or, "
+        "more accurate and slower, per row. Needs torchao, a GPU of capability 8.9 and "
+        "compile=block",
         choices=("none", "tensorwise", "rowwise"),
     )
     float8_exclude: list[str] = option(
@@ -353,40 +340,32 @@ class SyncConfig:
     delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", minimum=0)
     mix: float | int | str = _diloco(
         "auto",
-        "Share of a replica's own parameters that is kept when the shared ones arrive. auto = 0, "
-        "or 0.5 with a delay",
+        "Share kept of a replica's own parameters; auto = 0, or 0.5 with a delay",
         between=(0, 1),
     )
     outer_lr: float | int | str = _diloco(
         "auto", "Learning rate of the outer Nesterov step; auto = 0.7", above=0
     )
     outer_momentum: float | int | str = _diloco(
-        "auto",
-        "Momentum of the outer Nesterov step; auto = 0.6. A smaller `every` wants a smaller one",
-        between=(0, 1),
+        "auto", "Momentum of the outer Nesterov step; auto = 0.6", between=(0, 1)
     )
     compare_every: int = option(
-        50,
-        "Steps between comparisons of the replicas, which must be equal; 0: never. The parameter "
-        "that differs ends the run",
-        minimum=0,
+        50, "Steps between comparisons of the replicas, which must be equal; 0: never", minimum=0
     )
     during_accumulation: str = option(
         "reduce_scatter_only",
-        "What each micro-batch reduces under gradient accumulation. full = reduce-scatter and "
-        "all-reduce (most bytes); reduce_scatter_only = the replicate axis moves once per global "
-        "batch; none = nothing moves before the last one (full gradients in memory)",
+        "What each micro-batch reduces: full = over both axes (most bytes); reduce_scatter_only = "
+        "over shards; none = nothing before the last one (whole gradients in memory)",
         choices=("full", "reduce_scatter_only", "none"),
     )
     engine: str = option(
         "parallel2d",
-        "What reduces gradients over the replicate axis. parallel2d = by parameter, right for any "
-        "routing of data through the model, added in fp32 at least; torch = the second axis of "
-        "fully_shard, for comparison, without these guarantees",
+        "What reduces over the replicate axis: parallel2d = by parameter, for any routing of "
+        "data, added in fp32 at least; torch = the second axis of fully_shard, for comparison",
         choices=("parallel2d", "torch"),
     )
     bucket_mib: float = option(
-        4.0, "MiB of neighbouring groups' gradients that cross the replicate axis at once", above=0
+        4.0, "MiB of small groups' gradients that cross the replicate axis at once", above=0
     )
 
 
