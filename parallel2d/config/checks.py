@@ -103,16 +103,10 @@ def _library_model(config: TrainConfig) -> Iterator[str]:
     if model.adapter is None:
         return
     if not isinstance(model.adapter, Mapping):
-        yield (
-            f"model.adapter={model.adapter} must be arguments of peft.LoraConfig, such as "
-            "{r: 8, target_modules: [q_proj, v_proj]}"
-        )
+        yield f"model.adapter={model.adapter} must be arguments of peft.LoraConfig: {{r: 8, ...}}"
     # An adapter is saved alone, and means nothing without the weights that it was trained on.
     if model.path is None or not model.load_weights:
-        yield (
-            "model.adapter needs model.path, the folder of a saved model, and "
-            "model.load_weights=true: an adapter is trained on weights that are kept"
-        )
+        yield "model.adapter needs model.path and model.load_weights=true: weights that are kept"
     tensor = config.mesh.tensor
     if tensor not in (1, "auto"):
         yield f"mesh.tensor={tensor}: a model with model.adapter needs mesh.tensor=1"
@@ -271,21 +265,13 @@ def _diloco(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     sync = config.sync
     if sync.name != "diloco":
         return
+    # One fragment is exchanged in a step, and arrives before it is sent again.
     if sync.fragments > sync.every:
-        yield (
-            f"sync.fragments={sync.fragments} must be at most sync.every={sync.every}: one "
-            "fragment is exchanged in a step"
-        )
+        yield f"sync.fragments={sync.fragments} must be at most sync.every={sync.every}"
     if sync.delay >= sync.every:
-        yield (
-            f"sync.delay={sync.delay} must be below sync.every={sync.every}: a fragment arrives "
-            "before it is sent again"
-        )
+        yield f"sync.delay={sync.delay} must be below sync.every={sync.every}"
     if sync.during_accumulation == "full":
-        yield (
-            "sync.during_accumulation=full has no effect with sync=diloco: gradients do not cross "
-            "the replicate axis"
-        )
+        yield "sync.during_accumulation=full has no effect with sync=diloco, only with every_step"
 
 
 # The loop
