@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -104,12 +103,6 @@ BASE = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=32", "model.n_layers=2",
     "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
 )  # fmt: skip
-SHORT = (
-    "train.steps=2",
-    "train.validate_every=0",
-    "checkpoint.enabled=false",
-    "metrics.tensorboard=false",
-)
 # a choice of a group replaces what is said of it
 IMPLIED = {
     "data": ("data.",),
@@ -175,90 +168,6 @@ def test_words(folder, monkeypatch, origin):
             assert (config == default) == is_default, row.name
 
 
-def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
-    """On a rank: two steps of the job; the second row of its metrics and facts about its model."""
-    from parallel2d.assemble import build_trainer
-    from parallel2d.config import Job
-    from parallel2d.data import BatchFeed
-    from parallel2d.launch import RankIdentity
-    from parallel2d.mesh import Topology
-    from parallel2d.runtime import Runtime
-
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    try:
-        config = jobs.config_of(with_base((*BASE, *SHORT), words))
-        os.makedirs(run_dir, exist_ok=True)
-        rank, world = dist.get_rank(), dist.get_world_size()
-        runtime = Runtime(
-            RankIdentity(rank, world, rank, 0, 1, "torchrun"),
-            torch.device("cpu"),
-            Topology.gather(),
-        )
-        trainer = build_trainer(Job(config, run_dir, ()), runtime)
-        feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)
-        trainer.begin(feed)
-        for _ in range(2):
-            trainer.step(feed)
-        trainer.checkpointer.finish()
-        feed.close()
-        trainer.recorder.close()
-        dist.barrier()
-        lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-        return {
-            **json.loads(lines[-1]),
-            "rows": len(lines),
-            "storage": str(next(trainer.model.parameters()).dtype),
-            "optimizer": type(trainer.optimizer).__name__,
-            "accumulation": trainer.plan.accumulation,
-        }
-    finally:
-        sys.path.remove(folder)
-
-
-def row_of(origin: str, left: str) -> Row:
-    (found,) = (row for row in COMMANDS if row.origin == origin and row.left.startswith(left))
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained(ranks, folder):
-    """Two steps of a row's words on four ranks, once per row."""
-
-    @functools.cache
-    def train(origin: str, left: str) -> dict[str, Any]:
-        words = list(row_of(origin, left).code[0].split())
-        return ranks.run(
-            4, run_words, str(folder), str(folder / re.sub(r"\W+", "-", f"{origin} {left}")), words
-        )[0]
-
-    return train
-
-
-def sent(row: dict[str, Any], axis: str) -> float:
-    return row.get(f"comm/{axis}/bytes") or 0.0
-
-
-@pytest.mark.slow
-def test_strategies_move_what_they_say(trained):
-    zero3, zero2, ddp, hybrid, hybrid_zero2 = (
-        trained("FullySharded", f"ShardingStrategy.{name}")
-        for name in (
-            "FULL_SHARD",
-            "SHARD_GRAD_OP",
-            "NO_SHARD",
-            "HYBRID_SHARD",
-            "_HYBRID_SHARD_ZERO2",
-        )
-    )
-    losses = {round(row["loss"], 4) for row in (zero3, zero2, ddp, hybrid, hybrid_zero2)}
-    assert len(losses) == 1
-    assert sent(zero3, "replicate") == sent(zero2, "replicate") == sent(ddp, "shard") == 0
-    assert sent(zero3, "shard") > sent(zero2, "shard") > 0
-    assert sent(hybrid, "shard") > sent(hybrid_zero2, "shard") > 0
-    assert sent(ddp, "replicate") > sent(hybrid, "replicate") > 0
-
-
 # Whole scripts
 
 
@@ -273,78 +182,60 @@ def words_of(name: str, program: str) -> list[str]:
     return words[3:]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def execute(folder: Path, *words: str) -> str:
+    """What a module of Python, run in ``folder``, prints."""
+    command = [sys.executable, "-m", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
+    """The rows of metrics of the very words, on a text of ours."""
+    small = ["data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.validate_every=0"]
+    given = words_of(name, "parallel2d.train")
+    execute(folder, "parallel2d.train", *given, *small, f"hydra.run.dir={name}", *words)
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow
 def test_the_torchtitan_config_as_a_command(folder):
-    """The very words, on a text of ours; then its checkpoint as one file."""
-    small = [
-        "data=text",
-        "data.path=corpus.txt",
-        "data.cache_dir=cache",
-        "hydra.run.dir=titan",
-        "train.validate_every=0",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "parallel2d.train",
-        *words_of("torchtitan", "parallel2d.train"),
-        *small,
-    ]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [
-        json.loads(line) for line in (folder / "titan" / "metrics.jsonl").read_text().splitlines()
-    ]
+    """Then its checkpoint as one file."""
+    rows = train(folder, "torchtitan")
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert sorted(path.name for path in (folder / "titan" / "checkpoints").glob("step-*")) == [
-        "step-00000005",
-        "step-00000010",
-    ]
-    layout = json.loads((folder / "titan" / "layout.json").read_text())
+    saved = (folder / "torchtitan" / "checkpoints").glob("step-*")
+    assert sorted(path.name for path in saved) == ["step-00000005", "step-00000010"]
+    layout = json.loads((folder / "torchtitan" / "layout.json").read_text())
     assert layout["mesh"] == {"replicate": 2, "shard": 2, "tensor": 1}
 
     from parallel2d.checkpoint.__main__ import main
 
     command, source, target = words_of("convert", "parallel2d.checkpoint")
-    assert main([command, str(folder / "titan"), str(folder / target)]) == 0
+    assert main([command, str(folder / "torchtitan"), str(folder / target)]) == 0
     state = torch.load(folder / target, weights_only=True)
     assert sum(tensor.numel() for tensor in state.values()) == layout["parameters"]
     assert source == "RUN_DIR"
 
 
 @pytest.mark.slow
-def test_the_lightning_script_as_a_module_and_words(ranks, folder):
+def test_the_lightning_script_as_a_module_and_words(folder):
     (folder / "char_model.py").write_text(block("lightning module"))
-    words = words_of("lightning", "parallel2d.train")
-    row = ranks.run(4, run_words, str(folder), str(folder / "lightning"), words)[0]
-    assert (row["rows"], row["accumulation"]) == (2, 2)
-    assert row["loss"] < 6
-    assert sent(row, "shard") > 0
+    rows = train(folder, "lightning", "train.seq_len=16", "launch.nproc_per_node=4")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["comm/shard/bytes"] > 0
 
 
 @pytest.mark.slow
 def test_the_fsdp1_script_moved_over(folder):
     (folder / "moved.py").write_text(block("fsdp1"))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "moved.py",
-    ]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
+    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    said = execute(folder, *ranks, "moved.py")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", said)]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
     with contextlib.chdir(folder):
