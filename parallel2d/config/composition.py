@@ -8,6 +8,7 @@ before.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -107,52 +108,30 @@ def compose(arguments: Sequence[str]) -> Composition | None:
         raise ConfigError(explain(words, error)) from None
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What the words of a command line choose, and what they might choose."""
-
-    composed: DictConfig  # with Hydra's own part
-    groups: dict[str, tuple[str, ...]]  # group -> its choices
-
-    @property
-    def chosen(self) -> dict[str, str]:
-        """Group -> the choice that holds, for the groups that the configuration has."""
-        choices = self.composed.hydra.runtime.choices
-        return {group: str(choices[group]) for group in self.groups if group in choices}
-
-    def value(self, key: str) -> Any:
-        """The value of ``key`` as plain data: ``???`` where one must be given."""
-        parent, _, last = key.rpartition(".")
-        section = OmegaConf.select(self.composed, parent) if parent else self.composed
-        return OmegaConf.to_container(section, resolve=False)[last]  # type: ignore[call-overload,index]
-
-
-def survey(arguments: Sequence[str]) -> Survey:
-    """What there is to choose from, and what ``arguments`` choose. Values are not checked, required
-    ones may be missing, and words with several values for a sweep are left out. Raises
-    `ConfigError` for words that do not compose."""
+def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """What ``arguments`` choose, as plain data with ``???`` where a value must be given, and the
+    choices of each group. Values are not checked, and words with several values for a sweep are
+    left out. Raises `ConfigError` for words that do not compose."""
     words = hydra_words(arguments)
     parsed = command_options(words)
     if parsed is None:
         raise ConfigError(f"{' '.join(words)} cannot be read; --help alone lists all options")
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
-    name = parsed.config_name or "train"
     try:
         with initialized(parsed.config_dir) as hydra_instance:
+            name = parsed.config_name or "train"
             composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
-            return Survey(composed, choices_by_group(hydra_instance.config_loader))
+            groups = choices_by_group(hydra_instance.config_loader)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(words, error)) from None
+    plain: Any = OmegaConf.to_container(composed, resolve=False)
+    return plain, groups
 
 
 def place_options(config_dir: str | None, config_name: str | None) -> tuple[str, ...]:
     """The options that say where the configuration is; none for what was not given."""
-    options: list[str] = []
-    if config_dir:
-        options += ["--config-dir", config_dir]
-    if config_name:
-        options += ["--config-name", config_name]
-    return tuple(options)
+    given = {"--config-dir": config_dir, "--config-name": config_name}
+    return tuple(itertools.chain(*((name, value) for name, value in given.items() if value)))
 
 
 def job_here(config: TrainConfig, options: tuple[str, ...] = ()) -> Job:

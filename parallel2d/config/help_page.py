@@ -8,11 +8,11 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel2d.config.composition import Survey, survey
+from parallel2d.config.composition import survey
 from parallel2d.config.job import TrainConfig
 from parallel2d.config.options import REQUIRED, bounds, default_of
 from parallel2d.config.serialization import FAMILIES
@@ -54,10 +54,16 @@ _READ_ON = (
 
 @dataclass(frozen=True)
 class Documented:
-    """A key such as ``train.steps``, or a section of them."""
+    """A key such as ``train.steps``, or the section of one dataclass, such as ``train``: the keys
+    that stand alone have an empty one."""
 
     key: str
     text: str  # what it means, whole
+    allowed: str = ""  # of a key, its type and constraint in words: "a whole number, at least 1"
+    choices: tuple[str, ...] = ()  # every value that it may have; empty where there are too many
+    default: Any = None  # `REQUIRED` where a value must be given
+    family: str = ""  # of the models that have these keys, for the section `model`
+    keys: tuple[Documented, ...] = ()  # of a section
 
     @property
     def summary(self) -> str:
@@ -65,33 +71,16 @@ class Documented:
         return _SENTENCE_END.split(self.text, maxsplit=1)[0].rstrip(".")
 
 
-@dataclass(frozen=True)
-class KeyDocumentation(Documented):
-    """One key."""
-
-    allowed: str  # its type and constraint in words: "a whole number, at least 1"
-    choices: tuple[str, ...]  # every value that it may have; empty where they cannot be listed
-    default: Any  # `REQUIRED` where a value must be given
-
-
-@dataclass(frozen=True)
-class SectionDocumentation(Documented):
-    """The keys of one dataclass: ``train``, or the keys that stand alone (an empty ``key``)."""
-
-    family: str  # of the models that have these keys, for `model`; otherwise empty
-    keys: tuple[KeyDocumentation, ...]
-
-
-def sections() -> list[SectionDocumentation]:
+def sections() -> list[Documented]:
     """Every section of `TrainConfig`, in its order; ``model`` is there once per family."""
     return list(_sections(TrainConfig, "", ""))
 
 
-def _sections(kind: type, key: str, family: str) -> Iterator[SectionDocumentation]:
+def _sections(kind: type, key: str, family: str) -> Iterator[Documented]:
     """The section of the dataclass ``kind``, then those inside of it."""
     types = typing.get_type_hints(kind)
-    keys: list[KeyDocumentation] = []
-    inside: list[SectionDocumentation] = []
+    keys: list[Documented] = []
+    inside: list[Documented] = []
     for item in dataclasses.fields(kind):
         name = f"{key}.{item.name}" if key else item.name
         if name == "model":
@@ -103,11 +92,11 @@ def _sections(kind: type, key: str, family: str) -> Iterator[SectionDocumentatio
             keys.append(_key(name, item))
     # In one line, and without the marks of reStructuredText.
     text = " ".join((inspect.getdoc(kind) or "").replace("``", "`").split())
-    yield SectionDocumentation(key, text, family, tuple(keys))
+    yield Documented(key, text, family=family, keys=tuple(keys))
     yield from inside
 
 
-def _key(name: str, item: dataclasses.Field[Any]) -> KeyDocumentation:
+def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
     choices = tuple(map(str, item.metadata.get("choices", ())))
     text = item.metadata["text"]
     if not text and choices:
@@ -117,7 +106,7 @@ def _key(name: str, item: dataclasses.Field[Any]) -> KeyDocumentation:
     if item.metadata.get("of", "name") == "name" and readers:
         few = len(readers) <= 2
         text = f"{', '.join(readers)}: {text}" if few else f"{text}. Read by {', '.join(readers)}"
-    return KeyDocumentation(name, text, _allowed(item), choices, default_of(item))
+    return Documented(name, text, _allowed(item), choices, default_of(item))
 
 
 def _allowed(item: dataclasses.Field[Any]) -> str:
@@ -152,7 +141,7 @@ def help_page(words: Sequence[str], program: str, purpose: str) -> str:
     ``program``: how the command was called. ``purpose``: what it does, in a sentence. Raises
     `ConfigError` for words that do not compose.
     """
-    found = survey(words)
+    values, groups = survey(words)
     return "\n".join(
         [
             f"usage: {program} [OPTION ...] [GROUP=CHOICE ...] [KEY=VALUE ...]",
@@ -166,46 +155,43 @@ def help_page(words: Sequence[str], program: str, purpose: str) -> str:
             *_table(_OPTIONS.items()),
             "",
             "Groups, each with its choices; a choice sets the keys of its group:",
-            *_table(_groups(found)),
+            *_table(_groups(values["hydra"]["runtime"]["choices"], groups)),
             "",
             "Keys, each with the value that it has:",
-            *_keys(found),
+            *_keys(values),
             "",
             *textwrap.wrap(f"Read on: {_READ_ON}", WIDTH),
         ]
     )
 
 
-def _groups(found: Survey) -> Iterator[tuple[str, str]]:
-    chosen = found.chosen
-    for group, choices in found.groups.items():
+def _groups(
+    chosen: Mapping[str, str], groups: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str]]:
+    for group, choices in groups.items():
         if group in chosen:
             yield f"{group}={chosen[group]}", " ".join(choices)
 
 
-def _keys(found: Survey) -> Iterator[str]:
-    family = found.value("model.family")
+def _keys(values: Mapping[str, Any]) -> Iterator[str]:
     for section in sections():
-        if section.family in ("", family) and section.keys:
+        if section.family in ("", values["model"]["family"]):
+            title = f"{section.key}: {section.summary}" if section.key else "Without a section"
             yield ""
-            yield from _heading(section)
-            yield from _table((_setting(each, found), _meaning(each)) for each in section.keys)
+            yield from textwrap.wrap(title, WIDTH)
+            yield from _table((_setting(each, values), _meaning(each)) for each in section.keys)
 
 
-def _heading(section: SectionDocumentation) -> list[str]:
-    if not section.key:
-        return ["Without a section"]
-    return textwrap.wrap(f"{section.key}: {section.summary}", WIDTH)
-
-
-def _setting(documented: KeyDocumentation, found: Survey) -> str:
-    value = found.value(documented.key)
+def _setting(documented: Documented, values: Mapping[str, Any]) -> str:
+    value: Any = values
+    for name in documented.key.split("."):
+        value = value[name]
     if value == REQUIRED:
         return f"{documented.key} (required)"
     return f"{documented.key}={as_word(value)}"
 
 
-def _meaning(documented: KeyDocumentation) -> str:
+def _meaning(documented: Documented) -> str:
     """One line; with the values that are allowed where the line before does not list them."""
     is_choice_of_group = documented.key.endswith(".name")
     if is_choice_of_group or not documented.choices:

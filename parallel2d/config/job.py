@@ -68,7 +68,7 @@ class OptimizerConfig:
     )
     implementation: str = option(
         "fused",
-        "Kernels per update: fused = one per dtype and device; foreach = one per operation; loop "
+        "Kernels per update. fused = one per dtype and device; foreach = one per operation; loop "
         "= one per operation and parameter, with the least memory",
         choices=("fused", "foreach", "loop"),
         read_by=("adamw", "adam", "sgd", "muon"),
@@ -185,7 +185,7 @@ class LoopConfig:
     stop: StopConfig = field(default_factory=StopConfig)
     hooks: list[Any] = option(
         [],
-        "Classes called as the run goes: [package.module:Class], or {hook: package.module:Class, "
+        "Classes called as the run goes: [package.module:Class]. Or {hook: package.module:Class, "
         "and its arguments} (docs/hooks.md)",
     )
     objective: str = option(
@@ -262,9 +262,9 @@ class CheckpointConfig:
     )
     memory_every: int | str = option(
         "auto",
-        "Steps between copies of the state in each node's shared memory, which costs 2x its share "
-        "there; 0: none. auto: 10 where workers are restarted. Two replicas cover lost nodes, one "
-        "lost workers",
+        "Steps between copies of the state in each node's shared memory; 0: none. They cost 2x "
+        "its share there. auto: 10 where workers are restarted. Two replicas cover lost nodes, "
+        "one lost workers",
         minimum=0,
     )
     folder: str | None = option(
@@ -300,8 +300,8 @@ class LaunchConfig:
     )
     secret_file: str | None = option(
         None,
-        "File with the secret of the job's nodes, by `python -m parallel2d.launch secret`; null: "
-        "it is in PARALLEL2D_SECRET",
+        "File with the secret of the job's nodes; null: it is in PARALLEL2D_SECRET. `python -m "
+        "parallel2d.launch secret` makes one",
     )
     insecure: bool = option(
         False, "Several nodes without a secret: whoever reaches the endpoint decides what runs"

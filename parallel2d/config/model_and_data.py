@@ -60,8 +60,9 @@ class CustomModel:
     )
     tensor_plan: Any = option(
         None,
-        "{module pattern: word of TENSOR_WORDS}, such as {layers.*.up: colwise}, or "
-        "package.module:function(model) -> {module pattern: ParallelStyle or word}",
+        "With mesh.tensor: {module pattern: word}, such as {layers.*.up: colwise}. Or "
+        "package.module:function(model) -> {module pattern: ParallelStyle or word}; words: "
+        "TENSOR_WORDS",
     )
 
 

@@ -209,8 +209,8 @@ class PrecisionConfig:
     )
     keep_low_precision_gradients: bool = option(
         False,
-        "Leave gradients in `reduce` instead of casting them to `storage`, for optimizers of your "
-        "own that read such gradients at half the memory",
+        "Leave gradients in `reduce` instead of casting them to `storage`. For optimizers of your "
+        "own that read such gradients, at half the memory",
     )
     fp32_modules: list[str] = option(
         [],
@@ -220,8 +220,8 @@ class PrecisionConfig:
     )
     float8: str = option(
         "none",
-        "Matrix products of Linear layers inside blocks in 8-bit floats: a scale per tensor or, "
-        "more accurate and slower, per row. Needs torchao, a GPU of capability 8.9 and "
+        "Matrix products of Linear layers inside blocks in 8-bit floats, with a scale per tensor "
+        "or row. Rows are more accurate and slower. Needs torchao, a GPU of capability 8.9 and "
         "compile=block",
         choices=("none", "tensorwise", "rowwise"),
     )
@@ -354,13 +354,13 @@ class SyncConfig:
     )
     during_accumulation: str = option(
         "reduce_scatter_only",
-        "What each micro-batch reduces: full = over both axes (most bytes); reduce_scatter_only = "
+        "What each micro-batch reduces. full = over both axes (most bytes); reduce_scatter_only = "
         "over shards; none = nothing before the last one (whole gradients in memory)",
         choices=("full", "reduce_scatter_only", "none"),
     )
     engine: str = option(
         "parallel2d",
-        "What reduces over the replicate axis: parallel2d = by parameter, for any routing of "
+        "What reduces over the replicate axis. parallel2d = by parameter, for any routing of "
         "data, added in fp32 at least; torch = the second axis of fully_shard, for comparison",
         choices=("parallel2d", "torch"),
     )

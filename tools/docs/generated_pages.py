@@ -57,7 +57,7 @@ def _documented(directive: str, is_kind: Any, *options: str) -> list[str]:
     return [block.format(directive, name, indented) for name in names]
 
 
-def _section(section: help_page.SectionDocumentation) -> str:
+def _section(section: help_page.Documented) -> str:
     title = f"`{section.key}`" if section.key else "Keys of their own"
     if section.family:
         title += f", models of family `{section.family}`"
@@ -65,7 +65,7 @@ def _section(section: help_page.SectionDocumentation) -> str:
     return "\n\n".join([f"## {title}", section.text, *keys])
 
 
-def _key(key: help_page.KeyDocumentation) -> str:
+def _key(key: help_page.Documented) -> str:
     """The key, then indented what it may be, its default and what it means."""
     facts = [key.allowed]
     if key.choices:
