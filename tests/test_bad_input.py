@@ -95,7 +95,7 @@ CASES = [
          "checkpoint.keep_best_mode=max", "train.hooks=[a]", "cluster.inside_node.up_gbit=1"),
         ["model.dim=128", "model.n_heads=7", "model.n_kv_heads=4", "data.path is required", "model.max_seq_len=2048",
          "train.global_batch_size=32", "scheduler.warmup_steps=300 must be below train.steps=300", "profile.steps=[1, 999]",
-         "profile.ranks=[-1] must be ranks", "optimizer.nesterov=true has no effect with optimizer=adamw, only with sgd and muon",
+         "profile.ranks=[-1] must be ranks", "optimizer.nesterov=true has no effect with optimizer=adamw, only with sgd, muon",
          "activation_checkpointing.every=2 has no effect with activation_checkpointing=none", "sync.wire=int4 needs sync=diloco",
          "optimizer.groups has", "launch.nnodes=0", "bucketing.size_mib=3.0 has no effect with bucketing=block, only with size",
          "plan.scaling=weak is about several", "has no effect without checkpoint.keep_best",
@@ -184,7 +184,7 @@ def test_a_key_is_refused_where_nothing_reads_it(kind, item):
         else:
             (line,) = told
             assert line.startswith(f"x.{item.name}=")
-            assert line.endswith(f"={choice}, only with {' and '.join(item.metadata['read_by'])}")
+            assert line.endswith(f"={choice}, only with {', '.join(item.metadata['read_by'])}")
 
 
 @pytest.mark.parametrize(("environment", "expected"), [

@@ -100,7 +100,7 @@ def _unread_problems(config: Any, item: Field[Any], prefix: str) -> Iterator[str
         # A section of the top is chosen by its own word: sync=diloco.
         is_group = of == "name" and "." not in section
         chosen = section if is_group else f"{prefix}{of}"
-        readers = " and ".join(item.metadata["read_by"])
+        readers = ", ".join(item.metadata["read_by"])
         yield f"{has_no_effect} with {chosen}={getattr(config, of)}, only with {readers}"
 
 
