@@ -10,9 +10,10 @@ import os
 import re
 from dataclasses import fields, is_dataclass
 
+import jobs
 import pytest
 
-from parallel2d import launch
+from parallel2d import ConfigError, launch
 from parallel2d.config import TrainConfig
 from parallel2d.config.options import _value_problems, default_of, field_problems
 from parallel2d.train import main
@@ -142,6 +143,36 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
     assert said.startswith("parallel2d: ")
     assert "Traceback" not in said
     assert all(word in said for word in expected), said
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (("train.epochs=2", "data.epochs=3"), "contradict each other"),
+    (("train.epochs=2", "train.steps=5"), "both say when"),
+    (("launch.rdzv_endpoint=a:1",), "has no effect with launch.nnodes=1"),
+    (("launch.nnodes=2",), "needs launch.rdzv_endpoint"),
+    (("launch.first_step_timeout=1",), "must be at least launch.timeout"),
+    (("model.n_heads=128", "model.n_kv_heads=1"), "= 1 must be even"),
+    (("model=hf", "model.path=a", "model.architecture=b"), "model=hf needs either"),
+    (("model=hf", "model.path=a", "data.intra_document_masking=true"), "take no document ids"),
+    (("model=hf", "model.path=a", "model.adapter=[r]"), "must be arguments of peft.LoraConfig"),
+    (("model=custom", "model.target=a:b", "model.tensor_plan={a: colwize}"), "did you mean colwise"),
+    (("model=custom", "model.target=a:b", "model.tensor_plan=a"), "or have the form package.module:function"),
+    (("optimizer=sgd", "optimizer.implementation=fused"), "use foreach or loop"),
+    (("optimizer=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"), "needs optimizer.momentum above 0"),
+    (("precision=bf16_reduce_bf16", "precision.keep_low_precision_gradients=true"), "is for optimizers of your own"),
+    (("bucketing.blocks=[A]", "bucketing.policy=a:b"), "bucketing.policy and bucketing.blocks both choose"),
+    (("sync=diloco", "sync.during_accumulation=full"), "has no effect with sync=diloco, only with every_step"),
+    (("data=images", "data.path=a", "train.loss_chunk=3"), "splits the logits"),
+    (("precision=bf16", "precision.output=bf16", "train.loss_chunk=3"), "would round"),
+    (("data=tokens",), "data=tokens needs either"),
+    (("data=tokens", "data.mixture=[3]"), "an entry is {path"),
+    (("optimizer.groups=[{pattern: a, lr: 3}]",), "lr is not one of pattern"),
+    (("optimizer.groups=[{pattern: a, algorithm: muon}]",), "with optimizer=adamw, only with muon"),
+    (("optimizer.groups=[{pattern: a, lr_scale: -1}]",), "lr_scale=-1 must be a number, at least 0"),
+])  # fmt: skip
+def test_contradictions_are_refused(words, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        jobs.config_of(words)
 
 
 def conditional_fields():

@@ -88,7 +88,7 @@ def unknown_key(key: str, word: str, keys: Sequence[str], groups: Collection[str
     near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
     if siblings:
         return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
-    return line + near
+    return line + (near or "; --help lists all, docs/coming-from.md those of other frameworks")
 
 
 def _near_last_part(key: str, keys: Sequence[str]) -> str:
