@@ -168,6 +168,7 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
     (("data=tokens", "data.mixture=[3]"), "an entry is {path"),
     (("optimizer.groups=[{pattern: a, lr: 3}]",), "lr is not one of pattern"),
     (("optimizer.groups=[{pattern: a, algorithm: muon}]",), "with optimizer=adamw, only with muon"),
+    (("optimizer=muon", "optimizer.groups=[{pattern: a, algorithm: lion}]"), "algorithm=lion is not one of muon, adamw"),
     (("optimizer.groups=[{pattern: a, lr_scale: -1}]",), "lr_scale=-1 must be a number, at least 0"),
 ])  # fmt: skip
 def test_contradictions_are_refused(words, told):
