@@ -156,10 +156,7 @@ def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
     has_pattern = isinstance(entry, dict) and isinstance(entry.get("pattern"), str)
     # A pattern alone would choose parameters and change nothing about them.
     if not has_pattern or len(entry) < 2:
-        yield (
-            f"optimizer.groups has {entry}; an entry has the form {{pattern: '*.norm*', "
-            "weight_decay: 0.0, lr_scale: 0.1}"
-        )
+        yield f"optimizer.groups has {entry}; an entry has the form {{pattern: a.*, lr_scale: 0.1}}"
         return
     for key, value in entry.items():
         where = f"optimizer.groups: {entry['pattern']}: {key}"
@@ -193,11 +190,9 @@ def _precision(config: TrainConfig | ParallelConfig) -> Iterator[str]:
             f"precision.reduce={precision.reduce}, which is precision.storage too"
         )
     # The products are computed in 8 bits; what goes in and out is bf16, or fp32 for comparison.
-    if precision.float8 != "none" and precision.param not in ("bf16", "fp32"):
-        yield (
-            f"precision.float8={precision.float8} needs precision.param=bf16 (or fp32), got "
-            f"{precision.param}"
-        )
+    float8, given = precision.float8, precision.param
+    if float8 != "none" and given not in ("bf16", "fp32"):
+        yield f"precision.float8={float8} needs precision.param=bf16 (or fp32), got {given}"
 
 
 def _blocks(config: TrainConfig | ParallelConfig) -> Iterator[str]:
@@ -226,38 +221,26 @@ def _split_updates(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     sync = config.sync
     strategy = f"strategy={config.strategy.name}"
     if sync.name != "every_step":
-        yield (
-            f"{strategy} does not go with sync={sync.name}, in which replicas train on their own: "
-            "here each updates a part of the parameters for all; use strategy=hybrid"
-        )
+        yield f"{strategy} does not go with sync={sync.name}; use strategy=hybrid"
     if sync.wire == "int8":
         yield (
             f"{strategy} does not go with sync.wire=int8: updated parameters cross the replicate "
             "axis too, and 8 bits cannot hold them; use sync.wire=bf16"
         )
     if sync.engine != "parallel2d":
-        yield (
-            f"{strategy} needs sync.engine=parallel2d, got {sync.engine}: torch's second axis "
-            "does not split the optimizer"
-        )
+        yield f"{strategy} needs sync.engine=parallel2d, got {sync.engine}"
     if sync.during_accumulation == "full":
-        yield (
-            f"{strategy} needs sync.during_accumulation=reduce_scatter_only or none, got full: a "
-            "replica keeps no gradients of the parameters that others update"
-        )
+        yield f"{strategy} needs sync.during_accumulation=reduce_scatter_only or none, got full"
 
 
 def _every_step(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     sync = config.sync
     if sync.name == "every_step" and sync.wire == "int4":
-        yield (
-            "sync.wire=int4 needs sync=diloco: what it loses of a single step's gradient is too "
-            "much; every step takes fp32, bf16 or int8"
-        )
+        yield "sync.wire=int4 needs sync=diloco; every step takes fp32, bf16 or int8"
     if sync.engine == "torch" and (sync.name, sync.wire) != ("every_step", "auto"):
         yield (
             "sync.engine=torch does sync=every_step with sync.wire=auto alone, got "
-            f"sync={sync.name} sync.wire={sync.wire}: it sends what precision.reduce says"
+            f"sync={sync.name} sync.wire={sync.wire}"
         )
 
 
@@ -279,10 +262,7 @@ def _diloco(config: TrainConfig | ParallelConfig) -> Iterator[str]:
 
 def _gradients(config: TrainConfig) -> Iterator[str]:
     if config.precision.keep_low_precision_gradients:
-        yield (
-            "precision.keep_low_precision_gradients=true is for optimizers of your own: "
-            f"optimizer={config.optimizer.name} needs gradients in storage dtype"
-        )
+        yield "precision.keep_low_precision_gradients=true is for optimizers of your own"
 
 
 def _loss(config: TrainConfig) -> Iterator[str]:
@@ -296,10 +276,7 @@ def _loss(config: TrainConfig) -> Iterator[str]:
         yield f"{chunk} splits the logits of tokens, and data=images has none"
     own = getattr(config.model, "loss", None)
     if own and train.z_loss:
-        yield (
-            f"train.z_loss={train.z_loss} is added to the cross-entropy of logits, and model.loss="
-            f"{own} is a loss of its own; omit one of them"
-        )
+        yield f"train.z_loss={train.z_loss} is added to the cross-entropy, not to model.loss={own}"
     if own and train.loss_chunk:
         yield f"{chunk} chunks the head, and model.loss={own} needs whole logits; omit one of them"
     output = config.precision.output
@@ -429,7 +406,7 @@ def _plan(config: TrainConfig) -> Iterator[str]:
     if plan.dry_run and plan.scaling is not None:
         yield (
             f"plan.scaling={plan.scaling} is about several layouts, and plan.dry_run=true plans "
-            "the one that is given: omit one of the two"
+            "one: omit one of the two"
         )
 
 
