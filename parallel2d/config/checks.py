@@ -338,14 +338,14 @@ def _best(config: TrainConfig) -> Iterator[str]:
     metric = config.train.stop.metric
     best = config.checkpoint.keep_best
     if metric is not None:
-        yield from _metric_problems(f"train.stop.metric={metric}", metric, config)
+        yield from _metric_problems("train.stop.metric", metric, config)
     if best is not None:
-        yield from _metric_problems(f"checkpoint.keep_best={best}", best, config)
+        yield from _metric_problems("checkpoint.keep_best", best, config)
     if best is not None and not config.checkpoint.enabled:
         yield f"checkpoint.keep_best={best} has no effect with checkpoint.enabled=false"
 
 
-def _metric_problems(given: str, metric: str, config: TrainConfig) -> Iterator[str]:
+def _metric_problems(key: str, metric: str, config: TrainConfig) -> Iterator[str]:
     """Yields a line for a metric that this job never measures."""
     named = [f"validation/{name}/loss" for name in config.data.validation]
     measured = ["loss", "grad_norm", "validation/loss", *named]
@@ -355,16 +355,16 @@ def _metric_problems(given: str, metric: str, config: TrainConfig) -> Iterator[s
         # A hook may measure anything else.
         if not config.train.hooks or _SET_LOSS.fullmatch(metric):
             yield (
-                f"{given} is never measured: it may be {', '.join(measured)}, or a metric of "
+                f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric of "
                 f"train.hooks{did_you_mean(metric, measured)}"
             )
         return
     if config.train.validate_every == 0:
-        yield f"{given} is never measured with train.validate_every=0"
+        yield f"{key}={metric} is never measured with train.validate_every=0"
     (held_out,) = [item for item in fields(DataConfig) if item.name == "validation_fraction"]
     holds_out = config.data.validation_fraction or not is_read(config.data, held_out)
     if metric == "validation/loss" and not holds_out:
-        yield f"{given} is never measured with data.validation_fraction=0"
+        yield f"{key}={metric} is never measured with data.validation_fraction=0"
 
 
 # The launcher and the machines

@@ -76,7 +76,7 @@ def unknown_key(key: str, word: str, keys: Sequence[str], groups: Collection[str
         return f"{key} is gone: {GONE_KEYS[key]}"
     line = f"unknown key {key}"
     if word != key:
-        line += f" (given as {word})"
+        line = f"unknown key {key} (given as {word})"
     owners = _models_with(key, keys)
     if owners:
         return f"{line}: it belongs to {' or '.join(owners)}"
