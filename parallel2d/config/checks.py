@@ -355,8 +355,8 @@ def _metric_problems(key: str, metric: str, config: TrainConfig) -> Iterator[str
         # A hook may measure anything else.
         if not config.train.hooks or _SET_LOSS.fullmatch(metric):
             yield (
-                f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric of "
-                f"train.hooks{did_you_mean(metric, measured)}"
+                f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric "
+                f"of train.hooks{did_you_mean(metric, measured)}"
             )
         return
     if config.train.validate_every == 0:
