@@ -177,7 +177,7 @@ def test_a_budget_keeps_less_the_smaller_it_is():
 
 @pytest.mark.parametrize(("config", "message"), [
     ({"activation_checkpointing": "budget"}, "budget needs compile=block with compile.backend=inductor or .*got compile=none"),
-    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "got compile.backend=eager"),
+    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "got compile=block, compile.backend=eager"),
     ({"activation_checkpointing": ActivationCheckpointingConfig("full", keep=["mm"])}, "keep=.* has no effect with activation_checkpointing=full, only with selective"),
     ({"activation_checkpointing": ActivationCheckpointingConfig("none", every=2)}, "every=2 has no effect with .*=none, only with full, selective"),
     ({"activation_checkpointing": ActivationCheckpointingConfig("budget", every=2), "compile": AOT}, "every=2 has no effect"),

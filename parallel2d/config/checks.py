@@ -208,9 +208,9 @@ def _memory_budget(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     compilation = config.compile
     if compilation.name != "block" or compilation.backend not in _PARTITIONING:
         yield (
-            "activation_checkpointing=budget lets the compiler choose what is recomputed: it needs "
-            f"compile=block with compile.backend={' or '.join(_PARTITIONING)}, got "
-            f"compile={compilation.name} with compile.backend={compilation.backend}"
+            "activation_checkpointing=budget needs compile=block with "
+            f"compile.backend={' or '.join(_PARTITIONING)}, got compile={compilation.name}, "
+            f"compile.backend={compilation.backend}: the compiler chooses what is recomputed"
         )
 
 
