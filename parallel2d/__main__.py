@@ -60,6 +60,8 @@ def _information(words: list[str], program: str) -> str | None:
         return _help(program)
     if first == "--version":
         return version()
+    if first in ("-sc", "--shell-completion"):
+        raise ConfigError(f"{first} of {program} is gone: docs/command-line.md has Hydra's own")
     return None
 
 

@@ -154,6 +154,7 @@ def test_the_command_lists_the_commands(capsys):
         (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
         ([], "a command is missing\nusage: parallel2d COMMAND"),
         (["--nonsense"], "--nonsense is not one of train"),
+        (["-sc", "install=bash"], "-sc of parallel2d is gone: docs/command-line.md"),
         (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
         (["train", "train.stepz=4"], ".*did you mean train.steps?"),
     ],
