@@ -165,7 +165,7 @@ def test_wrong_words_are_one_clear_message(words, expected, capsys):
     (("data=images", "data.path=a", "train.loss_chunk=3"), "splits the logits"),
     (("precision=bf16", "precision.output=bf16", "train.loss_chunk=3"), "would round"),
     (("data=tokens",), "data=tokens needs either"),
-    (("data=tokens", "data.mixture=[3]"), "an entry is {path"),
+    (("data=tokens", "data.mixture=[3]"), "an entry has the form {path"),
     (("optimizer.groups=[{pattern: a, lr: 3}]",), "lr is not one of pattern"),
     (("optimizer.groups=[{pattern: a, algorithm: muon}]",), "with optimizer=adamw, only with muon"),
     (("optimizer=muon", "optimizer.groups=[{pattern: a, algorithm: lion}]"), "algorithm=lion is not one of muon, adamw"),

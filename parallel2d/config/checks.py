@@ -278,7 +278,7 @@ def _loss(config: TrainConfig) -> Iterator[str]:
     if own and train.z_loss:
         yield f"train.z_loss={train.z_loss} is added to the cross-entropy, not to model.loss={own}"
     if own and train.loss_chunk:
-        yield f"{chunk} chunks the head, and model.loss={own} needs whole logits; omit one of them"
+        yield f"{chunk} chunks the head, and model.loss={own} needs the whole logits"
     output = config.precision.output
     if train.loss_chunk and output in ("bf16", "fp16"):
         yield f"{chunk}: precision.output={output} would round the loss; omit precision.output"

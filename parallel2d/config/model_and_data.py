@@ -255,7 +255,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
         )
     for entry in data.mixture:
         if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
-            yield f"data.mixture has {entry}; an entry is {{path: FOLDER, weight: NUMBER}}"
+            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
     if data.packing == "padded" and data.intra_document_masking:
         yield (
             "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
