@@ -19,7 +19,6 @@ class Command(NamedTuple):
 
     module: str  # in this package; its `main` runs the command
     purpose: str
-    subcommands: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -28,25 +27,11 @@ COMMANDS = {
     "plan": Command("plan", "find the fastest layout of train that fits, and what it costs"),
     "report": Command("report.__main__", "write one page about one finished run or several"),
     "dashboard": Command("dashboard", "start TensorBoard on runs"),
-    "checkpoint": Command(
-        "checkpoint.__main__",
-        "inspect, verify or convert a checkpoint",
-        ("inspect", "verify", "convert"),
-    ),
-    "data": Command(
-        "data.__main__",
-        "prepare, inspect or verify a folder of token shards",
-        ("prepare", "inspect", "verify"),
-    ),
+    "checkpoint": Command("checkpoint.__main__", "inspect, verify or convert a checkpoint"),
+    "data": Command("data.__main__", "prepare, inspect or verify a folder of token shards"),
     "preflight": Command("preflight.__main__", "check whether a cluster is fit to train on"),
-    "launch": Command(
-        "launch.__main__",
-        "run a rendezvous store, or make the secret of a job",
-        ("store", "secret"),
-    ),
+    "launch": Command("launch.__main__", "run a rendezvous store, or make the secret of a job"),
 }
-# Their words are overrides of the configuration.
-_CONFIGURED = ("train", "certify", "plan")
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") -> int:
@@ -76,7 +61,7 @@ def _information(words: list[str], program: str) -> str | None:
     if first == "--version":
         return version()
     if first in ("-sc", "--shell-completion"):
-        return _completion(words[1:], program)
+        raise ConfigError(f"{first} of {program} is gone: docs/command-line.md has Hydra's own")
     return None
 
 
@@ -102,43 +87,8 @@ def _help(program: str) -> str:
             "",
             f"{program} COMMAND --help   explains a command",
             f"{program} --version        shows the version",
-            f"{program} -sc install=bash prints what completes words with TAB; or zsh, fish",
         ]
     )
-
-
-def _completion(words: list[str], program: str) -> str:
-    """A script for a shell, or what completes the line that the shell has."""
-    # Imported here because commands need none of it.
-    from parallel2d.config.completion import module_words, reply, words_until
-    from parallel2d.config.shell_scripts import shell_script
-
-    request = words[0] if words else "install="
-    action, _, shell = request.partition("=")
-    if action != "query":
-        return shell_script(request, program)
-    line = words_until(os.environ.get("COMP_LINE", ""), os.environ.get("COMP_POINT", ""))
-    line = module_words(line) or []
-    return reply(shell, _candidates(line[1:]), line[-1], os.environ) if line else ""
-
-
-def _candidates(words: list[str]) -> list[str]:
-    """What may stand in the place of the last of ``words``, the first of which is a command."""
-    if not words:
-        return []
-    if len(words) == 1:
-        names = list(COMMANDS)
-        if words[0].startswith("parallel2d."):  # after python -m
-            names = [f"parallel2d.{name}" for name in COMMANDS]
-        return [name for name in names if name.startswith(words[0])]
-    if words[0] in _CONFIGURED:
-        from parallel2d.config.completion import candidates
-
-        return candidates(words[1:])
-    command = COMMANDS.get(words[0])
-    if command is None or len(words) > 2:
-        return []
-    return [name for name in command.subcommands if name.startswith(words[1])]
 
 
 if __name__ == "__main__":

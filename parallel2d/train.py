@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from parallel2d import launch
 from parallel2d.config import Job, TrainConfig
-from parallel2d.config.composition import Composition, compose, run_sweep
+from parallel2d.config.composition import Composition, compose
 from parallel2d.config.information import information, show
+from parallel2d.config.sweep import run_sweep
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 from parallel2d.rank import choose_layout, run_rank

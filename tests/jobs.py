@@ -23,7 +23,7 @@ def _with_choices(*choices):
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
-    from parallel2d.config.composition import register
+    from parallel2d.config.schema import register
 
     register()
     GlobalHydra.instance().clear()
@@ -36,14 +36,14 @@ def config_of(words):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    from parallel2d.config.composition import _PRESETS
+    from parallel2d.config.schema import PRESETS
     from parallel2d.config.serialization import to_config
     from parallel2d.config.words import hydra_words
 
     choices = [
         word
         for word in words
-        if word.partition("=")[0] in {*_PRESETS, "model", "data", "experiment"}
+        if word.partition("=")[0] in {*PRESETS, "model", "data", "experiment"}
     ]
     composed = _with_choices(*choices).copy()
     for word in hydra_words(

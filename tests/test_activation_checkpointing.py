@@ -177,11 +177,11 @@ def test_a_budget_keeps_less_the_smaller_it_is():
 
 @pytest.mark.parametrize(("config", "message"), [
     ({"activation_checkpointing": "budget"}, "budget needs compile=block with compile.backend=inductor or .*got compile=none"),
-    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "got compile.backend=eager"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("full", keep=["mm"])}, "keep needs activation_checkpointing=selective"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("none", every=2)}, "every needs .*=full or selective, got none"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("budget", every=2), "compile": AOT}, "every needs"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("full", memory_budget=0.2)}, "memory_budget needs .*=budget"),
+    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "got compile=block, compile.backend=eager"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("full", keep=["mm"])}, "keep=.* has no effect with activation_checkpointing=full, only with selective"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("none", every=2)}, "every=2 has no effect with .*=none, only with full, selective"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("budget", every=2), "compile": AOT}, "every=2 has no effect"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("full", memory_budget=0.2)}, "memory_budget=0.2 has no effect .*, only with budget"),
     ({"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["A"], policy=few_heads)}, "give one of them"),
     ({"activation_checkpointing": ActivationCheckpointingConfig("budget", memory_budget=2.0), "compile": AOT}, "memory_budget=2.0 must"),
 ])  # fmt: skip

@@ -126,8 +126,7 @@ def test_no_name_of_a_class_or_module_exists_twice():
                 for name in (
                     "composition",
                     "explanation",
-                    "search_path",
-                    "survey",
+                    "schema",
                     "sweep",
                     "words",
                 )

@@ -1,14 +1,13 @@
 """docs/coming-from.md is true: every equivalent and every script of ours in it runs, and does what its row says.
 
-Rows come from the document itself. Python cells run on four ranks; what must have happened then is said below, by a check per row, and a
-row without one fails. Words of the command line are composed and checked as the command does it, and some really train.
+Rows come from the document itself. Python cells run on four ranks, with the checks of `coming_from_checks`; words of the command line
+are composed and checked as the command does it, and some really train.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -22,19 +21,16 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from coming_from_checks import fails, fails_on_two, run_cell
+from coming_from_checks import CHECKS, run_cells
 
 import parallel2d
-from parallel2d import ConfigError
 from parallel2d.config import TrainConfig
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
-ORIGINS = ("thunder", "FullySharded", "fully_shard", "Lightning", "torchtitan")
+ORIGINS = ("thunder", "FullySharded", "fully_shard", "Lightning", "transformers", "torchtitan")
 WORDS = re.compile(r"[\w.]+=\S*(?: [\w.]+=\S*)*")
 ENTRY = re.compile(r"^\*\*([^\n]+)\*\*$(.*?)(?=^\*\*|\Z)", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ON_CPU = re.compile(r'on CPU: "([^"]+)"')
-ANSWERED = re.compile(r'`([^`]+)` says "([^"]+)"')
 
 
 class Row(NamedTuple):
@@ -74,81 +70,31 @@ def read_rows() -> list[Row]:
 ROWS = read_rows()
 PYTHON = [row for row in ROWS if row.code and not row.is_words]
 COMMANDS = [row for row in ROWS if row.is_words]
-ANSWERS = [(row, code, text) for row in ROWS for code, text in ANSWERED.findall(row.note)]
-
-
-def named(rows: list[Any]) -> dict[str, Any]:
-    return {
-        "argvalues": rows,
-        "ids": [(row[0] if isinstance(row[0], Row) else row).name[:60] for row in rows],
-    }
 
 
 def test_the_document_was_read():
     assert {row.origin for row in ROWS} == set(ORIGINS)
-    assert len(PYTHON) > 50
-    assert len(COMMANDS) > 70
-    assert len(ANSWERS) > 50
-    assert all(row.code or ANSWERED.search(row.note) for row in ROWS), (
-        "an entry says nothing that can be checked"
-    )
+    assert len(PYTHON) > 35
+    assert len(COMMANDS) > 60
 
 
-@pytest.mark.parametrize(
-    "row",
-    **named([row for row in PYTHON if "setup(" not in row.code[0] and not ON_CPU.search(row.note)]),
-)
-def test_python(ranks, row):
-    ranks.run(4, run_cell, row.origin, row.left, "\n".join(row.code))
+@pytest.mark.parametrize("origin", ORIGINS[:4])
+def test_python(ranks, origin):
+    rows = [row for row in PYTHON if row.origin == origin and "setup(" not in row.code[0]]
+    cells = [(row.left, "\n".join(row.code)) for row in rows]
+    for checked in ranks.run(4, run_cells, origin, cells):
+        assert len(set(checked)) == len([begin for other, begin, _ in CHECKS if other == origin])
 
 
-@pytest.mark.parametrize("row", **named([row for row in PYTHON if ON_CPU.search(row.note)]))
-def test_python_that_needs_a_gpu(ranks, row):
-    for said in ranks.run(2, fails_on_two, "\n".join(row.code)):
-        assert ON_CPU.search(row.note)[1] in said
-
-
-@pytest.mark.parametrize("row", **named([row for row in PYTHON if "setup(" in row.code[0]]))
-def test_python_that_starts_and_ends_the_process_group(row):
+def test_python_that_starts_and_ends_the_process_group():
     """In this process, which has none; alone."""
-    assert not dist.is_initialized()
-    names = {"setup": parallel2d.setup, "teardown": parallel2d.teardown}
-    exec(compile("\n".join(row.code), row.left, "exec"), names)
-    assert names["runtime"].topology.world_size == 1
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    "answers",
-    argvalues=[
-        [a for a in ANSWERS if a[0].origin == origin and not WORDS.fullmatch(a[1])]
-        for origin in ORIGINS[:3]
-    ],
-    ids=ORIGINS[:3],
-)
-def test_old_options_in_code_are_answered(ranks, answers):
-    for _, code, text in answers:
-        for said in ranks.run(4, fails, code):
-            assert text in said, code
-
-
-def test_old_options_on_the_command_line_are_answered():
-    """All at once, by the function that explains wrong words: one line for each."""
-    from parallel2d.config.composition import register
-    from parallel2d.config.explanation import explain
-
-    register()
-    told = [(words, text) for _, words, text in ANSWERS if WORDS.fullmatch(words)]
-    lines = explain(sorted({words for words, _ in told}), ValueError("unused")).splitlines()
-    for words, text in told:
-        key = words.partition("=")[0]
-        said = [
-            line
-            for line in lines
-            if line.startswith((f"unknown key {key} (given as {words})", f"{words} is not one of"))
-        ]
-        assert len(said) == 1, words
-        assert text in said[0], words
+    for row in PYTHON:
+        if "setup(" in row.code[0]:
+            assert not dist.is_initialized()
+            names = {"setup": parallel2d.setup, "teardown": parallel2d.teardown}
+            exec(compile("\n".join(row.code), row.left, "exec"), names)
+            assert names["runtime"].topology.world_size == 1
+            assert not dist.is_initialized()
 
 
 # Words of the command line
@@ -157,12 +103,6 @@ BASE = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=32", "model.n_layers=2",
     "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
 )  # fmt: skip
-SHORT = (
-    "train.steps=2",
-    "train.validate_every=0",
-    "checkpoint.enabled=false",
-    "metrics.tensorboard=false",
-)
 # a choice of a group replaces what is said of it
 IMPLIED = {
     "data": ("data.",),
@@ -212,172 +152,20 @@ def check_value(config: TrainConfig, word: str) -> None:
         assert str(found) == value or float(found) == float(value), word
 
 
-def reads_a_library_model(row: Row) -> bool:
-    return "model.path" in row.code[0]
-
-
-@pytest.mark.parametrize(
-    "row", **named([row for row in COMMANDS if not reads_a_library_model(row)])
-)
-def test_words(folder, monkeypatch, row):
-    check_words(folder, monkeypatch, row)
-
-
-@pytest.mark.extras("transformers")
-@pytest.mark.parametrize("row", **named([row for row in COMMANDS if reads_a_library_model(row)]))
-def test_words_of_library_models(folder, monkeypatch, row, saved_llama):
-    check_words(folder, monkeypatch, row, saved_llama)
-
-
-def check_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, row: Row, at: str = "folder"
-) -> None:
-    from parallel2d.assemble import check as check_job
-    from parallel2d.launch import workers_per_node
-    from parallel2d.mesh import Topology
-
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_words(folder, monkeypatch, origin):
+    """They compose, change what they say, and more than nothing unless they are the default."""
     monkeypatch.chdir(folder)
-    words = row.code[0].replace("FOLDER", at).split()
-    config, default = jobs.config_of(with_base(BASE, words)), jobs.config_of(BASE)
-    for word in words:
-        check_value(config, word)
-    is_default = row.note.lower().startswith("the default") or row.code[0].startswith(
-        "hydra.run.dir"
-    )
-    assert (config == default) == is_default
-    if ON_CPU.search(row.note):
-        with pytest.raises(ConfigError) as error:
-            check_job(config, Topology.single_host(4))
-        assert ON_CPU.search(row.note)[1] in str(error.value)
-    else:
-        check_job(config, Topology.single_host(workers_per_node(config.launch)))
-
-
-@pytest.fixture(scope="module")
-def saved_llama(tmp_path_factory):
-    from parallel2d.models import huggingface
-
-    path = str(tmp_path_factory.mktemp("llama"))
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    huggingface.build(architecture="llama", arguments=sizes).save_pretrained(path)
-    return path
-
-
-def run_words(folder: str, run_dir: str, words: list[str]) -> dict[str, Any]:
-    """On a rank: two steps of the job; the second row of its metrics and facts about its model."""
-    from parallel2d.assemble import build_trainer
-    from parallel2d.config import Job
-    from parallel2d.data import BatchFeed
-    from parallel2d.launch import RankIdentity
-    from parallel2d.mesh import Topology
-    from parallel2d.runtime import Runtime
-
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    try:
-        config = jobs.config_of(with_base((*BASE, *SHORT), words))
-        os.makedirs(run_dir, exist_ok=True)
-        rank, world = dist.get_rank(), dist.get_world_size()
-        runtime = Runtime(
-            RankIdentity(rank, world, rank, 0, 1, "torchrun"),
-            torch.device("cpu"),
-            Topology.gather(),
-        )
-        trainer = build_trainer(Job(config, run_dir, ()), runtime)
-        feed = BatchFeed(trainer.training, trainer.plan, "cpu", start=trainer.progress.samples)
-        trainer.begin(feed)
-        for _ in range(2):
-            trainer.step(feed)
-        trainer.checkpointer.finish()
-        feed.close()
-        trainer.recorder.close()
-        dist.barrier()
-        lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-        return {
-            **json.loads(lines[-1]),
-            "rows": len(lines),
-            "storage": str(next(trainer.model.parameters()).dtype),
-            "optimizer": type(trainer.optimizer).__name__,
-            "accumulation": trainer.plan.accumulation,
-        }
-    finally:
-        sys.path.remove(folder)
-
-
-def row_of(origin: str, left: str) -> Row:
-    (found,) = (row for row in COMMANDS if row.origin == origin and row.left.startswith(left))
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained(ranks, folder):
-    """Two steps of a row's words on four ranks, once per row."""
-
-    @functools.cache
-    def train(origin: str, left: str) -> dict[str, Any]:
-        words = list(row_of(origin, left).code[0].split())
-        return ranks.run(
-            4, run_words, str(folder), str(folder / re.sub(r"\W+", "-", f"{origin} {left}")), words
-        )[0]
-
-    return train
-
-
-def sent(row: dict[str, Any], axis: str) -> float:
-    return row.get(f"comm/{axis}/bytes") or 0.0
-
-
-@pytest.mark.slow
-def test_strategies_move_what_they_say(trained):
-    zero3, zero2, ddp, hybrid, hybrid_zero2 = (
-        trained("FullySharded", f"ShardingStrategy.{name}")
-        for name in (
-            "FULL_SHARD",
-            "SHARD_GRAD_OP",
-            "NO_SHARD",
-            "HYBRID_SHARD",
-            "_HYBRID_SHARD_ZERO2",
-        )
-    )
-    losses = {round(row["loss"], 4) for row in (zero3, zero2, ddp, hybrid, hybrid_zero2)}
-    assert len(losses) == 1
-    assert sent(zero3, "replicate") == sent(zero2, "replicate") == sent(ddp, "shard") == 0
-    assert sent(zero3, "shard") > sent(zero2, "shard") > 0
-    assert sent(hybrid, "shard") > sent(hybrid_zero2, "shard") > 0
-    assert sent(ddp, "replicate") > sent(hybrid, "replicate") > 0
-
-
-@pytest.mark.slow
-def test_precision_words_change_bytes_and_dtypes(trained):
-    fp32, bf16 = (
-        trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"),
-        trained("Lightning", 'Trainer(precision="bf16-mixed")'),
-    )
-    true = trained("Lightning", 'Trainer(precision="bf16-true")')
-    assert sent(bf16, "shard") < sent(fp32, "shard")
-    assert sent(true, "replicate") == pytest.approx(sent(fp32, "replicate") / 2)
-    assert (bf16["storage"], true["storage"]) == ("torch.float32", "torch.bfloat16")
-
-
-@pytest.mark.slow
-def test_words_of_torchtitan_train(trained):
-    plain, tensor = (
-        trained("FullySharded", "ShardingStrategy.HYBRID_SHARD"),
-        trained("torchtitan", "parallelism.tensor_parallel_degree"),
-    )
-    assert sent(tensor, "tensor") > 0
-    assert tensor["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    assert trained("torchtitan", "optimizer.name")["optimizer"] == "Adam"
-    assert trained("Lightning", "Trainer(accumulate_grad_batches=4)")["accumulation"] == 4
-    assert trained("torchtitan", 'activation_checkpoint.mode = "full"')["loss"] == pytest.approx(
-        plain["loss"], rel=1e-5
-    )
+    default = jobs.config_of(BASE)
+    for row in COMMANDS:
+        if row.origin == origin:
+            words = row.code[0].split()
+            config = jobs.config_of(with_base(BASE, words))
+            for word in words:
+                check_value(config, word)
+            is_default = row.note.lower().startswith("the default")
+            is_default = is_default or row.code[0].startswith("hydra.run.dir")
+            assert (config == default) == is_default, row.name
 
 
 # Whole scripts
@@ -394,78 +182,60 @@ def words_of(name: str, program: str) -> list[str]:
     return words[3:]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def execute(folder: Path, *words: str) -> str:
+    """What a module of Python, run in ``folder``, prints."""
+    command = [sys.executable, "-m", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
+    """The rows of metrics of the very words, on a text of ours."""
+    small = ["data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.validate_every=0"]
+    given = words_of(name, "parallel2d.train")
+    execute(folder, "parallel2d.train", *given, *small, f"hydra.run.dir={name}", *words)
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow
 def test_the_torchtitan_config_as_a_command(folder):
-    """The very words, on a text of ours; then its checkpoint as one file."""
-    small = [
-        "data=text",
-        "data.path=corpus.txt",
-        "data.cache_dir=cache",
-        "hydra.run.dir=titan",
-        "train.validate_every=0",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "parallel2d.train",
-        *words_of("torchtitan", "parallel2d.train"),
-        *small,
-    ]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [
-        json.loads(line) for line in (folder / "titan" / "metrics.jsonl").read_text().splitlines()
-    ]
+    """Then its checkpoint as one file."""
+    rows = train(folder, "torchtitan")
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert sorted(path.name for path in (folder / "titan" / "checkpoints").glob("step-*")) == [
-        "step-00000005",
-        "step-00000010",
-    ]
-    layout = json.loads((folder / "titan" / "layout.json").read_text())
+    saved = (folder / "torchtitan" / "checkpoints").glob("step-*")
+    assert sorted(path.name for path in saved) == ["step-00000005", "step-00000010"]
+    layout = json.loads((folder / "torchtitan" / "layout.json").read_text())
     assert layout["mesh"] == {"replicate": 2, "shard": 2, "tensor": 1}
 
     from parallel2d.checkpoint.__main__ import main
 
     command, source, target = words_of("convert", "parallel2d.checkpoint")
-    assert main([command, str(folder / "titan"), str(folder / target)]) == 0
+    assert main([command, str(folder / "torchtitan"), str(folder / target)]) == 0
     state = torch.load(folder / target, weights_only=True)
     assert sum(tensor.numel() for tensor in state.values()) == layout["parameters"]
     assert source == "RUN_DIR"
 
 
 @pytest.mark.slow
-def test_the_lightning_script_as_a_module_and_words(ranks, folder):
+def test_the_lightning_script_as_a_module_and_words(folder):
     (folder / "char_model.py").write_text(block("lightning module"))
-    words = words_of("lightning", "parallel2d.train")
-    row = ranks.run(4, run_words, str(folder), str(folder / "lightning"), words)[0]
-    assert (row["rows"], row["accumulation"]) == (2, 2)
-    assert row["loss"] < 6
-    assert sent(row, "shard") > 0
+    rows = train(folder, "lightning", "train.seq_len=16", "launch.nproc_per_node=4")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["comm/shard/bytes"] > 0
 
 
 @pytest.mark.slow
 def test_the_fsdp1_script_moved_over(folder):
     (folder / "moved.py").write_text(block("fsdp1"))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "moved.py",
-    ]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
+    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    said = execute(folder, *ranks, "moved.py")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", said)]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
     with contextlib.chdir(folder):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallel2d import ConfigError
-from parallel2d.config.composition import compose, run_sweep
+from parallel2d.config.composition import compose
+from parallel2d.config.sweep import run_sweep
 
 MODELS = "custom, hf, llama_15m, llama_160m, llama_1b, llama_405b, llama_70b, llama_8b, llama_debug"
 
@@ -66,7 +67,6 @@ def test_a_group_that_is_added_twice_is_one_message():
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("early_stopping=3", "early_stopping is an option of Lightning: train.stop.metric"),
         ("experiment=bog", "experiment=bog is not one of big, none, small; did you mean big"),
         ("model=narow", "model=narow is not one of .*; did you mean narrow"),
         ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),

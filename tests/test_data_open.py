@@ -180,7 +180,7 @@ def test_padded_sequences_carry_the_loss_mask(tmp_path):
         ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
         ({"name": "tokens", "mixture": [{"path": "x"}]}, "an entry has the form"),
         ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
-        ({"end": "pad"}, "data.end=pad has no effect with data.epochs=0"),
+        ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
         ({"packing": "padded", "intra_document_masking": True}, "no effect with data.packing=padded"),
         ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
         ({"validation_fraction": 0.9}, "data.validation_fraction=0.9 must be at least 0 and at most"),

@@ -23,7 +23,6 @@ ELLIPSES = ("...", "…", "<any", "overrides>", "[--list]")
 # Word -> why a command with it is not composed here
 ELSEWHERE = {
     "--config-dir": "needs a folder of experiments; test_config_groups.py makes one",
-    "-sc": "prints the functions of a shell; test_completion.py runs them",
     "cluster=mine.yaml": "reads a file that preflight writes; test_preflight.py",
     "hydra/sweeper=optuna": "needs a plugin of Hydra; its sweepers are in test_run_records.py",
 }

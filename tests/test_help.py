@@ -15,23 +15,13 @@ import pytest
 from parallel2d import ConfigError, __main__
 from parallel2d.__main__ import COMMANDS
 from parallel2d.config.composition import compose
-from parallel2d.config.documentation import REQUIRED, first_sentence, sections
-from parallel2d.config.help_page import help_page
+from parallel2d.config.help_page import Documented, help_page, sections
+from parallel2d.config.options import REQUIRED
 from parallel2d.config.serialization import FAMILIES
 from parallel2d.train import main as train
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def execute(*words, environment=None, folder=None):
-    return subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+NEEDED = {"custom": ["model=custom", "model.target=a:b"], "hf": ["model=hf", "model.path=a"]}
 
 
 def keys_of(config, prefix=""):
@@ -42,53 +32,42 @@ def keys_of(config, prefix=""):
             yield prefix + name
 
 
-MODELS = {"llama": "model=llama_debug", "custom": "model=custom", "hf": "model=hf"}
-NEEDED = {"custom": ["model.target=a:b"], "hf": ["model.architecture=llama"]}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_has_a_text(family):
+def test_every_key_has_a_text_of_one_line(family):
     """Compared with the keys of a composed configuration, so that none can be left out."""
-    config = compose([MODELS[family], *NEEDED.get(family, [])]).config
-    documented = {
-        each.key: each for part in sections() if part.family in ("", family) for each in part.keys
-    }
+    config = compose(NEEDED.get(family, [])).config
+    found = [part for part in sections() if part.family in ("", family)]
+    documented = {each.key: each.summary for part in found for each in part.keys}
     assert sorted(documented) == sorted(keys_of(config))
-    assert [key for key, each in documented.items() if len(each.summary) < 10] == []
+    texts = {**documented, **{part.key: part.summary for part in found}}
+    assert {key: text for key, text in texts.items() if len(text) < 10} == {}
+    assert {key: text for key, text in documented.items() if len(text) > 110} == {}
 
 
-def test_every_section_has_a_text():
-    assert [part.key for part in sections() if len(part.summary) < 10] == []
-
-
-def test_one_line_is_short_enough_to_be_one():
-    long = {each.key: each.summary for part in sections() for each in part.keys}
-    assert {key: text for key, text in long.items() if len(text) > 110} == {}
-
-
-def test_a_key_has_its_type_constraint_choices_and_default():
+def test_a_key_has_its_type_constraint_choices_readers_and_default():
     found = {(part.family, each.key): each for part in sections() for each in part.keys}
     steps = found["", "train.steps"]
     assert (steps.allowed, steps.default, steps.choices) == ("a whole number, at least 1", 300, ())
-    assert found["", "mesh.shard"].allowed == "a whole number, at least 1, or auto"
-    assert found["", "sync.mix"].allowed == "a number, at least 0 and at most 1, or auto"
-    assert found["", "optimizer.clip_norm"].allowed == "a number, above 0, or inf"
-    assert found["", "data.packing"].choices == ("packed", "padded")
-    assert found["", "checkpoint.folder"].allowed == "text or null"
-    assert found["", "metrics.tensorboard"].choices == ("true", "false")
+    for key, allowed in {
+        "mesh.shard": "a whole number, at least 1, or auto",
+        "sync.mix": "a number, at least 0 and at most 1, or auto",
+        "optimizer.clip_norm": "a number, above 0, or inf",
+        "checkpoint.folder": "text or null",
+        "data.packing": "packed or padded",
+        "metrics.tensorboard": "true or false",
+    }.items():
+        assert found["", key].allowed == allowed
     assert found["custom", "model.target"].default == REQUIRED
-    assert "head.*" in found["", "optimizer.groups"].text
-
-
-def test_the_first_sentence_of_a_text():
-    assert first_sentence("Reads a.jsonl; or b.c. Then more. And more") == "Reads a.jsonl; or b.c"
-    assert first_sentence("One only.") == "One only"
+    assert found["", "sync.delay"].text.startswith("diloco: Steps that")
+    assert found["", "optimizer.betas"].text.endswith("Read by adamw, adam, muon")
+    assert found["", "sync.name"].text == "Set by the group: sync=diloco"
+    summary = Documented("", "Reads a.jsonl; or b.c. Then more. And more").summary
+    assert summary == "Reads a.jsonl; or b.c"
 
 
 def test_help_shows_every_key_with_the_value_that_the_words_give():
     page = help_page(["--help", "model=hf", "strategy=zero3", "train.steps=7"], "program", "Why.")
-    config = compose(["model=hf", "model.architecture=llama"]).config
-    for key in keys_of(config):
+    for key in keys_of(compose(NEEDED["hf"]).config):
         assert re.search(rf"^ +{re.escape(key)}=", page, re.MULTILINE), key
     assert "train.steps=7 " in page
     assert "strategy.name=zero3 " in page
@@ -96,22 +75,15 @@ def test_help_shows_every_key_with_the_value_that_the_words_give():
     assert max(map(len, page.splitlines())) <= 100
 
 
-def test_help_lists_groups_options_and_examples():
+def test_help_lists_groups_options_and_examples_that_compose():
     page = help_page(["--help"], "program", "Why it is there.")
     assert page.startswith("usage: program [OPTION ...]")
     assert "Why it is there." in page
-    assert re.search(
-        r"strategy=hybrid +auto ddp hybrid hybrid_full hybrid_zero2 zero2 zero3\n", page
-    )
+    choices = "auto ddp hybrid hybrid_full hybrid_zero2 zero2 zero3"
+    assert re.search(rf"strategy=hybrid +{choices}\n", page)
     assert "schema" not in page
     for option in ("-m, --multirun", "--cfg job", "--config-dir", "-sc install", "--hydra-help"):
         assert option in page
-    assert "program --help model=hf strategy=zero3" in page
-    assert "docs/launching.md" in page
-
-
-def test_the_examples_of_the_help_compose():
-    page = help_page(["--help"], "program", "")
     examples = re.findall(r"^  program (.*)$", page, re.MULTILINE)
     assert len(examples) == 4
     for example in examples:
@@ -119,48 +91,28 @@ def test_the_examples_of_the_help_compose():
         help_page(words, "program", "")
 
 
-def test_help_shows_a_required_value_and_ones_own_choices(tmp_path):
+def test_help_shows_a_required_value_ones_own_choices_and_no_sweep(tmp_path):
     assert "model.target (required)" in help_page(["--help", "model=custom"], "program", "")
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ntrain:\n  steps: 11\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    page = help_page(["-h", f"--config-dir={tmp_path}", "+experiment=mine"], "program", "")
+    words = ["-h", "-m", f"--config-dir={tmp_path}", "+experiment=mine", "strategy=ddp,zero3"]
+    page = help_page(words, "program", "")
     assert re.search(r"experiment=mine +mine none\n", page)
     assert "train.steps=11" in page
+    assert "strategy.name=hybrid " in page
+    with pytest.raises(ConfigError, match="strategy=ddb is not one of"):
+        help_page(["--help", "strategy=ddb"], "program", "")
 
 
-def test_help_with_a_wrong_word_is_one_clear_message(capsys):
-    assert train(["--help", "model=hff"]) == 2
-    assert "model=hff is not one of custom, hf" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("-m", "parallel2d", "--help"),
-        ("-m", "parallel2d", "train", "--help"),
-        ("-m", "parallel2d.train", "--help", "model=hf"),
-        ("-m", "parallel2d.train", "-sc", "install=bash"),
-    ],
-)
-def test_help_does_not_load_torch(words):
+def test_help_ends_quietly_with_its_reader_and_loads_no_torch():
     program = (
-        "import runpy, sys\n"
-        "module, sys.argv = sys.argv[2], sys.argv[2:]\n"
-        "try:\n"
-        "    runpy.run_module(module, run_name='__main__', alter_sys=True)\n"
-        "except SystemExit as end:\n"
-        "    assert not end.code, end.code\n"
+        "import sys\n"
+        "from parallel2d.__main__ import main\n"
+        "assert main(['--help']) == main(['train', '--help', 'model=hf']) == 0\n"
         "assert 'torch' not in sys.modules\n"
-        "print('without torch')\n"
     )
-    done = execute("-c", program, *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("without torch\n")
-
-
-def test_a_reader_that_ends_early_is_no_error():
-    line = f"{sys.executable} -m parallel2d.train --help | head -n 1"
+    line = f'{sys.executable} -c "{program}" | head -n 1'
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -169,9 +121,7 @@ def test_a_reader_that_ends_early_is_no_error():
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (
-        "usage: python -m parallel2d.train [OPTION ...] [GROUP=CHOICE ...] [KEY=VALUE ...]\n"
-    )
+    assert done.stdout == "usage: parallel2d COMMAND [WORD ...]\n"
 
 
 def test_options_may_stand_between_overrides(capsys):
@@ -181,18 +131,21 @@ def test_options_may_stand_between_overrides(capsys):
     assert "steps: 17" in shown
 
 
+def test_completion_is_that_of_hydra(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("COMP_LINE", "python train.py strategy=z")
+    assert train(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.split() == ["strategy=zero2", "strategy=zero3"]
+
+
 def test_the_command_lists_the_commands(capsys):
-    assert __main__.main(["--help"]) == 0
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["parallel2d"].partition(":")
+    assert getattr(importlib.import_module(module), name)(["--help"]) == 0
     page = capsys.readouterr().out
     assert page.startswith("usage: parallel2d COMMAND")
     for name, command in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(command.purpose)}$", page, re.MULTILINE)
-
-
-def test_the_script_of_the_package_is_the_command():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    module, _, name = scripts["parallel2d"].partition(":")
-    assert getattr(importlib.import_module(module), name) is __main__.main
 
 
 @pytest.mark.parametrize(
@@ -201,7 +154,9 @@ def test_the_script_of_the_package_is_the_command():
         (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
         ([], "a command is missing\nusage: parallel2d COMMAND"),
         (["--nonsense"], "--nonsense is not one of train"),
-        (["-sc", "install=tcsh"], "-sc install=tcsh: it takes install=SHELL"),
+        (["-sc", "install=bash"], "-sc of parallel2d is gone: docs/command-line.md"),
+        (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
+        (["train", "train.stepz=4"], ".*did you mean train.steps?"),
     ],
 )
 def test_a_wrong_command_is_one_clear_message(words, told, capsys):
@@ -226,18 +181,7 @@ def test_a_commands_usage_names_the_way_it_was_called(name, capsys):
         assert "``" not in page
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].subcommands])
-def test_the_subcommands_are_those_that_the_command_has(name, capsys):
-    with pytest.raises(SystemExit):
-        __main__.main([name, "--help"])
-    usage = capsys.readouterr().out.partition("\n\n")[0]
-    listed = re.search(r"\[-h\] \{?(.*?)\}? \.\.\.", usage)[1]
-    assert tuple(re.split(r"\W+", listed)) == COMMANDS[name].subcommands
-
-
-def test_exit_codes_are_those_of_the_modules(capsys, tmp_path):
-    assert __main__.main(["train", "train.stepz=4"]) == 2
-    assert "did you mean train.steps?" in capsys.readouterr().err
+def test_exit_codes_are_those_of_the_modules(tmp_path):
     assert __main__.main(["certify", "train.stepz=4"]) == 1
     assert __main__.main(["report", str(tmp_path)]) == 2
     assert __main__.main(["checkpoint", "verify", str(tmp_path)]) == 1
@@ -252,29 +196,14 @@ def test_the_version_is_that_of_the_package(main, capsys, monkeypatch):
     assert capsys.readouterr().out == "parallel2d 7.8.9 of parallel2d\n"
 
 
-def test_a_sweep_is_described_by_its_defaults():
-    page = help_page(["--help", "-m", "strategy=ddp,zero3"], "program", "")
-    assert "strategy.name=hybrid " in page
-    with pytest.raises(ConfigError, match="strategy=ddb is not one of"):
-        help_page(["--help", "strategy=ddb"], "program", "")
-
-
 @pytest.mark.slow
 def test_the_command_finds_a_model_of_the_current_folder(tmp_path):
     """As `python -m` does; the script of a package has its own folder in the place of this one."""
     (tmp_path / "here.py").write_text("from torch.nn import Embedding")
-    words = ["model=custom", "model.target=here:Embedding", "model.arguments={num_embeddings: 320, embedding_dim: 320}"]  # fmt: skip
+    words = ["model=custom", "model.target=here:Embedding", "plan.dry_run=true"]
+    words += ["model.arguments={num_embeddings: 320, embedding_dim: 320}", "plan.verify=false"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "parallel2d",
-            "train",
-            *words,
-            "plan.dry_run=true",
-            "plan.verify=false",
-        ],
+        [sys.executable, "-P", "-m", "parallel2d", "train", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,

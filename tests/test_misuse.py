@@ -72,7 +72,9 @@ def test_calling_forward_directly_is_refused(ranks):
 
 
 def test_an_integer_reshard_cannot_be_asked_for():
-    with pytest.raises(ConfigError, match="reshard_after_forward is an option of fully_shard"):
+    with pytest.raises(
+        ConfigError, match="ParallelConfig has no option reshard_after_forward; it has "
+    ):
         ParallelConfig(reshard_after_forward=2)
 
 

@@ -136,7 +136,7 @@ def test_every_field_of_the_precision_policy_has_its_effect(ranks):
 def test_precision_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         validated(ParallelConfig(precision=PrecisionConfig(**BF16, **changes)))
-    with pytest.raises(ConfigError, match="only with bf16 and fp16"):
+    with pytest.raises(ConfigError, match="only with bf16, fp16"):
         validated(ParallelConfig(precision=PrecisionConfig(fp32_modules=["LayerNorm"])))
 
 

@@ -7,7 +7,8 @@ valid choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel2d.config import other_frameworks
-from parallel2d.config.search_path import choices_by_group, initialized
-from parallel2d.config.serialization import dotted_keys, first_line, other_models
-from parallel2d.errors import did_you_mean, nearest
+from parallel2d.config.options import gone
+from parallel2d.config.schema import PRESETS, choices_by_group, initialized
+from parallel2d.config.serialization import dotted_keys, first_line, unknown_key
+from parallel2d.errors import did_you_mean
 
 # What a value must be, by the class of OmegaConf's node for it.
 _EXPECTED = {
@@ -116,16 +117,16 @@ def _check_choices(group: str, override: Any, allowed: Sequence[str], found: _Wo
 
 
 def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
-    line = f"{group}={choice} is not one of {', '.join(allowed)}"
-    if group == "strategy":
-        answer = other_frameworks.strategy_answer(choice)
-        if answer is not None:
-            return f"{line}; {answer}"
-    return line + _near(choice, allowed)
+    for preset in PRESETS.get(group, {}).values():
+        for item in dataclasses.fields(preset):
+            if item.name == "name" and choice in item.metadata.get("gone", ()):
+                return gone(group, choice, item.metadata)
+    near = did_you_mean(choice, allowed)
+    return f"{group}={choice} is not one of {', '.join(allowed)}{near}"
 
 
 def _try_value(
-    base: DictConfig, keys: list[str], groups: Iterable[str], word: str, override: Any
+    base: DictConfig, keys: list[str], groups: Collection[str], word: str, override: Any
 ) -> str | None:
     """What is wrong with ``word``, which sets a key; None for nothing."""
     key = override.key_or_group
@@ -133,7 +134,7 @@ def _try_value(
     if override.is_delete():
         return f"{word}: keys cannot be removed, only set"
     if key not in keys:
-        return _unknown_key(key, word, keys, groups)
+        return unknown_key(key, word, keys, groups)
     # model=llama sets a group, optimizer=3 would replace all keys below it.
     node = OmegaConf.select(base, key, throw_on_missing=False)
     if OmegaConf.is_dict(node) and not isinstance(override.value(), dict):
@@ -147,45 +148,6 @@ def _try_value(
         expected = _EXPECTED.get(type(_node(base, key)).__name__, "of another type")
         return f"{key}={override.value()} must be {expected}"
     return None
-
-
-def _unknown_key(key: str, word: str, keys: list[str], groups: Iterable[str]) -> str:
-    line = f"unknown key {key} (given as {word})"
-    instead = other_frameworks.answer(key) or other_models(key, keys)
-    if instead is not None:
-        return f"{line}: {instead}"
-    parent = key.rpartition(".")[0]
-    siblings: list[str] = []
-    if parent in keys:
-        siblings = [other for other in keys if other.rpartition(".")[0] == parent]
-    # A whole key that is spelled alike is a better guess than one whose last part is.
-    near = _near(key, [*keys, *groups], 0.8)
-    if not near:
-        near = _near_last_part(key, siblings or keys)
-    if siblings:
-        return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
-    return line + near
-
-
-def _near(word: str, choices: Sequence[str], alike: float = 0.6) -> str:
-    # Adamw and adamw differ by more than a letter to a comparison that minds case.
-    lower = word.lower()
-    if lower in choices:
-        return f"; did you mean {lower}?"
-    return did_you_mean(word, choices, alike)
-
-
-def _near_last_part(key: str, keys: Sequence[str]) -> str:
-    """As `_near`, by the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
-    close = nearest(_last_part(key), map(_last_part, keys))
-    if close is None:
-        return ""
-    meant = [other for other in keys if _last_part(other) == close]
-    return f"; did you mean {' or '.join(meant)}?"
-
-
-def _last_part(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _node(base: DictConfig, key: str) -> Any:

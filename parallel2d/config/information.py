@@ -9,15 +9,12 @@ from importlib import metadata
 
 from parallel2d.errors import ConfigError
 
-_COMPLETION = ("-sc", "--shell-completion")
-
 
 def information(words: Sequence[str], program: str, purpose: str) -> str | None:
-    """The text that ``words`` ask for by ``--help``, ``--version`` or ``-sc``; None for words of a
-    job.
+    """The text that ``words`` ask for by ``--help`` or ``--version``; None for words of a job.
 
     ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
-    `ConfigError` for words that do not compose, and for a request that ``-sc`` does not know.
+    `ConfigError` for words that do not compose.
     """
     if "--version" in words:
         return version()
@@ -26,8 +23,6 @@ def information(words: Sequence[str], program: str, purpose: str) -> str | None:
         from parallel2d.config.help_page import help_page
 
         return help_page(words, program, purpose)
-    if any(option in words for option in _COMPLETION):
-        return _completion(words, program)
     return None
 
 
@@ -48,24 +43,3 @@ def version() -> str:
         raise ConfigError(
             "the version is not known: the package is used from its sources, without pip install"
         ) from None
-
-
-def _completion(words: Sequence[str], program: str) -> str:
-    """A script for a shell, or the words to complete of a line that calls ``program``."""
-    from parallel2d.config.completion import candidates, reply, words_until
-    from parallel2d.config.shell_scripts import shell_script
-
-    action, _, shell = _request(words).partition("=")
-    if action != "query":
-        return shell_script(f"{action}={shell}", program)
-    line = os.environ.get("COMP_LINE", "")
-    # The line begins with the program, such as python -m parallel2d.train, in its user's spelling.
-    rest = words_until(line, os.environ.get("COMP_POINT", ""))[len(program.split()) :]
-    return reply(shell, candidates(rest), rest[-1], os.environ) if rest else ""
-
-
-def _request(words: Sequence[str]) -> str:
-    """The word that belongs to ``-sc``."""
-    known = ("install=", "uninstall=", "query=")
-    requests = [word for word in words if word.startswith(known)]
-    return requests[0] if requests else "install="

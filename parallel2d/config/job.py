@@ -4,6 +4,7 @@ everything."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from parallel2d.config.cluster import ClusterConfig, PlanConfig
@@ -26,6 +27,10 @@ from parallel2d.errors import ConfigError
 # Seconds that ranks may wait for each other in the first step, unless told otherwise.
 FIRST_STEP_TIMEOUT = 1800.0
 OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
+_adam = partial(option, read_by=("adamw", "adam", "muon"))
+_momentum = partial(option, read_by=("sgd", "muon"))
+_muon = partial(option, read_by=("muon",))
+_adafactor = partial(option, read_by=("adafactor",))
 
 
 @dataclass
@@ -38,37 +43,59 @@ class OptimizerConfig:
     Muon, each on one rank, sent in bf16; embeddings, head, norms, biases by AdamW.
     """
 
-    name: str = option("adamw", choices=OPTIMIZER_NAMES)  # Set by the group: optimizer=muon
-    lr: float = option(1e-3, above=0)  # Learning rate at its peak; the scheduler scales it
-    # adamw, adam, and muon's AdamW: decay of the first and the second moment, per step
-    betas: list[float] = option([0.9, 0.95])
-    # adamw, adam, and muon's AdamW: added to the root of the second moment
-    eps: float = option(1e-8, above=0)
-    # Weight decay of matrices; added to the gradient with adam and sgd, decoupled with others
-    weight_decay: float = option(0.1, minimum=0)
-    # Largest global 2-norm of the gradient; inf: never clipped, still measured
-    clip_norm: float = option(1.0, above=0, infinite=True)
-    # Other settings for some parameters: [{pattern: head.*, lr_scale: 0.5, weight_decay: 0}].
-    # Patterns are of fully qualified names; with muon an entry may hold algorithm (muon,
-    # adamw); the first match counts
-    groups: list[Any] = option([])
-    # Kernels per update: fused = one for all; foreach = one per operation; loop = the least memory.
-    # fused is one per dtype and device, loop one per operation and parameter. sgd: foreach or loop
-    implementation: str = option("fused", choices=("fused", "foreach", "loop"))
-    # adamw, adam: divide by the largest second moment so far; a third more optimizer state
-    amsgrad: bool = False
-    # sgd (0: no state at all) and muon: share of the former update that is kept
-    momentum: float = option(0.9, minimum=0, maximum=1)
-    nesterov: bool = False  # sgd, muon: look one step ahead with the momentum
-    # adafactor: the second moment forgets with 1 - step ** beta2_decay
-    beta2_decay: float = option(-0.8, maximum=0)
-    # adafactor: largest root mean square of an update before the rate
-    clip_threshold: float = option(1.0, minimum=1)
-    # muon: match_rms_adamw scales updates to the size of AdamW's; original wants 20 times the lr.
-    # With match_rms_adamw one lr serves both
-    adjust_lr: str = option("match_rms_adamw", choices=("match_rms_adamw", "original"))
-    # muon: Newton-Schulz iterations per update, 3 matrix products each
-    newton_schulz_steps: int = option(5, minimum=1, maximum=99)
+    name: str = option("adamw", choices=OPTIMIZER_NAMES)
+    lr: float = option(0.001, "Learning rate at its peak; the scheduler scales it", above=0)
+    betas: list[float] = _adam(
+        [0.9, 0.95], "Decay of the first and the second moment per step; with muon, of its AdamW"
+    )
+    eps: float = _adam(
+        1e-08, "Added to the root of the second moment; with muon, of its AdamW", above=0
+    )
+    weight_decay: float = option(
+        0.1, "Weight decay of matrices; added to the gradient by adam and sgd alone", minimum=0
+    )
+    clip_norm: float = option(
+        1.0,
+        "Largest global 2-norm of the gradient; inf: measured, never clipped",
+        above=0,
+        infinite=True,
+    )
+    groups: list[Any] = option(
+        [],
+        "Other settings for some parameters: [{pattern: head.*, lr_scale: 0.5, weight_decay: 0}]. "
+        "Patterns are of fully qualified names; with muon an entry may hold algorithm (muon, "
+        "adamw); the first match counts",
+    )
+    implementation: str = option(
+        "fused",
+        "Kernels per update. fused = one per dtype and device; foreach = one per operation; loop "
+        "= one per operation and parameter, with the least memory",
+        choices=("fused", "foreach", "loop"),
+        read_by=("adamw", "adam", "sgd", "muon"),
+    )
+    amsgrad: bool = option(
+        False,
+        "Divide by the largest second moment so far; a third more optimizer state",
+        read_by=("adamw", "adam"),
+    )
+    momentum: float = _momentum(
+        0.9, "Share of the former update that is kept; sgd with 0 has no state", between=(0, 1)
+    )
+    nesterov: bool = _momentum(False, "Look one step ahead with the momentum")
+    beta2_decay: float = _adafactor(
+        -0.8, "The second moment forgets with 1 - step ** beta2_decay", maximum=0
+    )
+    clip_threshold: float = _adafactor(
+        1.0, "Largest root mean square of an update before the rate", minimum=1
+    )
+    adjust_lr: str = _muon(
+        "match_rms_adamw",
+        "With match_rms_adamw one lr serves AdamW too; original wants 20 times the lr",
+        choices=("match_rms_adamw", "original"),
+    )
+    newton_schulz_steps: int = _muon(
+        5, "Newton-Schulz iterations per update, 3 matrix products each", between=(1, 99)
+    )
 
 
 OPTIMIZERS = {
@@ -85,85 +112,110 @@ class SchedulerConfig:
     """The learning rate as a function of the step alone: linear warm-up, then the named shape down
     to ``floor`` · lr."""
 
-    # Set by the group: scheduler=wsd
     name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
-    # Steps in which the learning rate rises to optimizer.lr
-    warmup_steps: int = option(0, minimum=0)
-    floor: float = option(0.1, minimum=0, maximum=1)  # Share of lr that is left at the last step
-    # wsd: the last part of the run, in which the learning rate decays
-    decay_fraction: float = option(0.2, above=0, maximum=1)
+    warmup_steps: int = option(
+        0, "Steps in which the learning rate rises to optimizer.lr", minimum=0
+    )
+    floor: float = option(
+        0.1,
+        "Share of lr that is left at the last step",
+        between=(0, 1),
+        read_by=("linear", "cosine", "wsd"),
+    )
+    decay_fraction: float = option(
+        0.2,
+        "Last part of the run, in which the learning rate decays",
+        above=0,
+        maximum=1,
+        read_by=("wsd",),
+    )
 
 
 @dataclass
 class StopConfig:
     """Ends the run, saved and with exit code 0, when a metric has stopped improving."""
 
-    # Metric that must go on improving, such as validation/loss; null: the run is not stopped. Also
-    # loss, grad_norm, validation/NAME/loss, or a metric of a hook
-    metric: str | None = None
-    # Measurements in a row that may bring nothing better than the best one
-    patience: int = option(5, minimum=1)
-    min_delta: float = option(0.0, minimum=0)  # Better by less than this counts as not better
-    # Whether small or large values of the metric are better
-    mode: str = option("min", choices=("min", "max"))
+    metric: str | None = option(
+        None, "Metric that must go on improving, also of a hook; null: never stop"
+    )
+    patience: int = option(
+        5, "Measurements in a row that may bring nothing better", minimum=1, needs="metric"
+    )
+    min_delta: float = option(
+        0.0, "Better by less than this counts as not better", minimum=0, needs="metric"
+    )
+    mode: str = option(
+        "min", "Whether small or large values are better", choices=("min", "max"), needs="metric"
+    )
 
 
 @dataclass
 class LoopConfig:
     """The training loop. Batch sizes count sequences, or images; steps count from 1."""
 
-    steps: int = option(300, minimum=1)  # Steps of the run, one global batch each
-    # Passes over the training data, after which the run ends; null: it ends after `steps`. Sets
-    # `steps`, and so the schedule of the learning rate, from the size of the data, and
-    # `data.epochs`. `data.end` decides about the last global batch
-    epochs: int | None = None
-    # Decides the initial weights, the order of the data and dropout
-    seed: int = option(0, minimum=0, maximum=2**63 - 1)
-    # Sequences, or images, of a step on all ranks together
-    global_batch_size: int = option(32, minimum=1)
-    # Sequences, or images, that a rank computes at once; auto: largest divisor up to 8. What is
-    # left of the global batch is accumulated
-    micro_batch_size: int | str = option("auto", minimum=1, auto=True)
-    seq_len: int = option(128, minimum=1)  # Tokens of a sequence; images have none
-    # Tokens whose logits exist at a time: the loss is computed with the head in chunks; null: whole
-    loss_chunk: int | None = option(None, minimum=1, null=True)
-    # Times the squared log-sum-exp of a token's logits is added to its loss, in training alone
-    z_loss: float = option(0.0, minimum=0)
-    validate_every: int = option(100, minimum=0)  # Steps between validations; 0: never
-    validate_batches: int = option(4, minimum=1)  # Global batches per validation
-    # Steps in a row with a non-finite gradient, before the run ends with an error
-    max_skipped_steps: int = option(20, minimum=1)
-    # Steps between Python's garbage collections, on all ranks at once instead of at random
-    gc_every: int = option(100, minimum=1)
-    deterministic: bool = False  # Use torch.use_deterministic_algorithms; slower on GPU
+    steps: int = option(300, "Steps of the run, one global batch each", minimum=1)
+    epochs: int | None = option(
+        None,
+        "Passes over the data, which set `steps` and `data.epochs`; null: ends after `steps`",
+        minimum=1,
+    )
+    seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
+    global_batch_size: int = option(
+        32, "Sequences, or images, of a step on all ranks together", minimum=1
+    )
+    micro_batch_size: int | str = option(
+        "auto", "Samples that a rank computes at once; auto: largest divisor up to 8", minimum=1
+    )
+    seq_len: int = option(128, "Tokens of a sequence; images have none", minimum=1)
+    loss_chunk: int | None = option(
+        None, "Tokens whose logits exist at a time; null: all", minimum=1
+    )
+    z_loss: float = option(
+        0.0, "Weight of the squared log-sum-exp that a token's training loss also has", minimum=0
+    )
+    validate_every: int = option(100, "Steps between validations; 0: never", minimum=0)
+    validate_batches: int = option(4, "Global batches per validation", minimum=1)
+    max_skipped_steps: int = option(
+        20, "Steps in a row with a non-finite gradient before the run fails", minimum=1
+    )
+    gc_every: int = option(
+        100, "Steps between garbage collections, which all ranks do at once", minimum=1
+    )
+    deterministic: bool = option(False, "Use torch.use_deterministic_algorithms; slower on GPU")
     stop: StopConfig = field(default_factory=StopConfig)
-    # Classes of your own that are called as the run goes: [package.module:Class]. Or {hook:
-    # package.module:Class, and its keyword arguments}; called on every rank, with one small
-    # exchange per step (docs/hooks.md)
-    hooks: list[Any] = option([])
-    # Metric whose last value the job returns to a sweep: a key of metrics.jsonl. Smaller is better
-    # unless the sweeper says otherwise
-    objective: str = "validation/loss"
-    # Compare a few steps with one process before the first one, and refuse to go on if they differ
-    certify: bool = False
-    # Compare only, and do not train; `python -m parallel2d.certify` sets it
-    certify_only: bool = False
+    hooks: list[Any] = option(
+        [],
+        "Classes called as the run goes: [package.module:Class]. Or {hook: package.module:Class, "
+        "and its arguments} (docs/hooks.md)",
+    )
+    objective: str = option(
+        "validation/loss", "Metric of metrics.jsonl whose last value a sweep compares"
+    )
+    certify: bool = option(
+        False, "Compare a few steps with one process first; refuse to go on if they differ"
+    )
+    certify_only: bool = option(
+        False, "Compare only, and do not train; `python -m parallel2d.certify` sets it"
+    )
 
 
 @dataclass
 class MetricsConfig:
     """What is written and shown."""
 
-    # Steps between rows of metrics.jsonl; losses in between are reduced all the same
-    log_every: int = option(1, minimum=1)
-    # How steps are shown; rich falls back to plain off a terminal
-    console: str = option("rich", choices=("rich", "plain", "silent"))
-    tensorboard: bool = True  # Write the same values for TensorBoard to tensorboard/ in the run dir
-    # On GPU, record where memory was allocated, for the snapshot of an out-of-memory
-    memory_history: bool = False
-    # Count bytes, calls and seconds per mesh axis. false: nothing is wrapped, stragglers by CPU
-    # time
-    communication: bool = True
+    log_every: int = option(
+        1, "Steps between rows of metrics.jsonl; losses in between are reduced too", minimum=1
+    )
+    console: str = option("rich", "How steps are shown", choices=("rich", "plain", "silent"))
+    tensorboard: bool = option(
+        True, "Write the same values for TensorBoard to tensorboard/ in the run dir"
+    )
+    memory_history: bool = option(
+        False, "On GPU, record where memory was allocated, for the snapshot of an out-of-memory"
+    )
+    communication: bool = option(
+        True, "Count bytes, calls and seconds per mesh axis; false: wrap nothing"
+    )
 
 
 @dataclass
@@ -171,8 +223,8 @@ class ProfileConfig:
     """Traces of a few steps: ``profile.steps=[10,13]`` writes ``traces/rank-N-steps-10-13.json``.
     Those steps run slower."""
 
-    steps: list[int] = option([])  # First and last step that is traced; empty: none
-    ranks: list[int] = option([0])  # Ranks that are traced; empty: all
+    steps: list[int] = option([], "First and last step that is traced; empty: none")
+    ranks: list[int] = option([0], "Ranks that are traced; empty: all", needs="steps")
 
 
 @dataclass
@@ -180,40 +232,53 @@ class CheckpointConfig:
     """When the run saves, what it keeps, where it resumes. The loop waits for a copy to CPU memory
     only, once per save."""
 
-    enabled: bool = True  # Save checkpoints; false: nothing is saved, resume still works
-    # Steps between checkpoints; 0: not by steps. A killed run loses at most this many
-    every: int = option(100, minimum=0)
-    # Minutes between checkpoints, beside `every`; 0: not by time. Rank 0's clock decides
-    every_minutes: float = option(0.0, minimum=0)
-    # Save after the first step of this process: finds out at once whether saving works
-    on_first_step: bool = False
-    # Write while training goes on; false: the loop waits, and saves one copy in CPU memory
-    asynchronous: bool = True
-    # Newest checkpoints that are kept; 0: all. Each costs 3x the parameters with AdamW
-    keep_last: int = option(3, minimum=0)
-    # Checkpoints of steps that are multiples of it are never deleted; 0: none
-    keep_every: int = option(0, minimum=0)
-    # Metric, as train.stop.metric, whose best step is saved and kept; null: none. Each step with a
-    # new best value is saved, and the best one is kept beside the newest; checkpoints/best.json
-    # names it
-    keep_best: str | None = None
-    # Whether small or large values of checkpoint.keep_best are better
-    keep_best_mode: str = option("min", choices=("min", "max"))
-    # Saves in a row that may fail before the run ends with an error
-    max_failures: int = option(3, minimum=1)
-    # Steps between copies of the state in each node's shared memory; 0: none. Restarted workers
-    # lose these steps at most instead of `every`. Costs 2x a node's share of the state in /dev/shm.
-    # auto: 10 where workers are restarted (TORCHELASTIC_MAX_RESTARTS above 0). With two replicas it
-    # covers lost nodes, with one lost workers
-    memory_every: int | str = option("auto", minimum=0, auto=True)
-    # Where checkpoints are: any path or fsspec address (s3://bucket/run); null: in the run dir
-    folder: str | None = None
-    # auto: from the newest sound one of this run dir; never: start afresh; or a checkpoint's path
-    resume: str = "auto"
-    # What is resumed; model_only: weights alone, the optimizer starts fresh
-    load: str = option("all", choices=("all", "model_only"))
-    # Refuse names and shapes that differ; false: they are passed over, and listed
-    strict: bool = True
+    enabled: bool = option(True, "Save checkpoints; false: nothing is saved, resume still works")
+    every: int = option(
+        100, "Steps between checkpoints, and most that a crash loses; 0: not by steps", minimum=0
+    )
+    every_minutes: float = option(
+        0.0, "Minutes between checkpoints, by rank 0's clock; 0: not by time", minimum=0
+    )
+    on_first_step: bool = option(
+        False, "Save after the first step of this process: finds out at once whether saving works"
+    )
+    asynchronous: bool = option(
+        True, "Write while training goes on; false: wait, and save a copy in CPU memory"
+    )
+    keep_last: int = option(
+        3, "Newest checkpoints kept, 3x the parameters each with AdamW; 0: all", minimum=0
+    )
+    keep_every: int = option(
+        0, "Checkpoints of steps that are multiples of it are never deleted; 0: none", minimum=0
+    )
+    keep_best: str | None = option(
+        None, "Metric whose best step is kept beside the newest; checkpoints/best.json names it"
+    )
+    keep_best_mode: str = option(
+        "min", "Whether small or large values are better", choices=("min", "max"), needs="keep_best"
+    )
+    max_failures: int = option(
+        3, "Saves in a row that may fail before the run ends with an error", minimum=1
+    )
+    memory_every: int | str = option(
+        "auto",
+        "Steps between copies of the state in each node's shared memory; 0: none. They cost 2x "
+        "its share there. auto: 10 where workers are restarted. Two replicas cover lost nodes, "
+        "one lost workers",
+        minimum=0,
+    )
+    folder: str | None = option(
+        None, "Where checkpoints are, such as s3://bucket/run (fsspec); null: in the run dir"
+    )
+    resume: str = option(
+        "auto", "auto: from this run dir's newest sound one; never: start afresh; or a path"
+    )
+    load: str = option(
+        "all", "What is resumed; model_only: no optimizer", choices=("all", "model_only")
+    )
+    strict: bool = option(
+        True, "Refuse names and shapes that differ; false: they are passed over, and listed"
+    )
 
 
 @dataclass
@@ -221,37 +286,45 @@ class LaunchConfig:
     """Starting workers when not under torchrun or srun: on this machine, or on every node where the
     same command is started."""
 
-    # Workers of a node; auto: one per GPU, 4 on a machine without
-    nproc_per_node: int | str = option("auto", minimum=1, auto=True)
-    # Nodes of the job, or a range such as 2:4. A range lets it go on with fewer and grow again,
-    # with the same global batch and loss curve
-    nnodes: int | str = 1
-    # HOST:PORT where nodes meet: an address of one of them, or of a store outside of them
-    rdzv_endpoint: str | None = None
-    # Tells jobs apart that meet at the same endpoint at the same time. Needed where the store runs
-    # outside of the nodes
-    job_id: str | None = None
-    # File with the secret that the nodes of one job share; null: from PARALLEL2D_SECRET. What they
-    # know and nobody else: a file that its owner alone can read, made by `python -m
-    # parallel2d.launch secret`
-    secret_file: str | None = None
-    # Run on several nodes without a secret: whoever reaches the endpoint decides what the job runs
-    insecure: bool = False
-    # Seconds to wait for the smallest number of nodes, and for the store
-    rendezvous_timeout: float = option(600.0, minimum=1)
-    # Restarts in a row after failures without a step further than before. auto: 0 on one node, 5 on
-    # several
-    max_restarts: int | str = option("auto", minimum=0, auto=True)
-    timeout: float = option(600.0, above=0)  # Seconds that a collective may wait for a late rank
-    # Seconds of the same in the first step; null: 1800, or `timeout` if larger. That step compiles,
-    # connects and reads from a cold file system
-    first_step_timeout: float | None = None
-    # Seconds that workers have to save after SIGTERM or SIGUSR1 before they are ended
-    grace_s: int = option(60, minimum=1)
-    # Exit code of a run that such a signal ended after saving (EX_TEMPFAIL)
-    requeue_exit_code: int = option(75, minimum=1, maximum=255)
-    # Replaces the detected host identity (host name and network namespace)
-    host_id: str | None = None
+    nproc_per_node: int | str = option(
+        "auto", "Workers of a node; auto: one per GPU, 4 on a machine without", minimum=1
+    )
+    nnodes: int | str = option(
+        1, "Nodes of the job; 2:4: go on with fewer, and grow again, with one loss curve"
+    )
+    rdzv_endpoint: str | None = option(
+        None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
+    )
+    job_id: str | None = option(
+        None, "Tells jobs that share an endpoint apart, for a store outside of the nodes"
+    )
+    secret_file: str | None = option(
+        None,
+        "File with the secret of the job's nodes; null: it is in PARALLEL2D_SECRET. `python -m "
+        "parallel2d.launch secret` makes one",
+    )
+    insecure: bool = option(
+        False, "Several nodes without a secret: whoever reaches the endpoint decides what runs"
+    )
+    rendezvous_timeout: float = option(
+        600.0, "Seconds to wait for the smallest number of nodes, and for the store", minimum=1
+    )
+    max_restarts: int | str = option(
+        "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", minimum=0
+    )
+    timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
+    first_step_timeout: float | None = option(
+        None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
+    )
+    grace_s: int = option(
+        60, "Seconds that workers have to save after SIGTERM or SIGUSR1", minimum=1
+    )
+    requeue_exit_code: int = option(
+        75, "Exit code of a run that saved after such a signal (EX_TEMPFAIL)", between=(1, 255)
+    )
+    host_id: str | None = option(
+        None, "Replaces the detected host identity (host name and network namespace)"
+    )
 
     @property
     def longest_wait(self) -> float:
@@ -294,11 +367,11 @@ class TrainConfig:
     )
     compile: CompileConfig = field(default_factory=CompileConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
-    # GPU only: parameters, gradients and optimizer state live in CPU memory, where the optimizer
-    # runs. A step is slower by both copies and by the CPU's optimizer
-    cpu_offload: bool = False
+    cpu_offload: bool = option(
+        False, "GPU only: parameters and optimizer live in CPU memory; a step is slower"
+    )
     sync: SyncConfig = field(default_factory=SyncConfig)
-    model: Any = "???"  # LlamaModel, CustomModel or HuggingFaceModel
+    model: Any = option("???", "LlamaModel, CustomModel or HuggingFaceModel")
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

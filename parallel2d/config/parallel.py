@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 
-from parallel2d.config import other_frameworks
-from parallel2d.config.options import option
+from parallel2d.config.options import option, refuse_unknown
 from parallel2d.errors import ConfigError, did_you_mean
 
 AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
@@ -35,14 +36,16 @@ class MeshConfig:
     """Sizes of the mesh axes, outermost to innermost. ``auto`` is resolved against the machines
     that are found."""
 
-    # Whole copies of the model; only reduced gradients cross this axis
-    replicate: int | str = option("auto", minimum=1, auto=True)
-    # Ranks that split the parameters, gradients and optimizer state of one copy
-    shard: int | str = option("auto", minimum=1, auto=True)
-    # Ranks that split each matrix product; auto is 1
-    tensor: int | str = option("auto", minimum=1, auto=True)
-    # Accept a shard or tensor group across hosts that would fit in one: up to 4x traffic
-    allow_cross_node: bool = False
+    replicate: int | str = option(
+        "auto", "Whole copies of the model; only reduced gradients cross this axis", minimum=1
+    )
+    shard: int | str = option(
+        "auto", "Ranks that split parameters, gradients and optimizer state of one copy", minimum=1
+    )
+    tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", minimum=1)
+    allow_cross_node: bool = option(
+        False, "Accept a shard or tensor group across hosts that would fit in one: up to 4x traffic"
+    )
 
 
 WHOLE, SPLIT = "whole", "split"
@@ -93,7 +96,6 @@ class StrategyConfig:
     that the planner finds, with its mesh; `parallelize` does not take it.
     """
 
-    # Set by the group: strategy=zero3
     name: str = option("hybrid", choices=(*STRATEGY_NAMES, AUTOMATIC))
 
     @property
@@ -145,15 +147,22 @@ class BucketingConfig:
     ``size_mib``. ``none``: the finest the engine allows, which is ``layer``; said in the log.
     """
 
-    # Set by the group: bucketing=size
     name: str = option("block", choices=("none", "layer", "block", "size"))
-    # bucketing=size: MiB of parameters in a group. inf puts the whole model into the root group
-    size_mib: float = option(25.0, above=0, infinite=True)
-    # Class names that are blocks; empty: repeated structure is detected
-    blocks: list[str] = option([])
-    # Which modules are blocks, instead of detection: package.module:function(module, name) -> bool.
-    # In code it may be a callable. Outermost matches count; none at all is an error
-    policy: Any = None
+    size_mib: float = option(
+        25.0,
+        "MiB of parameters in a group. inf puts the whole model into the root group",
+        above=0,
+        infinite=True,
+        read_by=("size",),
+    )
+    blocks: list[str] = option(
+        [], "Class names that are blocks; empty: repeated structure is detected"
+    )
+    policy: Any = option(
+        None,
+        "Which modules are blocks: package.module:function(module, name) -> bool",
+        reference=True,
+    )
 
 
 @dataclass
@@ -166,44 +175,62 @@ class PrefetchConfig:
     gathered, and so nothing prefetched, without a shard axis.
     """
 
-    # Groups gathered ahead in forward; 0: each when it is reached. On GPU that overlaps all the
-    # same, because the host runs ahead of the device
-    forward: int = option(0, minimum=0)
-    # Groups gathered ahead in backward; 0: each when its backward begins
-    backward: int = option(1, minimum=0)
+    forward: int = option(
+        0, "Groups gathered ahead in forward; 0: each when it is reached", minimum=0
+    )
+    backward: int = option(
+        1, "Groups gathered ahead in backward; 0: each when its backward begins", minimum=0
+    )
 
 
 @dataclass
 class PrecisionConfig:
     """The dtype of every tensor that mixed precision decides about."""
 
-    name: str = "fp32"  # Set by the group: precision=bf16
-    # Dtype of the sharded parameters, their gradients and the optimizer state
-    storage: str = option("fp32", choices=DTYPES)
-    # Dtype of gathered parameters and activations; bf16 halves all-gather bytes
-    param: str = option("fp32", choices=DTYPES)
-    # Dtype of gradients between ranks; bf16 halves the bytes and rounds the sums
-    reduce: str = option("fp32", choices=DTYPES)
-    loss_scaling: bool = False  # Dynamic loss scaling against underflow, with fp16 only
-    # Dtype of the root module's floating-point outputs; null: whatever it computes. Blocks keep
-    # theirs
-    output: str | None = None
-    # Dtype of floating-point buffers; null: as built, widened with storage=fp64
-    buffers: str | None = None
-    # Cast floating-point inputs to `param`; false: the model must match dtypes itself
-    cast_forward_inputs: bool = True
-    # Leave gradients in `reduce` after the reduction instead of casting them to `storage`. Half the
-    # gradient memory at bf16, for optimizers of your own that read such gradients. AdamW does not,
-    # so the train command refuses it
-    keep_low_precision_gradients: bool = False
-    # Class names that compute in fp32 beside a lower `param`, each instance its own group
-    fp32_modules: list[str] = option([])
-    # Matrix products of the Linear layers inside blocks in 8-bit floats: a scale per tensor or per
-    # row. Needs torchao and a GPU of compute capability 8.9. One per row is more accurate and
-    # slower. Worth its casts only with compile=block
-    float8: str = option("none", choices=("none", "tensorwise", "rowwise"))
-    # Patterns of module names that stay out of float8, such as *.attention.*
-    float8_exclude: list[str] = option([])
+    name: str = option("fp32", "Set by the group: precision=bf16")
+    storage: str = option(
+        "fp32", "Dtype of sharded parameters, gradients, optimizer state", choices=DTYPES
+    )
+    param: str = option("fp32", "Dtype of gathered parameters and activations", choices=DTYPES)
+    reduce: str = option(
+        "fp32", "Dtype of gradients between ranks; rounds the sums", choices=DTYPES
+    )
+    loss_scaling: bool = option(
+        False, "Dynamic loss scaling against underflow", read_by=("fp16",), of="param"
+    )
+    output: str | None = option(
+        None, "Dtype of the root's outputs; null: as computed", choices=DTYPES
+    )
+    buffers: str | None = option(
+        None, "Dtype of buffers; null: as built, fp64 with storage=fp64", choices=DTYPES
+    )
+    cast_forward_inputs: bool = option(
+        True, "Cast floating-point inputs to `param`; false: the model must match dtypes itself"
+    )
+    keep_low_precision_gradients: bool = option(
+        False,
+        "Leave gradients in `reduce` instead of casting them to `storage`. For optimizers of your "
+        "own that read such gradients, at half the memory",
+    )
+    fp32_modules: list[str] = option(
+        [],
+        "Class names that compute in fp32 all the same, each instance its own group",
+        read_by=("bf16", "fp16"),
+        of="param",
+    )
+    float8: str = option(
+        "none",
+        "Matrix products of Linear layers inside blocks in 8-bit floats, with a scale per tensor "
+        "or row. Rows are more accurate and slower. Needs torchao, a GPU of capability 8.9 and "
+        "compile=block",
+        choices=("none", "tensorwise", "rowwise"),
+    )
+    float8_exclude: list[str] = option(
+        [],
+        "Patterns of module names that stay out of float8, such as *.attention.*",
+        read_by=("tensorwise", "rowwise"),
+        of="float8",
+    )
 
 
 PRECISIONS = {
@@ -226,24 +253,39 @@ KEPT_OPERATORS = (
 )
 
 
+_blocks = partial(option, read_by=("full", "selective"))
+
+
 @dataclass
 class ActivationCheckpointingConfig:
     """What backward recomputes instead of keeping. ``full`` keeps only block inputs; ``selective``
     keeps the results of the operators in ``keep`` too and recomputes the cheap rest. ``budget``
     lets the compiler choose what fits in ``memory_budget``."""
 
-    # Set by the group: activation_checkpointing=full
     name: str = option("none", choices=("none", "full", "selective", "budget"))
-    # Every how many blocks one is checkpointed; 2: half the saving, half the cost
-    every: int = option(1, minimum=1)
-    # selective: operators whose results stay in memory. By default those that are expensive to
-    # compute, small against what they save
-    keep: list[str] = option(list(KEPT_OPERATORS))
-    # budget: share of the activations that is kept; 0 recomputes all, 1 nothing
-    memory_budget: float = option(0.5, minimum=0, maximum=1)
-    # Class names of what is checkpointed, if not the blocks of bucketing
-    blocks: list[str] = option([])
-    policy: Any = None  # Which modules are checkpointed, as bucketing.policy, instead of blocks
+    every: int = _blocks(
+        1, "Every how many blocks one is checkpointed; 2: half the saving, half the cost", minimum=1
+    )
+    keep: list[str] = option(
+        list(KEPT_OPERATORS),
+        "Operators whose results stay in memory. By default those that are expensive to compute, "
+        "small against what they save",
+        read_by=("selective",),
+    )
+    memory_budget: float = option(
+        0.5,
+        "Share of the activations that is kept; 0 recomputes all, 1 nothing",
+        between=(0, 1),
+        read_by=("budget",),
+    )
+    blocks: list[str] = _blocks(
+        [], "Class names of what is checkpointed, if not the blocks of bucketing"
+    )
+    policy: Any = _blocks(
+        None,
+        "Which modules are checkpointed, as bucketing.policy, instead of blocks",
+        reference=True,
+    )
 
     @property
     def compiler_budget(self) -> float | None:
@@ -256,12 +298,17 @@ class CompileConfig:
     """Which parts of the model torch.compile compiles. ``block``: each repeated block on its own
     (one compilation serves all equal blocks)."""
 
-    name: str = option("none", choices=("none", "block"))  # Set by the group: compile=block
-    backend: str = "inductor"  # A backend of torch.compile; inductor on CPU needs a C++ compiler
+    name: str = option("none", choices=("none", "block"))
+    backend: str = option(
+        "inductor", "A backend of torch.compile; inductor needs a C++ compiler", read_by=("block",)
+    )
 
 
 SYNC_NAMES = ("every_step", "diloco")
 SYNC_WIRES = ("auto", "fp32", "bf16", "int8", "int4")
+
+
+_diloco = partial(option, read_by=("diloco",))
 
 
 @dataclass
@@ -273,52 +320,56 @@ class SyncConfig:
     and applied to the parameters that all replicas share.
     """
 
-    # Set by the group: sync=diloco
-    name: str = option("every_step", choices=SYNC_NAMES)
-    # Form in which replicas send, whatever the shard axis does. auto = precision.reduce with
-    # every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded at
-    # random in blocks of 256. With diloco also int4 = an eighth
-    wire: str = option("auto", choices=SYNC_WIRES)
-    every: int = option(30, minimum=1)  # diloco: steps between two exchanges of the same parameters
-    # diloco: parts of the model that are exchanged in turn instead of all at once
-    fragments: int = option(1, minimum=1)
-    # diloco: steps that training goes on while a fragment is exchanged
-    delay: int = option(0, minimum=0)
-    # diloco: share of a replica's own parameters that is kept when the shared ones arrive. auto =
-    # 0, or 0.5 with a delay
-    mix: float | int | str = option("auto", minimum=0, maximum=1, auto=True, fractions=True)
-    # diloco: learning rate of the outer Nesterov step; auto = 0.7
-    outer_lr: float | int | str = option("auto", above=0, auto=True, fractions=True)
-    # diloco: momentum of the outer Nesterov step; auto = 0.6. A smaller `every` wants a
-    # smaller momentum
-    outer_momentum: float | int | str = option(
-        "auto", minimum=0, maximum=1, auto=True, fractions=True
+    name: str = option(
+        "every_step",
+        choices=SYNC_NAMES,
+        gone={"auto": "name a method: sync=every_step, or sync=diloco for a slow network"},
     )
-    # Steps between comparisons of the replicas, which must be equal; 0: never. The parameter that
-    # differs ends the run
-    compare_every: int = option(50, minimum=0)
-
-    # What each micro-batch reduces under gradient accumulation. full = reduce-scatter and
-    # all-reduce (most bytes); reduce_scatter_only = the replicate axis moves once per global batch;
-    # none = nothing moves before the last one (full gradients in memory)
+    wire: str = option(
+        "auto",
+        "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
+        "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
+        "at random in blocks of 256. With diloco also int4 = an eighth",
+        choices=SYNC_WIRES,
+        gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
+    )
+    every: int = _diloco(30, "Steps between two exchanges of the same parameters", minimum=1)
+    fragments: int = _diloco(
+        1, "Parts of the model that are exchanged in turn instead of all at once", minimum=1
+    )
+    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", minimum=0)
+    mix: float | int | str = _diloco(
+        "auto",
+        "Share kept of a replica's own parameters; auto = 0, or 0.5 with a delay",
+        between=(0, 1),
+    )
+    outer_lr: float | int | str = _diloco(
+        "auto", "Learning rate of the outer Nesterov step; auto = 0.7", above=0
+    )
+    outer_momentum: float | int | str = _diloco(
+        "auto", "Momentum of the outer Nesterov step; auto = 0.6", between=(0, 1)
+    )
+    compare_every: int = option(
+        50, "Steps between comparisons of the replicas, which must be equal; 0: never", minimum=0
+    )
     during_accumulation: str = option(
-        "reduce_scatter_only", choices=("full", "reduce_scatter_only", "none")
+        "reduce_scatter_only",
+        "What each micro-batch reduces. full = over both axes (most bytes); reduce_scatter_only = "
+        "over shards; none = nothing before the last one (whole gradients in memory)",
+        choices=("full", "reduce_scatter_only", "none"),
     )
-    # What reduces gradients over the replicate axis. parallel2d = by parameter, right for any
-    # routing of data through the model, added in fp32 at least; torch = the second axis of
-    # fully_shard, for comparison, without these guarantees
-    engine: str = option("parallel2d", choices=("parallel2d", "torch"))
-    # MiB of small neighbouring groups' gradients that cross the replicate axis in one piece
-    bucket_mib: float = option(4.0, above=0)
+    engine: str = option(
+        "parallel2d",
+        "What reduces over the replicate axis. parallel2d = by parameter, for any routing of "
+        "data, added in fp32 at least; torch = the second axis of fully_shard, for comparison",
+        choices=("parallel2d", "torch"),
+    )
+    bucket_mib: float = option(
+        4.0, "MiB of small groups' gradients that cross the replicate axis at once", above=0
+    )
 
 
 STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
-BUCKETINGS = {name: BucketingConfig(name) for name in ("none", "layer", "block", "size")}
-CHECKPOINTINGS = {
-    name: ActivationCheckpointingConfig(name) for name in ("none", "full", "selective", "budget")
-}
-COMPILES = {name: CompileConfig(name) for name in ("none", "block")}
-
 _Section = TypeVar("_Section")
 
 
@@ -327,8 +378,7 @@ class ParallelConfig:
     """Everything `parallel2d.parallelize` needs to know beside the model and the mesh.
 
     The first five also take a preset's name: ``ParallelConfig("zero3", precision="bf16")``. Raises
-    `ConfigError` for an unknown name, a section of another type, and an option of another
-    framework, with what to do instead.
+    `ConfigError` for an unknown name or option, and for a section of another type.
     """
 
     strategy: StrategyConfig
@@ -356,47 +406,45 @@ class ParallelConfig:
         allow_cross_node: bool = False,
         **unknown: object,
     ) -> None:
-        names = [item.name for item in dataclasses.fields(self)]
-        other_frameworks.refuse(unknown, "ParallelConfig", sorted(names))
+        refuse_unknown(unknown, "ParallelConfig", [item.name for item in fields(self)])
         if not isinstance(cpu_offload, bool):
             raise ConfigError(f"cpu_offload={cpu_offload} must be True or False")
         self.strategy = named_strategy(strategy)
-        self.bucketing = _section("bucketing", bucketing, BucketingConfig, BUCKETINGS)
+        self.bucketing = _section("bucketing", bucketing, BucketingConfig)
         self.precision = _section("precision", precision, PrecisionConfig, PRECISIONS)
         self.activation_checkpointing = _section(
-            "activation_checkpointing",
-            activation_checkpointing,
-            ActivationCheckpointingConfig,
-            CHECKPOINTINGS,
+            "activation_checkpointing", activation_checkpointing, ActivationCheckpointingConfig
         )
-        self.compile = _section("compile", compile, CompileConfig, COMPILES)
-        self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig, {})
-        self.sync = _section("sync", sync or SyncConfig(), SyncConfig, {})
+        self.compile = _section("compile", compile, CompileConfig)
+        self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig)
+        self.sync = _section("sync", sync or SyncConfig(), SyncConfig)
         self.cpu_offload = cpu_offload
         self.allow_cross_node = allow_cross_node
 
 
 def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
-    """The strategy of that name. Raises `ConfigError` for an unknown one, with the name of ours
-    where another framework calls one so."""
-    if isinstance(strategy, str) and strategy not in STRATEGIES:
-        answer = other_frameworks.strategy_answer(strategy)
-        if answer is not None:
-            allowed = ", ".join(STRATEGIES)
-            raise ConfigError(f"strategy={strategy!r} is not one of {allowed}; {answer}")
+    """The strategy of that name. Raises `ConfigError` for an unknown one."""
     return _section("strategy", strategy, StrategyConfig, STRATEGIES)
 
 
+def presets(kind: type[_Section]) -> dict[str, _Section]:
+    """One section of ``kind`` for each choice of its name, with every other key at its default."""
+    names = [item.metadata.get("choices", ()) for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
+    return {name: kind(name) for name in itertools.chain.from_iterable(names)}  # type: ignore[call-arg]
+
+
 def _section(
-    key: str, value: object, kind: type[_Section], presets: Mapping[str, _Section]
+    key: str, value: object, kind: type[_Section], named: Mapping[str, _Section] | None = None
 ) -> _Section:
     """``value``, or a copy of the preset that it names. Raises `ConfigError` for anything else."""
-    if isinstance(value, str) and presets:
-        if value not in presets:
-            near = did_you_mean(value, presets, alike=0.5)
-            raise ConfigError(f"{key}={value!r} is not one of {', '.join(presets)}{near}")
-        return dataclasses.replace(presets[value])  # type: ignore[type-var]
+    if named is None:
+        named = presets(kind)
+    if isinstance(value, str) and named:
+        if value not in named:
+            near = did_you_mean(value, named, alike=0.5)
+            raise ConfigError(f"{key}={value!r} is not one of {', '.join(named)}{near}")
+        return dataclasses.replace(named[value])  # type: ignore[type-var]
     if not isinstance(value, kind):
-        allowed = f"a preset name or {kind.__name__}" if presets else kind.__name__
+        allowed = f"a preset name or {kind.__name__}" if named else kind.__name__
         raise ConfigError(f"{key} must be {allowed}, got {type(value).__name__}")
     return value

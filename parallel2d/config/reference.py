@@ -1,4 +1,4 @@
-"""Imports what the ``package.module:name`` values of a configuration refer to: `load_reference`."""
+"""The ``package.module:name`` values of a configuration: `is_reference`, `load_reference`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import importlib
 from typing import Any
 
 from parallel2d.errors import ConfigError
+
+
+def is_reference(value: Any) -> bool:
+    """Whether it has the form ``package.module:name``."""
+    if not isinstance(value, str):
+        return False
+    module, colon, name = value.partition(":")
+    parts = [*module.split("."), *name.split(".")]
+    return bool(colon) and all(part.isidentifier() for part in parts)
 
 
 def load_reference(key: str, reference: str) -> Any:

@@ -1,19 +1,20 @@
-"""A `TrainConfig` from what Hydra composed, to YAML, and back from YAML."""
+"""A `TrainConfig` from what Hydra composed, to YAML, and back from YAML. `unknown_key` is what is
+said of a key that it does not have."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel2d.config import other_frameworks
 from parallel2d.config.checks import validated
 from parallel2d.config.job import TrainConfig
 from parallel2d.config.model_and_data import CustomModel, HuggingFaceModel, LlamaModel
-from parallel2d.errors import ConfigError, did_you_mean
+from parallel2d.config.options import GONE_KEYS
+from parallel2d.errors import ConfigError, did_you_mean, nearest
 
 # What `model` holds, by `model.family`.
 FAMILIES = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
@@ -64,30 +65,55 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     unknown = _unknown_keys(composed)
     if unknown:
         known = [key for key in dotted_keys(composed) if not key.startswith(tuple(unknown))]
-        raise ConfigError("\n".join(_unknown_key(key, known) for key in unknown))
+        raise ConfigError("\n".join(unknown_key(key, key, known) for key in unknown))
     return config
 
 
-def _unknown_key(key: str, known: list[str]) -> str:
-    instead = other_frameworks.answer(key) or other_models(key, known)
-    if instead is not None:
-        return f"unknown key {key}: {instead}"
-    return f"unknown key {key}{did_you_mean(key, known)}"
+def unknown_key(key: str, word: str, keys: Sequence[str], groups: Collection[str] = ()) -> str:
+    """What is said of a ``word`` that sets a ``key`` that is none of ``keys``: what is there
+    instead, where it belongs, or the nearest."""
+    if key in GONE_KEYS:
+        return f"{key} is gone: {GONE_KEYS[key]}"
+    line = f"unknown key {key}"
+    if word != key:
+        line = f"unknown key {key} (given as {word})"
+    owners = _models_with(key, keys)
+    if owners:
+        return f"{line}: it belongs to {' or '.join(owners)}"
+    parent = key.rpartition(".")[0]
+    siblings: list[str] = []
+    if parent in keys:
+        siblings = [other for other in keys if other.rpartition(".")[0] == parent]
+    # A whole key that is spelled alike is a better guess than one whose last part is.
+    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
+    if siblings:
+        return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
+    return line + (near or "; --help lists all, docs/coming-from.md those of other frameworks")
 
 
-def other_models(key: str, known: Collection[str]) -> str | None:
-    """Which choices of ``model`` have the unknown ``key``; None where the one that was chosen, with
-    the keys ``known``, or no other has it."""
+def _near_last_part(key: str, keys: Sequence[str]) -> str:
+    """By the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
+    close = nearest(_last_part(key), map(_last_part, keys))
+    meant = [other for other in keys if _last_part(other) == close]
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _models_with(key: str, known: Collection[str]) -> list[str]:
+    """The choices of ``model`` that have the unknown ``key``; none where the one that was chosen,
+    with the keys ``known``, has its first part."""
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     if section != "model" or f"model.{name}" in known:
-        return None
-    having = [
+        return []
+    return [
         _CHOICES[family]
         for family, schema in FAMILIES.items()
         if name in {item.name for item in dataclasses.fields(schema)}
     ]
-    return f"it belongs to {' or '.join(having)}" if having else None
 
 
 def _unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:

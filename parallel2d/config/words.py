@@ -1,18 +1,20 @@
-"""The words of a command line as Hydra must see them, and the options among them."""
+"""The words of a command line as Hydra must see them (`hydra_words`), and the options among
+them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from parallel2d.config import other_frameworks
-from parallel2d.config.cluster_file import with_cluster_files
 from parallel2d.errors import ConfigError
 
 # Words that begin so are about keys that no schema knows.
@@ -42,7 +44,7 @@ def hydra_words(arguments: Sequence[str]) -> list[str]:
         if word.lstrip("+").startswith("model.tensor_plan={"):
             word = _BRACKET.sub(r"\\\1", word)
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
-    return _overrides_first(with_cluster_files(words))
+    return _overrides_first(_with_cluster_files(words))
 
 
 def _overrides_first(words: list[str]) -> list[str]:
@@ -72,10 +74,10 @@ def command_options(words: Sequence[str]) -> argparse.Namespace | None:
         return None
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
-        hint = other_frameworks.answer(name)
-        if hint is None:
-            hint = f"settings are words key=value, such as {name}=VALUE if that is one"
-        raise ConfigError(f"{unknown[0]} is no option of this command: {hint}; --help lists all")
+        raise ConfigError(
+            f"{unknown[0]} is no option of this command: settings are words key=value, such as "
+            f"{name}=VALUE if that is one; --help lists all"
+        )
     return parsed
 
 
@@ -85,8 +87,10 @@ def job_options(words: Sequence[str]) -> argparse.Namespace | None:
     if parsed is None:
         return None
     rerun = getattr(parsed, "experimental_rerun", None)
-    asked = (parsed.help, parsed.hydra_help, parsed.cfg, parsed.info, parsed.config_path, rerun)
-    return None if any(asked) or parsed.multirun else parsed
+    asked = (parsed.help, parsed.hydra_help, parsed.shell_completion, parsed.cfg, parsed.info)
+    if any(asked) or parsed.config_path or rerun or parsed.multirun:
+        return None
+    return parsed
 
 
 def may_sweep(words: Sequence[str]) -> bool:
@@ -101,3 +105,62 @@ def may_sweep(words: Sequence[str]) -> bool:
 def is_multirun(arguments: Sequence[str]) -> bool:
     """Whether ``-m`` is among the words."""
     return any(word in ("-m", "--multirun") for word in arguments)
+
+
+def _with_cluster_files(words: Sequence[str]) -> list[str]:
+    """``words``, with each ``cluster=FILE.yaml`` replaced by ``cluster=local`` and the keys of the
+    file. Other words about the cluster stay, and go before what the file says. Raises `ConfigError`
+    for a file that cannot be read or is no cluster file."""
+    from_files: list[str] = []
+    kept: list[str] = []
+    for word in words:
+        key, _, path = word.partition("=")
+        if key == "cluster" and path.endswith((".yaml", ".yml")):
+            try:
+                from_files += _words_of("cluster", _read(path))
+            except ConfigError as error:
+                raise ConfigError(f"cluster={path}: {error}") from None
+            word = "cluster=local"
+        kept.append(word)
+    return [*from_files, *kept]
+
+
+def quoted(value: object) -> str:
+    """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
+    if value is None:
+        return "null"
+    if isinstance(value, (bool, int, float)):
+        return str(value).lower()
+    if not isinstance(value, str):
+        raise ConfigError(f"{value!r} is no value of a cluster")
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        if os.path.getsize(path) > 2**20:
+            raise ConfigError("larger than 1 MiB, which no cluster file is")
+        with open(path, encoding="utf-8") as stream:
+            found = yaml.safe_load(stream)
+    except OSError as error:
+        raise ConfigError(error.strerror) from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise ConfigError("not YAML") from None
+    if not isinstance(found, dict):
+        raise ConfigError("no cluster file: it has no keys")
+    if "inter_node" in found:
+        raise ConfigError("of an earlier form: write it again with parallel2d.preflight --write")
+    found.pop("defaults", None)  # of no use apart from conf/cluster
+    return found
+
+
+def _words_of(prefix: str, values: Mapping[Any, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"{name!r} is no key of a cluster")
+        if isinstance(value, dict):
+            words += _words_of(f"{prefix}.{name}", value)
+        else:
+            words.append(f"{prefix}.{name}={quoted(value)}")
+    return words

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 from parallel2d import files
 from parallel2d.config import Job, TrainConfig
-from parallel2d.config.composition import Composition, compose, run_sweep
+from parallel2d.config.composition import Composition, compose
 from parallel2d.config.serialization import from_yaml, to_yaml
+from parallel2d.config.sweep import run_sweep
 from parallel2d.config.words import is_multirun
 from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders

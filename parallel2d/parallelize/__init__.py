@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import ParallelConfig
-from parallel2d.config.other_frameworks import refuse
+from parallel2d.config.options import refuse_unknown
 from parallel2d.mesh import mesh_shape
 from parallel2d.model_structure import find_blocks, fqn_of
 from parallel2d.parallelize.activation_checkpointing import (
@@ -91,7 +91,7 @@ def parallelize(
         ConfigError: a setting that cannot work on this model or mesh, with what can.
     """
     # Refuse what cannot work, before anything changes.
-    refuse(unknown, "parallelize", _OPTIONS)
+    refuse_unknown(unknown, "parallelize", _OPTIONS)
     check_arguments(model, mesh, config)
     config = config or ParallelConfig()
     topology = topology or Topology.gather()

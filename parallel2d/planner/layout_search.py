@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel2d.config import AXES, MeshConfig, TrainConfig
+from parallel2d.config import AXES, BucketingConfig, MeshConfig, TrainConfig
 from parallel2d.config.checks import validated
 from parallel2d.config.parallel import STRATEGIES, StrategyConfig
 from parallel2d.cost.step_estimate import StepEstimate
@@ -152,7 +152,9 @@ class _Candidates:
                 continue
             if settings["name"] == "size" and memory is not None and whole > memory:
                 continue
-            bucketing = dataclasses.replace(config.bucketing, **settings)
+            # Only groups by size read a size.
+            plain = {"size_mib": BucketingConfig().size_mib}
+            bucketing = dataclasses.replace(config.bucketing, **{**plain, **settings})
             yield dataclasses.replace(config, bucketing=bucketing)
 
     def _fits(self, layout: RankedLayout) -> bool:

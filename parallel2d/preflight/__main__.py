@@ -13,8 +13,8 @@ from pathlib import Path
 
 from parallel2d import launch
 from parallel2d.config import TrainConfig
-from parallel2d.config.cluster_file import quoted
 from parallel2d.config.composition import compose
+from parallel2d.config.words import quoted
 from parallel2d.errors import ConfigError
 from parallel2d.files import for_terminal
 from parallel2d.launch.failures import failures_told_once

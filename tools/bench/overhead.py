@@ -107,7 +107,7 @@ class Ours:
 def compose_config(words: list[str]) -> Any:
     from hydra import compose, initialize_config_module
 
-    from parallel2d.config.composition import register
+    from parallel2d.config.schema import register
     from parallel2d.config.serialization import to_config
 
     register()

@@ -17,7 +17,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import parallel2d
-from parallel2d.config import documentation
+from parallel2d.config import help_page
+from parallel2d.config.options import REQUIRED
 
 # reStructuredText ends a code word at a space or a punctuation mark alone.
 _PLURAL = re.compile(r"(?<=\w`)(?=s\b)")
@@ -28,7 +29,7 @@ class ConfigurationKeys(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """The nodes of all sections."""
-        text = "\n\n".join(_section(section) for section in documentation.sections())
+        text = "\n\n".join(_section(section) for section in help_page.sections())
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
@@ -56,7 +57,7 @@ def _documented(directive: str, is_kind: Any, *options: str) -> list[str]:
     return [block.format(directive, name, indented) for name in names]
 
 
-def _section(section: documentation.SectionDocumentation) -> str:
+def _section(section: help_page.Documented) -> str:
     title = f"`{section.key}`" if section.key else "Keys of their own"
     if section.family:
         title += f", models of family `{section.family}`"
@@ -64,13 +65,13 @@ def _section(section: documentation.SectionDocumentation) -> str:
     return "\n\n".join([f"## {title}", section.text, *keys])
 
 
-def _key(key: documentation.KeyDocumentation) -> str:
+def _key(key: help_page.Documented) -> str:
     """The key, then indented what it may be, its default and what it means."""
     facts = [key.allowed]
     if key.choices:
         facts = [", ".join(f"`{choice}`" for choice in key.choices)]
     facts.append(f"default `{_default(key.default)}`")
-    if key.default == documentation.REQUIRED:
+    if key.default == REQUIRED:
         facts[-1] = "required"
     return f"`{key.key}`\n: {'; '.join(facts)}\n\n  {key.text}"
 
