@@ -24,10 +24,15 @@ from parallel2d.errors import ConfigError, first_five
 from parallel2d.gradients import squared_norm_share
 from parallel2d.sync.blocks import Piece
 from parallel2d.sync.noise import RoundingKeys
-from parallel2d.sync.outer_exchange import begin_mean
-from parallel2d.sync.outer_parameter import Fragment, OuterParameter, split_in_fragments
+from parallel2d.sync.outer_parameter import (
+    RESIDUAL_DECAY,
+    Fragment,
+    OuterParameter,
+    split_in_fragments,
+)
 from parallel2d.sync.outer_settings import mix_of, outer_settings
-from parallel2d.weights.geometry import as_real, first_position, local_part
+from parallel2d.sync.rounded_exchange import KEEPS_REST, begin_mean, expected_mean
+from parallel2d.weights.geometry import Region, as_real, first_position, local_part
 
 
 class OuterSync:
@@ -68,7 +73,7 @@ class OuterSync:
     def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
         of the model's, by name."""
-        keeps_residual = self._config.wire == "int4"
+        keeps_residual = self._config.wire in KEEPS_REST
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 self._frozen[name] = parameter
@@ -259,3 +264,61 @@ class OuterSync:
                 state["momentum_buffer"] = torch.zeros_like(parameter.outer, requires_grad=False)
             found[name] = state["momentum_buffer"]
         return found
+
+
+class ExpectedOuter:
+    """Computes in one process what `OuterSync` comes to, for proofs.
+
+    ``replicas``: by name, the whole parameters of each, which `after_update` changes. ``begins``:
+    by name, after which step of a period it is sent. ``cuts``: as in `expected_mean`, by name.
+    """
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        seed: int,
+        replicas: Sequence[Mapping[str, Tensor]],
+        begins: Mapping[str, int],
+        cuts: Mapping[str, Sequence[Region]],
+    ) -> None:
+        self.shared: dict[str, Tensor] = {}  # the outer parameters, to be set before training
+        self._config = config
+        self._seed = seed
+        self._replicas = replicas
+        self._begins = begins
+        self._cuts = cuts
+        self._velocity: dict[str, Tensor] = {}
+        self._unsent: list[dict[str, Tensor]] = [{} for _ in replicas]
+        self._arriving: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        """Sends what is due after ``step`` updates of every replica, and applies what arrives."""
+        for name, begins in self._begins.items():
+            if step % self._config.every == begins:
+                self._arriving[name] = self._mean_change(name, step)
+            # Nothing arrives before something was sent.
+            is_due = (step - self._config.delay) % self._config.every == begins
+            if is_due and name in self._arriving:
+                self._apply(name, self._arriving.pop(name))
+
+    def _mean_change(self, name: str, step: int) -> Tensor:
+        wire, messages = self._config.wire, []
+        for own, unsent in zip(self._replicas, self._unsent, strict=True):
+            change = self.shared[name] - own[name]
+            if wire in KEEPS_REST:
+                # `expected_mean` leaves there what is not sent.
+                rest = unsent.setdefault(name, torch.zeros_like(change))
+                change = rest.mul_(RESIDUAL_DECAY).add_(change)
+            messages.append(change)
+        keys = RoundingKeys(self._seed, step)
+        return expected_mean(messages, wire, self._cuts[name], keys, name)
+
+    def _apply(self, name: str, change: Tensor) -> None:
+        lr, momentum = outer_settings(self._config)
+        velocity = self._velocity.setdefault(name, torch.zeros_like(change))
+        velocity.mul_(momentum).add_(change)
+        # Nesterov: a step ahead of the momentum
+        self.shared[name] -= lr * (change + momentum * velocity)
+        for own in self._replicas:
+            own[name].lerp_(self.shared[name], 1 - mix_of(self._config))

@@ -312,3 +312,11 @@ def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
     names = ("tensor", "shard", "replicate")
     return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
+
+
+def expected_copy(updated: Tensor, wire: str) -> Tensor:
+    """Returns what all replicas should have of an ``updated`` parameter, for proofs."""
+    # One without dimensions is not gathered.
+    if wire != "bf16" or not updated.ndim:
+        return updated
+    return updated.bfloat16().to(updated.dtype)

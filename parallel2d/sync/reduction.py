@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from parallel2d.sync.blocks import BITS, BlockNoise, Piece
 from parallel2d.sync.bucket import Bucket
 from parallel2d.sync.noise import RoundingKeys
-from parallel2d.sync.rounded_exchange import Exchange
+from parallel2d.sync.rounded_exchange import Exchange, expected_mean
 from parallel2d.sync.wire import BlockWire, CastWire
+from parallel2d.weights.geometry import Region
 
 Wait = Callable[[], None]  # returns when the gradients of this replica are the mean
 Hook = Callable[[Any, Any], Any]
@@ -137,3 +138,19 @@ def reduction_for(
         return CastExchange(group, wire)
     is_narrower = wire.itemsize < gradients.to_real().itemsize
     return AllReduce(group, wire if is_narrower else None)
+
+
+def expected_gradient(
+    values: Sequence[Tensor],
+    wire: str,
+    cut: Sequence[Region],
+    keys: RoundingKeys,
+    name: str,
+    splits_updates: bool,
+) -> Tensor:
+    """Computes in one process what reductions make of ``values``, the gradients of the replicas
+    for the whole parameter ``name``. For proofs; see `expected_mean`."""
+    # One without dimensions is averaged with what ranks agree on, unrounded. With split updates the
+    # owner alone gets the mean.
+    wire = wire if values[0].ndim else "auto"
+    return expected_mean(values, wire, cut, keys, name, sent_back=not splits_updates)

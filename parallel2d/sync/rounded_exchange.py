@@ -11,13 +11,60 @@ whole contributions and add them locally, which costs the same bytes and one rou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.sync.noise import MEAN_STAGE, contribution_stage
-from parallel2d.sync.wire import Wire
+from parallel2d.sync.blocks import BITS, BlockNoise, Piece
+from parallel2d.sync.noise import MEAN_STAGE, RoundingKeys, contribution_stage
+from parallel2d.sync.wire import BlockWire, CastWire, Wire
+from parallel2d.weights.geometry import Region, as_real, pieces_of
+
+# Words of ``sync.wire`` where what rounding takes of a contribution is sent later
+KEEPS_REST = ("int4",)
+
+
+class PendingMean(Protocol):
+    """A mean over the replicas that has begun."""
+
+    def send_means(self) -> None:
+        """Does what can be done before `finish`. Collective."""
+
+    def finish(self) -> None:
+        """Waits, and writes the mean into the tensors that were given. Collective."""
+
+
+def begin_mean(
+    wire: str,
+    group: dist.ProcessGroup,
+    tensors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    pieces: Sequence[Piece],
+) -> PendingMean:
+    """Begins to average ``tensors`` over the replicas of ``group``, written as ``sync.wire`` says,
+    into ``results``. ``pieces``: for the random numbers of each tensor. Collective.
+
+    With ``int4`` what is not sent stays in ``tensors``.
+    """
+    coded = _wire_of(wire, tensors, pieces)
+    if coded is None:
+        return ExactMean(group, tensors, results)
+    return Exchange(group, coded, tensors, results, keeps_rest=wire in KEEPS_REST)
+
+
+def _wire_of(wire: str, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Wire | None:
+    """How ``tensors`` are written; None where they are not rounded."""
+    if wire == "bf16":
+        return CastWire(torch.bfloat16)
+    if wire in BITS:
+        numels = [tensor.numel() for tensor in tensors]
+        noise = BlockNoise(pieces, numels, tensors[0].device)
+        # What is sent later may be rounded to the nearest code, which takes half as much as
+        # rounding at random.
+        return BlockWire(BITS[wire], noise, nearest=wire in KEEPS_REST)
+    return None
 
 
 class Exchange:
@@ -97,3 +144,69 @@ class Exchange:
         for contribution in contributions[1:]:
             total += self._wire.decode(contribution, self._dtype)
         return total.div_(self._replicas)
+
+
+class ExactMean:
+    """A mean by one all-reduce in the dtype of the values."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, tensors: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        self._results = results
+        self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._work = dist.all_reduce(self._flat, dist.ReduceOp.AVG, group=group, async_op=True)
+
+    def send_means(self) -> None:
+        """Does nothing: there is one message alone."""
+
+    def finish(self) -> None:
+        """Waits, and writes the mean."""
+        self._work.wait()
+        values = pieces_of(self._flat, [result.shape for result in self._results])
+        for result, value in zip(self._results, values, strict=True):
+            result.copy_(value)
+
+
+@torch.no_grad()
+def expected_mean(
+    values: Sequence[Tensor],
+    wire: str,
+    cut: Sequence[Region],
+    keys: RoundingKeys,
+    name: str,
+    *,
+    sent_back: bool = True,
+) -> Tensor:
+    """Computes in one process what `begin_mean` writes into its results: the mean of ``values``,
+    one from each replica, of the whole parameter ``name``. For proofs.
+
+    ``cut``: the parts of it that the ranks of a replica hold, on which the blocks of a code depend;
+    ``sent_back``: whether owners send the mean to all, rounded. With ``int4`` what is not sent
+    stays in ``values``.
+    """
+    mean = torch.empty_like(values[0])
+    for region in cut:
+        parts = [as_real(value[region.slices]) for value in values]
+        piece = Piece(keys.of(name), region.position_in(mean.shape))
+        coded = _wire_of(wire, parts[:1], [piece])
+        total = torch.zeros_like(parts[0])
+        for replica, part in enumerate(parts):
+            sent = _as_read(coded, part, contribution_stage(replica))
+            total += sent
+            if wire in KEEPS_REST:
+                part -= sent
+        total /= len(parts)
+        if sent_back and len(parts) > 2:
+            total = _as_read(coded, total, MEAN_STAGE)
+        as_real(mean[region.slices]).copy_(total)
+    return mean
+
+
+def _as_read(wire: Wire | None, values: Tensor, stage: int) -> Tensor:
+    """``values`` as other replicas read them."""
+    if wire is None:
+        return values
+    found = torch.empty_like(values)
+    sent = wire.encode(wire.rows([values]), 0, stage)
+    wire.put_back(wire.decode(sent, values.dtype), [found])
+    return found
