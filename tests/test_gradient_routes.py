@@ -127,7 +127,7 @@ ALL_CASES = (0, 3, 4)  # hybrid, hybrid_full, ddp
 
 def runs(number, name):
     """Whether a layout runs a case: those of `ALL_CASES` all that they can, the others a third in turn."""
-    sizes, strategy, bucketing = LAYOUTS[number][:3]
+    sizes, _, bucketing = LAYOUTS[number][:3]
     # Ranks of a shard group have to choose the same groups of modules.
     if bucketing == "layer" and sizes["shard"] > 1:
         return name in ("Everything", "ByMicroBatch", "FirstUsedLate", "Detached")
