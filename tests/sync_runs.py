@@ -26,7 +26,7 @@ from parallel2d import (
 )
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig, SyncConfig
-from parallel2d.sync.noise import RoundingKeys
+from parallel2d.sync.blocks import RoundingKeys
 from parallel2d.sync.outer import ExpectedOuter
 from parallel2d.sync.owned_parameters import expected_copy
 from parallel2d.sync.reduction import expected_gradient

@@ -27,8 +27,7 @@ from parallel2d import (
 from parallel2d.config import SyncConfig
 from parallel2d.config.checks import validated
 from parallel2d.errors import ConfigError
-from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, to_blocks
-from parallel2d.sync.noise import key_of, uniform
+from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks, uniform
 from parallel2d.sync.outer_parameter import OuterParameter
 from parallel2d.sync.updates import outer_sync, replicated_tensors
 

@@ -27,7 +27,7 @@ from parallel2d.model_structure import fqn_of, held_parameters, owning_modules
 from parallel2d.optimizer import build_optimizer
 from parallel2d.parallelize.precision import Precision, cast_storage
 from parallel2d.runtime import seed_everything
-from parallel2d.sync.noise import RoundingKeys
+from parallel2d.sync.blocks import RoundingKeys
 from parallel2d.sync.outer import ExpectedOuter
 from parallel2d.sync.owned_parameters import expected_copy
 from parallel2d.sync.reduction import expected_gradient

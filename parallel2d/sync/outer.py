@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,7 @@ from torch import Tensor, nn
 from parallel2d.config import SyncConfig
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.gradients import squared_norm_share
-from parallel2d.sync.blocks import Piece
-from parallel2d.sync.noise import RoundingKeys
+from parallel2d.sync.blocks import Piece, RoundingKeys
 from parallel2d.sync.outer_parameter import (
     RESIDUAL_DECAY,
     Fragment,
@@ -266,6 +266,7 @@ class OuterSync:
         return found
 
 
+@dataclass
 class ExpectedOuter:
     """Computes in one process what `OuterSync` comes to, for proofs.
 
@@ -273,52 +274,45 @@ class ExpectedOuter:
     by name, after which step of a period it is sent. ``cuts``: as in `expected_mean`, by name.
     """
 
-    def __init__(
-        self,
-        config: SyncConfig,
-        seed: int,
-        replicas: Sequence[Mapping[str, Tensor]],
-        begins: Mapping[str, int],
-        cuts: Mapping[str, Sequence[Region]],
-    ) -> None:
-        self.shared: dict[str, Tensor] = {}  # the outer parameters, to be set before training
-        self._config = config
-        self._seed = seed
-        self._replicas = replicas
-        self._begins = begins
-        self._cuts = cuts
-        self._velocity: dict[str, Tensor] = {}
-        self._unsent: list[dict[str, Tensor]] = [{} for _ in replicas]
-        self._arriving: dict[str, Tensor] = {}
+    config: SyncConfig
+    seed: int
+    replicas: Sequence[Mapping[str, Tensor]]
+    begins: Mapping[str, int]
+    cuts: Mapping[str, Sequence[Region]]
+    # The outer parameters, to be set before training
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    velocity: dict[str, Tensor] = field(default_factory=dict)
+    # By replica and name, what was not sent yet
+    unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    arriving: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
         """Sends what is due after ``step`` updates of every replica, and applies what arrives."""
-        for name, begins in self._begins.items():
-            if step % self._config.every == begins:
-                self._arriving[name] = self._mean_change(name, step)
+        for name, begins in self.begins.items():
+            if step % self.config.every == begins:
+                self.arriving[name] = self._mean_change(name, step)
             # Nothing arrives before something was sent.
-            is_due = (step - self._config.delay) % self._config.every == begins
-            if is_due and name in self._arriving:
-                self._apply(name, self._arriving.pop(name))
+            is_due = (step - self.config.delay) % self.config.every == begins
+            if is_due and name in self.arriving:
+                self._apply(name, self.arriving.pop(name))
 
     def _mean_change(self, name: str, step: int) -> Tensor:
-        wire, messages = self._config.wire, []
-        for own, unsent in zip(self._replicas, self._unsent, strict=True):
+        wire, messages = self.config.wire, []
+        for replica, own in enumerate(self.replicas):
             change = self.shared[name] - own[name]
             if wire in KEEPS_REST:
                 # `expected_mean` leaves there what is not sent.
-                rest = unsent.setdefault(name, torch.zeros_like(change))
+                rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
                 change = rest.mul_(RESIDUAL_DECAY).add_(change)
             messages.append(change)
-        keys = RoundingKeys(self._seed, step)
-        return expected_mean(messages, wire, self._cuts[name], keys, name)
+        return expected_mean(messages, wire, self.cuts[name], RoundingKeys(self.seed, step), name)
 
     def _apply(self, name: str, change: Tensor) -> None:
-        lr, momentum = outer_settings(self._config)
-        velocity = self._velocity.setdefault(name, torch.zeros_like(change))
+        lr, momentum = outer_settings(self.config)
+        velocity = self.velocity.setdefault(name, torch.zeros_like(change))
         velocity.mul_(momentum).add_(change)
         # Nesterov: a step ahead of the momentum
         self.shared[name] -= lr * (change + momentum * velocity)
-        for own in self._replicas:
-            own[name].lerp_(self.shared[name], 1 - mix_of(self._config))
+        for own in self.replicas:
+            own[name].lerp_(self.shared[name], 1 - mix_of(self.config))

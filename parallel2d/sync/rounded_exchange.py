@@ -11,29 +11,93 @@ whole contributions and add them locally, which costs the same bytes and one rou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.sync.blocks import BITS, BlockNoise, Piece
-from parallel2d.sync.noise import MEAN_STAGE, RoundingKeys, contribution_stage
-from parallel2d.sync.wire import BlockWire, CastWire, Wire
+from parallel2d.sync.blocks import (
+    BITS,
+    MEAN_STAGE,
+    BlockCode,
+    BlockNoise,
+    Piece,
+    RoundingKeys,
+    contribution_stage,
+    from_blocks,
+    to_blocks,
+)
 from parallel2d.weights.geometry import Region, as_real, pieces_of
 
+# The dtypes that stand for the words of ``sync.wire`` where gradients are sent
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 # Words of ``sync.wire`` where what rounding takes of a contribution is sent later
 KEEPS_REST = ("int4",)
 
 
-class PendingMean(Protocol):
-    """A mean over the replicas that has begun."""
+class CastWire:
+    """Values in another dtype, one a row."""
 
-    def send_means(self) -> None:
-        """Does what can be done before `finish`. Collective."""
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
-    def finish(self) -> None:
-        """Waits, and writes the mean into the tensors that were given. Collective."""
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[values, 1]."""
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])[:, None]
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """The rows in this wire's dtype."""
+        return rows.to(self._dtype)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows in ``dtype``."""
+        return sent.to(dtype)
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the values in their order."""
+        values = pieces_of(rows[:, 0], [tensor.shape for tensor in tensors])
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+class BlockWire:
+    """Blocks of 256 values with one scale each; see [Note: block codes].
+
+    ``noise``: for the stochastic rounding of the tensors that are sent; ``nearest``: contributions
+    are rounded to the nearest code instead.
+    """
+
+    def __init__(self, bits: int, noise: BlockNoise, nearest: bool = False) -> None:
+        self._code = BlockCode(bits)
+        self._noise = noise
+        self._nearest = nearest
+
+    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[blocks, 256]."""
+        return to_blocks(tensors)
+
+    def encode(self, rows: Tensor, first: int, stage: int) -> Tensor:
+        """uint8 [blocks, bytes of a block]."""
+        if self._nearest and stage != MEAN_STAGE:
+            # Added before rounding down
+            noise = torch.full_like(rows, 0.5, dtype=torch.float32)
+        else:
+            noise = self._noise.numbers(first, first + len(rows), stage)
+        return self._code.encode(rows, noise)
+
+    def decode(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """The blocks in ``dtype``."""
+        return self._code.decode(sent, dtype)
+
+    def put_back(self, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the blocks' values."""
+        from_blocks(rows, tensors)
+
+
+# What turns values into rows and rows into what is sent. Each row is decoded without the others, so
+# that rows can be dealt out to replicas. In `encode`, ``first`` is the number of the first row,
+# ``stage`` tells several roundings of one value apart; rows after the last are padding.
+Wire = CastWire | BlockWire
 
 
 def begin_mean(
@@ -48,13 +112,13 @@ def begin_mean(
 
     With ``int4`` what is not sent stays in ``tensors``.
     """
-    coded = _wire_of(wire, tensors, pieces)
+    coded = wire_of(wire, tensors, pieces)
     if coded is None:
         return ExactMean(group, tensors, results)
     return Exchange(group, coded, tensors, results, keeps_rest=wire in KEEPS_REST)
 
 
-def _wire_of(wire: str, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Wire | None:
+def wire_of(wire: str, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Wire | None:
     """How ``tensors`` are written; None where they are not rounded."""
     if wire == "bf16":
         return CastWire(torch.bfloat16)
@@ -92,32 +156,26 @@ class Exchange:
         self._replica = dist.get_group_rank(group, dist.get_rank())
         self._dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         # Whether the means are on their way to all replicas; two replicas send none.
-        self._means_sent = False
+        self._means_sent = self._replicas == 2
         rows = wire.rows(tensors)
         self._count = len(rows)
-        stage = contribution_stage(self._replica)
+        if self._replicas != 2:
+            # Every replica owns a piece of the same number of rows.
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self._replicas))
+        sent = wire.encode(rows, 0, contribution_stage(self._replica))
+        if keeps_rest:
+            rest = rows - wire.decode(sent, rows.dtype)
+            wire.put_back(rest[: self._count], tensors)
         if self._replicas == 2:
-            sent = wire.encode(rows, 0, stage)
-            if keeps_rest:
-                self._keep_rest(rows, sent, tensors)
             self._received = sent.new_empty(2 * len(sent), sent.shape[1])
             self._work = dist.all_gather_single(self._received, sent, group=group, async_op=True)
-            return
-        # Every replica owns a piece of the same number of rows.
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self._replicas))
-        sent = wire.encode(rows, 0, stage)
-        if keeps_rest:
-            self._keep_rest(rows, sent, tensors)
-        self._received = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
-
-    def _keep_rest(self, rows: Tensor, sent: Tensor, tensors: Sequence[Tensor]) -> None:
-        rest = rows - self._wire.decode(sent, rows.dtype)
-        self._wire.put_back(rest[: self._count], tensors)
+        else:
+            self._received = torch.empty_like(sent)
+            self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
 
     def send_means(self) -> None:
         """Waits for the contributions to this replica's piece, and begins to send their mean."""
-        if self._means_sent or self._replicas == 2:
+        if self._means_sent:
             return
         self._means_sent = True
         self._work.wait()
@@ -167,6 +225,9 @@ class ExactMean:
             result.copy_(value)
 
 
+PendingMean = Exchange | ExactMean  # a mean over the replicas that has begun
+
+
 @torch.no_grad()
 def expected_mean(
     values: Sequence[Tensor],
@@ -188,7 +249,7 @@ def expected_mean(
     for region in cut:
         parts = [as_real(value[region.slices]) for value in values]
         piece = Piece(keys.of(name), region.position_in(mean.shape))
-        coded = _wire_of(wire, parts[:1], [piece])
+        coded = wire_of(wire, parts[:1], [piece])
         total = torch.zeros_like(parts[0])
         for replica, part in enumerate(parts):
             sent = _as_read(coded, part, contribution_stage(replica))
