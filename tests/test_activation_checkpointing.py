@@ -209,32 +209,21 @@ def _run(cases, tensor, steps, accumulation):
 def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, bucketing):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
     layout = {"strategy": strategy, "bucketing": bucketing}
-    cases = [
+    words = [
         {
-            **layout,
             "activation_checkpointing": ActivationCheckpointingConfig(
                 "selective", keep=["bmm", "silu"]
-            ),
+            )
         },
-        {
-            **layout,
-            "activation_checkpointing": ActivationCheckpointingConfig(
-                "full", blocks=["FeedForward"]
-            ),
-        },
+        {"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["FeedForward"])},
     ]
     if bucketing == "block":
-        cases.append(
-            {
-                **layout,
-                "activation_checkpointing": ActivationCheckpointingConfig(
-                    "budget", memory_budget=0.3
-                ),
-                "compile": AOT,
-            }
-        )
-        cases.append({**layout, "activation_checkpointing": "full", "compile": AOT})
-        cases.append({**layout, "activation_checkpointing": "selective", "compile": AOT})
+        budget = ActivationCheckpointingConfig("budget", memory_budget=0.3)
+        words += [
+            {"activation_checkpointing": each, "compile": AOT}
+            for each in (budget, "full", "selective")
+        ]
+    cases = [{**layout, **each} for each in words]
     for case, run in zip(cases, ranks.run(4, _run, cases, 1, 3, 2)[0], strict=True):
         compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
         assert case["strategy"] == strategy

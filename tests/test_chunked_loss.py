@@ -111,7 +111,7 @@ def test_narrow_logits_have_their_loss_in_fp32(dtype, bound):
         assert (tensor.grad.double() - exact.grad).norm() <= bound * exact.grad.norm()
 
 
-def test_autocast_casts_the_product_alone():
+def test_autocast_casts_the_product_alone_and_leaves_fp64_as_it_is():
     inputs, targets = case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
@@ -119,13 +119,10 @@ def test_autocast_casts_the_product_alone():
     narrow = [tensor.detach().bfloat16() for tensor in inputs]
     assert ours.item() == cross_entropy_from_hidden(*narrow[:2], targets, 8, bias=narrow[2]).item()
     assert all(tensor.grad.dtype == torch.float32 for tensor in inputs)
-
-
-def test_autocast_leaves_fp64_as_it_is():
-    (hidden, weight, bias), targets = case()
+    inputs, targets = case()
     with torch.autocast("cpu", torch.bfloat16):
-        ours = cross_entropy_from_hidden(hidden, weight, targets, 8, bias=bias)
-    assert ours.item() == pytest.approx(plain_loss(hidden, weight, bias, targets).item(), rel=1e-13)
+        ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
+    assert ours.item() == pytest.approx(plain_loss(*inputs, targets).item(), rel=1e-13)
 
 
 def test_only_ignored_targets_none_and_huge_logits_stay_finite():
@@ -658,25 +655,16 @@ def test_a_job_in_mixed_precision_learns_as_with_whole_logits(ranks, folder, pre
     assert losses[1][-1] < losses[1][0]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("train.loss_chunk=0",), "train.loss_chunk=0"),
-        (("data=images", "data.path=."), "data=images has none"),
-        (("precision.output=bf16",), "precision.output=bf16 would round"),
-        (
-            ("model=custom", "model.target=test_chunked_loss:Capped", "model.loss=a:b"),
-            "model.loss=a:b needs the whole logits",
-        ),
-        (
-            ("model=custom", "model.target=a:B", "model.loss=a:b", "train.z_loss=0.1"),
-            "train.z_loss=0.1 is added to the cross-entropy",
-        ),
-        (("train.z_loss=-1",), "train.z_loss=-1"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("train.loss_chunk=0", "train.loss_chunk=0"),
+    ("data=images data.path=.", "data=images has none"),
+    ("precision.output=bf16", "precision.output=bf16 would round"),
+    ("model=custom model.target=test_chunked_loss:Capped model.loss=a:b", "model.loss=a:b needs the whole logits"),
+    ("model=custom model.target=a:B model.loss=a:b train.z_loss=0.1", "train.z_loss=0.1 is added to the cross-entropy"),
+    ("train.z_loss=-1", "train.z_loss=-1"),
+])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(words, message):
-    words = ("train.loss_chunk=8", *words)
+    words = ("train.loss_chunk=8", *words.split())
     with pytest.raises(ConfigError, match=message):
         jobs.config_of(words)
 
