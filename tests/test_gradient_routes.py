@@ -110,7 +110,7 @@ LAYOUTS = [
     ({"replicate": 2, "shard": 2}, "hybrid", "block", "reduce_scatter_only", 2),
     ({"replicate": 2, "shard": 2}, "hybrid", "layer", "none", 2),
     ({"replicate": 2, "shard": 2}, "hybrid_zero2", "block", "full", 2),
-    ({"replicate": 2, "shard": 2}, "hybrid_full", "block", "reduce_scatter_only", 2),
+    ({"replicate": 2, "shard": 2}, "hybrid_full", "block", "full", 2),
     ({"replicate": 4, "shard": 1}, "ddp", "block", "reduce_scatter_only", 3),
     ({"replicate": 2, "shard": 1, "tensor": 2}, "ddp", "block", "none", 3),
     ({"replicate": 4, "shard": 1}, "ddp", "layer", "own_none", 2),
