@@ -493,12 +493,14 @@ def check_shared_run_dir(run_dir: str) -> None:
         with open(path, "w"):
             pass
     dist.barrier()
-    _refuse_where(
-        not os.path.exists(path),
-        f"run directory {run_dir} is not the one that rank 0 sees: it must be shared",
-    )
-    if dist.get_rank() == 0:
-        os.unlink(path)
+    try:
+        _refuse_where(
+            not os.path.exists(path),
+            f"run directory {run_dir} is not the one that rank 0 sees: it must be shared",
+        )
+    finally:
+        if dist.get_rank() == 0:
+            os.unlink(path)
 
 
 def check_same_data(fingerprint: str) -> None:

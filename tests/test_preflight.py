@@ -199,8 +199,12 @@ def checked(folder: str, *words: str, own_run_dir: bool = False) -> tuple[int, s
     return code, said.getvalue()
 
 
+# On busy cores a larger message may by chance take no longer than a smaller one.
+GENEROUS = ("--seconds=0.1", "--largest-mib=2")
+
+
 def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
-    results = ranks.run(4, checked, str(tmp_path), "--json", "--write=mine.yaml", "--seconds=0.02")
+    results = ranks.run(4, checked, str(tmp_path), "--json", "--write=mine.yaml", *GENEROUS)
     assert [code for code, _ in results] == [0] * 4
     assert [said for _, said in results[1:]] == [""] * 3
     found = json.loads(results[0][1])
@@ -211,7 +215,7 @@ def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
         names = [collective for collective, *_ in found["axes"][axis]]
         assert set(names) == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
         sizes = {whole for _, whole, *_ in found["axes"][axis]}
-        assert {4096, 32768} <= sizes <= {4096, 32768, 262144}
+        assert {4096, 32768} <= sizes <= {4096, 32768, 262144, 2097152}
         measured = sorted(link[:2] for link in found["links"][axis])
         assert measured == (ends or [[0, 1], [1, 0], [2, 3], [3, 2]])
     # Between nodes both groups of the axis share the link, and a reduce-scatter is an all-reduce.

@@ -168,7 +168,7 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
     others are read by workers, or here."""
     left = [job for job in jobs if _record(job) is None]
     with contextlib.ExitStack() as stack:
-        workers = _start_workers(stack, left, lock)
+        workers = _fork_workers(stack, left, lock)
         turns = dict(zip((job.number for job in left), itertools.cycle(workers), strict=False))
         for job in jobs:
             # A worker writes a line after each of its units. If it has ended, and was not killed,
@@ -198,7 +198,7 @@ def _record(job: UnitJob) -> Record | None:
     return record if same else None
 
 
-def _start_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -> list[Any]:
+def _fork_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -> list[Any]:
     """Processes that take turns at the jobs; none for one job or one worker. They are programs of
     their own: they have none of this process's threads and sockets, and do not import the caller's
     main module. One whose parent was killed finishes its unit."""
