@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import training
-from test_parity import compare, reference
+from test_parity import BOUNDS, compare, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel2d.config import (
@@ -225,7 +225,7 @@ def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, b
         ]
     cases = [{**layout, **each} for each in words]
     for case, run in zip(cases, ranks.run(4, _run, cases, 1, 3, 2)[0], strict=True):
-        compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+        compare(run, reference(torch.float64, 3), **BOUNDS["fp64"])
         assert case["strategy"] == strategy
 
 
@@ -244,7 +244,7 @@ def test_selection_does_not_see_the_hooks_of_groups_inside_of_blocks(ranks, buck
         }
     ]
     for run in ranks.run(4, _run, cases, 1, 3, 2)[0]:
-        compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+        compare(run, reference(torch.float64, 3), **BOUNDS["fp64"])
 
 
 def _low_precision(checkpointing):
@@ -270,4 +270,4 @@ def test_chosen_operators_and_blocks_work_under_a_tensor_axis(ranks):
         {"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["Attention"])},
     ]
     for run in ranks.run(4, _run, cases, 2, 3, 1)[0]:
-        compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+        compare(run, reference(torch.float64, 3), **BOUNDS["fp64"])

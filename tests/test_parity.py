@@ -99,52 +99,48 @@ def compare(
     return found
 
 
-def check_fp64(ranks, case, steps):
-    strategy, bucketing, tensor, accumulation, engine = case
-    config, world = (
-        {**layout(strategy, bucketing, engine), "precision": "fp64"},
-        world_of(strategy, tensor),
-    )
-    run = ranks.run(
-        world, training.train, {"tensor": tensor}, config, steps=steps, accumulation=accumulation
-    )[0]
-    return compare(run, reference(torch.float64, steps), losses=1e-10, norm=1e-10, weights=1e-9)
+BOUNDS = {
+    "fp64": {"losses": 1e-10, "norm": 1e-10, "weights": 1e-9},
+    "fp32": {"losses": 1e-5, "norm": 1e-4, "weights": 5e-4},
+}
 
 
-def check_fp32(ranks, case):
+def check(ranks, world, mesh, config, *, precision="fp64", steps=3, **options):
+    """Some steps equal those of plain PyTorch; returns the differences."""
+    config = {**config, "precision": precision}
+    run = ranks.run(world, training.train, mesh, config, steps=steps, **options)[0]
+    expected = reference(torch.float64 if precision == "fp64" else torch.float32, steps)
+    return compare(run, expected, **BOUNDS[precision])
+
+
+def check_case(ranks, case, **options):
     strategy, bucketing, tensor, accumulation, engine = case
     config, world = layout(strategy, bucketing, engine), world_of(strategy, tensor)
-    run = ranks.run(
-        world, training.train, {"tensor": tensor}, config, steps=10, accumulation=accumulation
-    )[0]
-    return compare(run, reference(torch.float32, 10), losses=1e-5, norm=1e-4, weights=5e-4)
+    return check(ranks, world, {"tensor": tensor}, config, accumulation=accumulation, **options)
 
 
 @pytest.mark.parametrize("case", COVER, ids=named)
 def test_fp64_equals_plain_pytorch_on_every_layout(ranks, case):
-    check_fp64(ranks, case, 3)
+    check_case(ranks, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CHEAPEST[::2], ids=named)
 def test_fp64_equals_plain_pytorch_for_fifty_steps(ranks, case):
-    check_fp64(ranks, case, 50)
+    check_case(ranks, case, steps=50)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COVER[::4], ids=named)
 def test_fp32_equals_plain_pytorch_on_every_layout(ranks, case):
-    check_fp32(ranks, case)
+    check_case(ranks, case, precision="fp32", steps=10)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", FULL, ids=named)
 def test_every_layout_of_the_full_product(ranks, record_property, case):
-    for precision, found in {
-        "fp64": check_fp64(ranks, case, 50),
-        "fp32": check_fp32(ranks, case),
-    }.items():
-        for name, value in found.items():
+    for precision, steps in (("fp64", 50), ("fp32", 10)):
+        for name, value in check_case(ranks, case, precision=precision, steps=steps).items():
             # kept by pytest -o junit_family=xunit1 --junitxml=FILE
             record_property(f"{precision} {name}", value)
 
@@ -152,9 +148,7 @@ def test_every_layout_of_the_full_product(ranks, record_property, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_fp64_equals_plain_pytorch_on_other_world_sizes(ranks, world):
-    mesh = {"tensor": 2} if world == 8 else {}
-    run = ranks.run(world, training.train, mesh, {"precision": "fp64"}, steps=3)[0]
-    compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+    check(ranks, world, {"tensor": 2} if world == 8 else {}, {})
 
 
 def test_fp64_equals_plain_pytorch_with_tensor_axis_of_four(ranks):
@@ -162,7 +156,7 @@ def test_fp64_equals_plain_pytorch_with_tensor_axis_of_four(ranks):
     config = {"strategy": "ddp", "precision": "fp64"}
     alone = ranks.run(1, training.train, {}, {"precision": "fp64"}, steps=3, llama=llama)[0]
     split = ranks.run(4, training.train, {"tensor": 4}, config, steps=3, llama=llama)[0]
-    compare(split, alone, losses=1e-10, norm=1e-10, weights=1e-9)
+    compare(split, alone, **BOUNDS["fp64"])
 
 
 @pytest.mark.parametrize(("checkpointing", "bucketing", "tensor"), [
@@ -170,15 +164,7 @@ def test_fp64_equals_plain_pytorch_with_tensor_axis_of_four(ranks):
 ])  # fmt: skip
 def test_activation_checkpointing_changes_nothing(ranks, checkpointing, bucketing, tensor):
     config = {"activation_checkpointing": checkpointing, "bucketing": bucketing}
-    run = ranks.run(
-        4,
-        training.train,
-        {"tensor": tensor},
-        {**config, "precision": "fp64"},
-        steps=3,
-        accumulation=2,
-    )[0]
-    compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+    check(ranks, 4, {"tensor": tensor}, config, accumulation=2)
 
 
 # The cases above accumulate with reduce_scatter_only.
@@ -186,20 +172,14 @@ def test_activation_checkpointing_changes_nothing(ranks, checkpointing, bucketin
     ("hybrid", "full"), ("hybrid", "none"), ("ddp", "none"), ("hybrid_full", "full"), ("hybrid_full", "none"),
 ])  # fmt: skip
 def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
-    config = {"strategy": strategy, "precision": "fp64"}
-    run = ranks.run(
-        4, training.train, {}, config, steps=3, accumulation=2, during_accumulation=mode
-    )[0]
-    compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+    check(ranks, 4, {}, {"strategy": strategy}, accumulation=2, during_accumulation=mode)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_change_nothing(ranks):
     from parallel2d.config import CompileConfig
 
-    config = {"compile": CompileConfig("block", "aot_eager"), "precision": "fp64"}
-    run = ranks.run(4, training.train, {}, config, steps=3)[0]
-    compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+    check(ranks, 4, {}, {"compile": CompileConfig("block", "aot_eager")})
 
 
 @pytest.mark.slow
@@ -210,7 +190,7 @@ def test_tied_embeddings_stay_tied_under_every_bucketing(ranks):
     for tensor, bucketing in [(1, "layer"), (1, "block"), (1, "size"), (2, "layer")]:
         config = {**layout("hybrid", bucketing), "precision": "fp64"}
         run = ranks.run(4, training.train, {"tensor": tensor}, config, steps=3, llama=llama)[0]
-        compare(run, alone, losses=1e-10, norm=1e-10, weights=1e-9)
+        compare(run, alone, **BOUNDS["fp64"])
 
 
 # Precision: every field and every low preset, against plain PyTorch that computes in the same dtypes.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import training
 from test_parallelize import CollectiveCounter
-from test_parity import compare, reference
+from test_parity import check
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -276,14 +276,10 @@ def test_losses_equal_plain_pytorch_with_any_prefetch(
     config = {
         "strategy": strategy,
         "bucketing": bucketing,
-        "precision": "fp64",
         "activation_checkpointing": checkpointing,
         "prefetch": PrefetchConfig(2, 3),
     }
-    run = ranks.run(
-        4, training.train, {"tensor": tensor}, config, steps=3, accumulation=accumulation
-    )[0]
-    compare(run, reference(torch.float64, 3), losses=1e-10, norm=1e-10, weights=1e-9)
+    check(ranks, 4, {"tensor": tensor}, config, accumulation=accumulation)
 
 
 def _asynchronous(enabled):
