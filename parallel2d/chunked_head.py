@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel2d.chunked_loss import cross_entropy_from_hidden
+from parallel2d.chunked_loss import (
+    ELEMENTWISE,
+    SYNONYMS,
+    Operation,
+    apply_all,
+    cross_entropy_from_hidden,
+    targets_like,
+)
 from parallel2d.errors import ConfigError
-from parallel2d.loss import IGNORED, cross_entropy_sum
+from parallel2d.loss import cross_entropy_sum
 from parallel2d.model_structure import find_blocks, fqn_of
 
 _COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
@@ -33,58 +40,13 @@ _COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the t
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}
 _BOUND = 1e-2  # of narrower ones
 
-# What a model may do with its logits: operations on each element, by their names in torch.
-_OPERATORS = {
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "__truediv__": "div",
-    "__add__": "add",
-    "__radd__": "add",
-    "__sub__": "sub",
-    "__neg__": "neg",
+_REFUSED_OPERATORS = {
+    "__getitem__": "indexing",
+    "__setitem__": "assignment to an index",
+    "__rsub__": "a subtraction from a number",
+    "__rtruediv__": "a division of a number",
+    "__pow__": "pow",
 }
-_SYNONYMS = {"multiply": "mul", "divide": "div", "true_divide": "div", "negative": "neg"}
-_ELEMENTWISE = {
-    *("mul", "div", "add", "sub", "neg", "tanh", "clamp", "clamp_min", "clamp_max"),
-    *("to", "type", "float", "double", "half", "bfloat16", "contiguous"),
-}
-
-
-class _Operation:
-    """A method of `torch.Tensor` with its arguments: numbers, dtypes, or tensors of one element."""
-
-    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.name = name
-        self.args = tuple(args)
-        self.kwargs = dict(kwargs)
-
-    def __call__(self, value: Tensor) -> Tensor:
-        result: Tensor = getattr(value, self.name)(*self.args, **self.kwargs)
-        # A tensor of one element may have more dims than a chunk of logits.
-        return result.view(value.shape)
-
-    def __repr__(self) -> str:
-        return self.name
-
-    def is_same(self, other: _Operation) -> bool:
-        own = [*self.args, *self.kwargs.items()]
-        others = [*other.args, *other.kwargs.items()]
-        if self.name != other.name or len(own) != len(others):
-            return False
-        return all(_are_same(*pair) for pair in zip(own, others, strict=True))
-
-
-def _are_same(a: Any, b: Any) -> bool:
-    # The value of a tensor is on a device, and it is read where the operation runs.
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b
-    return bool(a == b)
-
-
-def _apply(operations: Sequence[_Operation], value: Tensor) -> Tensor:
-    for operation in operations:
-        value = operation(value)
-    return value
 
 
 class _Record:
@@ -94,7 +56,7 @@ class _Record:
     """
 
     def __init__(
-        self, shape: torch.Size, sample: Tensor, operations: tuple[_Operation, ...] = ()
+        self, shape: torch.Size, sample: Tensor, operations: tuple[Operation, ...] = ()
     ) -> None:
         self.shape = shape
         self.sample = sample  # of the dtype and on the device of the logits, without elements
@@ -117,8 +79,7 @@ class ChunkedLogits:
     def __torch_function__(
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = function.__name__
-        name = _OPERATORS.get(name, _SYNONYMS.get(name, name))
+        name = SYNONYMS.get(function.__name__, function.__name__)
         own = [arg for arg in args if isinstance(arg, cls)]
         if len(own) != 1:
             raise _refused(name)
@@ -131,7 +92,7 @@ class ChunkedLogits:
     def then(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ChunkedLogits:
         """After the operation ``name``. Raises `ConfigError` for one that is not on single
         elements, or uses a tensor that is trained."""
-        if name not in _ELEMENTWISE:
+        if name not in ELEMENTWISE:
             raise _refused(name)
         for value in (*args, *kwargs.values()):
             is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
@@ -141,7 +102,7 @@ class ChunkedLogits:
                 raise _refused(f"{name} with a parameter, which would get no gradient,")
             if isinstance(value, ChunkedLogits):
                 raise _refused(f"{name} of two of them")
-        operation = _Operation(name, args, kwargs)
+        operation = Operation(name, args, kwargs)
         record = self.record
         after = _Record(record.shape, operation(record.sample), (*record.operations, operation))
         return ChunkedLogits(self.loss, after)
@@ -150,43 +111,7 @@ class ChunkedLogits:
         # Other objects are asked too whether they have, say, `keys`.
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
-        method = _SYNONYMS.get(name, name)
-        if method not in _ELEMENTWISE:
-            raise _refused(name)
-        return lambda *args, **kwargs: self.then(method, args, kwargs)
-
-    def __mul__(self, other: Any) -> ChunkedLogits:
-        return self.then("mul", (other,), {})
-
-    def __truediv__(self, other: Any) -> ChunkedLogits:
-        return self.then("div", (other,), {})
-
-    def __add__(self, other: Any) -> ChunkedLogits:
-        return self.then("add", (other,), {})
-
-    def __sub__(self, other: Any) -> ChunkedLogits:
-        return self.then("sub", (other,), {})
-
-    def __neg__(self) -> ChunkedLogits:
-        return self.then("neg", (), {})
-
-    __rmul__ = __mul__
-    __radd__ = __add__
-
-    def __getitem__(self, _index: Any) -> Any:
-        raise _refused("indexing")
-
-    def __setitem__(self, _index: Any, _value: Any) -> None:
-        raise _refused("assignment to an index")
-
-    def __rsub__(self, _other: Any) -> Any:
-        raise _refused("a subtraction from a number")
-
-    def __rtruediv__(self, _other: Any) -> Any:
-        raise _refused("a division of a number")
-
-    def __pow__(self, _other: Any) -> Any:
-        raise _refused("pow")
+        raise _refused(name)
 
     # What a model may ask of its logits.
 
@@ -222,11 +147,29 @@ class ChunkedLogits:
         return self
 
 
+def _method(name: str) -> Callable[..., ChunkedLogits]:
+    return lambda logits, *args, **kwargs: logits.then(name, args, kwargs)
+
+
+def _refusal(what: str) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        raise _refused(what)
+
+    return refuse
+
+
+# Python looks operators up in the class, and does not ask `__getattr__` for them.
+for _name in (*ELEMENTWISE, *SYNONYMS):
+    setattr(ChunkedLogits, _name, _method(SYNONYMS.get(_name, _name)))
+for _name, _what in _REFUSED_OPERATORS.items():
+    setattr(ChunkedLogits, _name, _refusal(_what))
+
+
 def _refused(what: str) -> ConfigError:
     return ConfigError(
         f"the loss cannot be computed in chunks of rows (train.loss_chunk): the model uses {what} "
         "on its logits, and only operations on each element with plain numbers can be repeated on "
-        f"a chunk ({', '.join(sorted(_ELEMENTWISE))}); set train.loss_chunk=null"
+        f"a chunk ({', '.join(sorted(ELEMENTWISE))}); set train.loss_chunk=null"
     )
 
 
@@ -325,7 +268,7 @@ class ChunkedHead:
         self._forward = self._head.forward
         # A method of this object, so that a deep copy of the model computes with its own head.
         self._head.forward = types.MethodType(_forward_of_head, self)
-        self._operations: tuple[_Operation, ...] | None = None  # after the head, once known
+        self._operations: tuple[Operation, ...] | None = None  # after the head, once known
         self._targets: Tensor | None = None  # while the model computes a loss
         self._rows = chunk
         self._calls = 0
@@ -375,7 +318,7 @@ class ChunkedHead:
         try:
             output = self.model(*first, **options)
             logits = getattr(output, "logits", output)
-            wanted = self._any_targets(like, logits)
+            wanted = targets_like(like, logits)
             plain = cross_entropy_sum(logits, wanted)
             dtype = logits.dtype
             del output, logits
@@ -430,20 +373,6 @@ class ChunkedHead:
         shorter = {name: cut(value) for name, value in options.items()}
         return [cut(value) for value in inputs], shorter, cut(targets)
 
-    def _any_targets(self, like: Tensor, logits: Tensor) -> Tensor:
-        """Targets of all parts of the vocabulary, some of them ignored: those of the batch may all
-        be."""
-        if tuple(like.shape) not in (tuple(logits.shape[:-1]), (logits.shape[:-1].numel(),)):
-            raise ConfigError(
-                f"the model has logits of shape {tuple(logits.shape)} for targets of shape "
-                f"{tuple(like.shape)}: each target needs one row"
-            )
-        places = torch.arange(like.numel(), device=like.device)
-        vocab = logits.shape[-1]
-        targets = (places * 7919 + 1) % vocab
-        targets[places % 5 == 4] = IGNORED
-        return targets.view(like.shape)
-
     def _check_equal(self, found: Tensor, plain: Tensor, bound: float) -> None:
         difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)
         # NaN would compare as equal.
@@ -495,7 +424,7 @@ class ChunkedHead:
         weight = self._head.weight
         loss = None
         if self._operations is not None:
-            after = functools.partial(_apply, self._operations) if self._operations else None
+            after = functools.partial(apply_all, self._operations) if self._operations else None
             loss = cross_entropy_from_hidden(
                 hidden,
                 weight,

@@ -10,7 +10,7 @@ again in backward would need no less memory and a fourth matrix product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,57 @@ from parallel2d.errors import ConfigError
 from parallel2d.loss import IGNORED, check_targets, row_pieces
 
 Elementwise = Callable[[Tensor], Tensor]
+
+# What a model may do with its logits: operations on each element, by their names in torch.
+SYNONYMS = {
+    "multiply": "mul", "__mul__": "mul", "__rmul__": "mul",
+    "divide": "div", "true_divide": "div", "__truediv__": "div",
+    "__add__": "add", "__radd__": "add", "__sub__": "sub",
+    "negative": "neg", "__neg__": "neg",
+}  # fmt: skip
+ELEMENTWISE = {
+    *("mul", "div", "add", "sub", "neg", "tanh", "clamp", "clamp_min", "clamp_max"),
+    *("to", "type", "float", "double", "half", "bfloat16", "contiguous"),
+}
+
+
+class Operation:
+    """A method of `torch.Tensor` with its arguments: numbers, dtypes, or tensors of one element."""
+
+    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.name = name
+        self.args = tuple(args)
+        self.kwargs = dict(kwargs)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        result: Tensor = getattr(value, self.name)(*self.args, **self.kwargs)
+        # A tensor of one element may have more dims than a chunk of logits.
+        return result.view(value.shape)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def is_same(self, other: Operation) -> bool:
+        """Whether ``other`` has the same name and arguments."""
+        own = [*self.args, *self.kwargs.items()]
+        others = [*other.args, *other.kwargs.items()]
+        if self.name != other.name or len(own) != len(others):
+            return False
+        return all(_are_same(*pair) for pair in zip(own, others, strict=True))
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    # The value of a tensor is on a device, and it is read where the operation runs.
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    return bool(a == b)
+
+
+def apply_all(operations: Sequence[Operation], value: Tensor) -> Tensor:
+    """``value`` after ``operations``, one after the other."""
+    for operation in operations:
+        value = operation(value)
+    return value
 
 
 @torch.compiler.disable
@@ -87,6 +138,21 @@ def cross_entropy_from_hidden(
             targets.flatten(),
             _Settings(chunk, after, z_loss, group, first, with_grad),
         )
+
+
+def targets_like(targets: Tensor, logits: Tensor) -> Tensor:
+    """Targets in the shape of ``targets`` from all parts of the vocabulary of ``logits``, some of
+    them ignored, to compare two losses with: those of a batch may all be ignored. Raises
+    `ConfigError` where the shapes do not fit."""
+    if tuple(targets.shape) not in (tuple(logits.shape[:-1]), (logits.shape[:-1].numel(),)):
+        raise ConfigError(
+            f"the model has logits of shape {tuple(logits.shape)} for targets of shape "
+            f"{tuple(targets.shape)}: each target needs one row"
+        )
+    places = torch.arange(targets.numel(), device=targets.device)
+    found = (places * 7919 + 1) % logits.shape[-1]
+    found[places % 5 == 4] = IGNORED
+    return found.view(targets.shape)
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,12 +26,18 @@ from parallel2d import (
 )
 from parallel2d.checkpoint import Checkpointer
 from parallel2d.config import CheckpointConfig, SyncConfig
-from parallel2d.sync.one_process import Batch, Method
-from parallel2d.sync.one_process import train as train_reference
+from parallel2d.sync.blocks import RoundingKeys
+from parallel2d.sync.outer import ExpectedOuter
+from parallel2d.sync.owned_parameters import expected_copy
+from parallel2d.sync.reduction import expected_gradient
 from parallel2d.sync.updates import outer_sync
+from parallel2d.weights.geometry import Region
 
 ROWS = 8  # of a global batch
 CLIP = 0.5
+SEED, WIDTH = 3, 37
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 class Branch(nn.Module):
@@ -49,7 +54,7 @@ class Branch(nn.Module):
         return x + self.gate * self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def small_model(width: int = 37, scalar: bool = False) -> nn.Module:
+def small_model(width: int = WIDTH, scalar: bool = False) -> nn.Module:
     """Two blocks between layers of other shapes; the same weights each time. ``scalar``: with parameters without dimensions."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(9, width), Branch(width), Branch(width), nn.Linear(width, 3))
@@ -83,7 +88,7 @@ def run(
     accumulation: int = 1,
     mode: str = "reduce_scatter_only",
     scalar: bool = False,
-    width: int = 37,
+    width: int = WIDTH,
     folder: str = "",
     save_after: Iterable[int] = (),
     resume: str = "never",
@@ -95,7 +100,7 @@ def run(
     """
     mesh = build_mesh(MeshSpec(**sizes), strategy)
     config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
-    model = parallelize(small_model(width, scalar), mesh, config, seed=3)
+    model = parallelize(small_model(width, scalar), mesh, config, seed=SEED)
     optimizer = adamw(updated_parameters(model))
     attach_optimizer(model, optimizer)
     rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
@@ -150,27 +155,65 @@ def begins_of(model: nn.Module) -> dict[str, int]:
 
 
 def reference(
-    method: Method,
+    strategy: str,
+    sync: dict[str, Any],
     replicas: int,
     *,
     steps: int,
     shards: int = 1,
     scalar: bool = False,
-    width: int = 37,
+    width: int = WIDTH,
+    begins: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What `run` must come to."""
-    batches = []
+    """What `run` must come to: replicas are a loop in one process, and each method says what crosses. ``begins``: as `run` found it."""
+    config, splits = SyncConfig(**sync), strategy == "hybrid_full"
+    model = small_model(width, scalar)
+    computing = dict(model.named_parameters())
+    # Replicas that are equal after every step are one.
+    tracks = []
+    for _ in range(replicas if config.name == "diloco" else 1):
+        tracks.append(dict(small_model(width, scalar).named_parameters()))
+    optimizers = [adamw(track.values()) for track in tracks]
+    cuts = {name: cut_in_rows(value.shape, shards) for name, value in computing.items()}
+    outer = ExpectedOuter(config, SEED, tracks, begins or dict.fromkeys(cuts, 0), cuts)
+    outer.shared = {name: value.detach().clone() for name, value in computing.items()}
     for step in range(1, steps + 1):
-        inputs, targets = batch_of(step)
-        batches.append(list(zip(inputs.chunk(replicas), targets.chunk(replicas), strict=True)))
-    found = train_reference(
-        copy.deepcopy(small_model(width, scalar)),
-        batches,
-        loss_of,
-        adamw,
-        method,
-        clip=CLIP,
-        shards=shards,
-        seed=3,
-    )
-    return {name: value.numpy() for name, value in found.items()}
+        found = []
+        for replica, batch in enumerate(
+            zip(*(part.chunk(replicas) for part in batch_of(step)), strict=True)
+        ):
+            with torch.no_grad():
+                for name, value in tracks[replica % len(tracks)].items():
+                    # Initial values are not sent.
+                    sent = splits and step > 1
+                    computing[name].copy_(expected_copy(value, config.wire) if sent else value)
+            model.zero_grad()
+            loss_of(model, batch).backward()
+            found.append({name: value.grad for name, value in computing.items()})
+        if config.name == "every_step":
+            keys, mean = RoundingKeys(SEED, step), {}
+            for name, cut in cuts.items():
+                values = [each[name] for each in found]
+                mean[name] = expected_gradient(values, config.wire, cut, keys, name, splits)
+            found = [mean]
+        for track, optimizer, gradients in zip(tracks, optimizers, found, strict=True):
+            for name, value in track.items():
+                value.grad = gradients[name]
+            torch.nn.utils.clip_grad_norm_(track.values(), CLIP)
+            optimizer.step()
+        if config.name == "diloco":
+            outer.after_update(step)
+    shared = outer.shared if config.name == "diloco" else tracks[0]
+    copied = {n: expected_copy(p, config.wire) if splits else p for n, p in shared.items()}
+    return {name: value.detach().numpy() for name, value in copied.items()}
+
+
+def cut_in_rows(shape: torch.Size, shards: int) -> list[Region]:
+    """The rows that each of ``shards`` ranks holds of a parameter."""
+    if not shape:
+        return [Region.whole(shape)]
+    found, size = [], -(-shape[0] // shards)
+    for begin in range(0, shape[0], size):
+        rows = min(size, shape[0] - begin)
+        found.append(Region((begin, *[0] * (len(shape) - 1)), (rows, *shape[1:])))
+    return found

@@ -26,7 +26,7 @@ from parallel2d.optimizer import Muon, matrix_owners, muon
 from parallel2d.optimizer.matrix_owners import MatrixOwners
 from parallel2d.parallelize import parallelize
 
-STEPS = 3
+STEPS = 2
 SAMPLES = 12
 # Two tensor ranks divide it, two shard ranks do not divide what these have.
 TENSOR_INNER = 6

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
     "split_tensor": (4, {"replicate": 2, "shard": 1, "tensor": 2}, "hybrid_full"),
     "uneven": (3, {"shard": 3}, "zero3"),  # 3 ranks divide none of the sizes
 }
-STEPS = 4
+STEPS = 3
 
 
 def rate(config: OptimizerConfig, step: int) -> float:
@@ -157,38 +157,16 @@ def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
 
 # Elementwise optimizers cannot see the layout; the others are tried on each.
 CASES = [
-    *itertools.product(
-        ["adafactor", "adafactor_decay", "muon", "muon_original"], ["zero3", "hybrid"]
-    ),
-    *itertools.product(["adafactor", "muon"], ["tensor"]),
-    *itertools.product(["adafactor", "muon"], ["ddp", "uneven"]),
-    ("adamw", "tensor"),
-    *itertools.product(["adam", "sgd", "adamw_foreach"], ["hybrid"]),
-    ("adamw", "split"),
-    *itertools.product(("adafactor", "muon"), ("split_uneven", "split_tensor")),
-    *(
-        pytest.param(variant, layout, marks=pytest.mark.slow)
-        for variant, layout in (
-            ("sgd", "split"),
-            ("adafactor", "split"),
-            ("muon", "split"),
-            ("adamw", "split_uneven"),
-            ("sgd", "split_uneven"),
-        )
-    ),
-    *(
-        pytest.param(variant, "tensor", marks=pytest.mark.slow)
-        for variant in (
-            "adam",
-            "sgd",
-            "sgd_nesterov",
-            "adamw_foreach",
-            "adamw_amsgrad",
-            "adafactor_decay",
-            "muon_original",
-        )
-    ),
-]
+    *(("adafactor", layout) for layout in ("uneven", "tensor", "split_uneven")),
+    *(("muon", layout) for layout in ("uneven", "tensor", "split_tensor")),
+    ("adafactor_decay", "hybrid"), ("muon_original", "zero3"),
+    ("adam", "hybrid"), ("sgd", "hybrid"), ("adamw", "split"), ("adamw_foreach", "ddp"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("adafactor", "split_tensor"), ("adafactor_decay", "zero3"), ("muon", "hybrid"), ("muon", "split_uneven"),
+        ("sgd", "split"), ("adamw", "split_uneven"), ("adamw", "tensor"), ("sgd_nesterov", "tensor"),
+        ("adamw_amsgrad", "tensor"), ("muon_original", "tensor"),
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("variant", "layout"), CASES)
@@ -225,8 +203,10 @@ def save_and_resume(
 @pytest.mark.parametrize(
     ("variant", "layout"),
     [
-        *((variant, "hybrid") for variant in ("adam", "sgd", "adafactor", "muon", "adamw_amsgrad")),
-        *((variant, "split") for variant in ("adafactor", "muon")),
+        ("sgd", "hybrid"),
+        ("adamw_amsgrad", "hybrid"),
+        ("adafactor", "split"),
+        ("muon", "hybrid"),
     ],
 )
 def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layout):
@@ -261,8 +241,16 @@ def measure_update(
 AXES = ("replicate", "shard", "tensor")
 
 
-@pytest.mark.parametrize("layout", ["hybrid", "tensor", "uneven"])
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("adamw", "tensor"),
+        ("adafactor", "tensor"),
+        ("adafactor", "uneven"),
+        ("muon", "tensor"),
+        ("muon", "uneven"),
+    ],
+)
 def test_what_an_update_sends_is_counted_and_known_before(ranks, name, layout):
     found = ranks.run(LAYOUTS[layout][0], measure_update, layout, OPTIMIZERS[name])
     owned = name == "muon"
@@ -304,7 +292,7 @@ def train_by_configuration(folder: str, name: str) -> None:
     jobs.run(folder, f"{folder}/run-{name}", words, 3)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("name", [pytest.param("adafactor", marks=pytest.mark.slow), "muon"])
 def test_a_run_predicts_what_its_optimizer_sends(ranks, tmp_path, name):
     (tmp_path / "corpus.txt").write_text(
         "".join(f"{i} times {i} is {i * i}\n" for i in range(20000))
@@ -404,18 +392,12 @@ def test_muon_without_blocks_asks_which_matrices_are_hidden():
         )
 
 
-@pytest.mark.parametrize(
-    ("pattern", "says"),
-    [
-        ("embeding*", "matches no parameter; near: embedding.weight"),
-        ("*.atention.*", "near: layers.0.attention"),
-        (
-            "layers.0.attention.wq.weight",
-            "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first",
-        ),
-        ("norm.weight", "matches frozen parameters only, such as norm.weight"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "says"), [
+    ("embeding*", "matches no parameter; near: embedding.weight"),
+    ("*.atention.*", "near: layers.0.attention"),
+    ("layers.0.attention.wq.weight", "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first"),
+    ("norm.weight", "matches frozen parameters only, such as norm.weight"),
+])  # fmt: skip
 def test_a_pattern_that_changes_nothing_is_an_error(pattern, says):
     model = build_llama()
     model.norm.weight.requires_grad_(False)
@@ -441,47 +423,20 @@ def test_the_command_line_chooses_an_optimizer_and_its_groups():
     assert config.groups == [{"pattern": "*.norm*", "weight_decay": 0.0}]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ("optimizer=sgd", "optimizer.betas=[0.8,0.9]"),
-            "optimizer.betas=[0.8, 0.9] has no effect with optimizer=sgd",
-        ),
-        (("optimizer.momentum=0.5",), "has no effect with optimizer=adamw, only with sgd, muon"),
-        (
-            ("optimizer=sgd", "optimizer.implementation=fused"),
-            "fused SGD does not take sharded parameters",
-        ),
-        (
-            ("optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"),
-            "needs optimizer.momentum above 0",
-        ),
-        (("optimizer.groups=[{weight_decay: 0.1}]",), "an entry has the form"),
-        (("optimizer.groups=[{pattern: a, weigth_decay: 0.1}]",), "did you mean weight_decay?"),
-        (
-            ("optimizer.groups=[{pattern: a, lr_scale: -1}]",),
-            "lr_scale=-1 must be a number, at least 0",
-        ),
-        (
-            ("optimizer.groups=[{pattern: a, algorithm: muon}]",),
-            "has no effect with optimizer=adamw",
-        ),
-        (
-            ("optimizer=adafactor", "optimizer.beta2_decay=0.1"),
-            "optimizer.beta2_decay=0.1 must be at most 0",
-        ),
-        (
-            (
-                "precision=bf16_reduce_bf16",
-                "precision.keep_low_precision_gradients=true",
-                "optimizer=muon",
-            ),
-            "optimizer=muon needs gradients in storage dtype",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    ("optimizer=sgd optimizer.betas=[0.8,0.9]", "optimizer.betas=[0.8, 0.9] has no effect with optimizer=sgd"),
+    ("optimizer.momentum=0.5", "has no effect with optimizer=adamw, only with sgd, muon"),
+    ("optimizer=sgd optimizer.implementation=fused", "fused SGD does not take sharded parameters"),
+    ("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", "needs optimizer.momentum above 0"),
+    ("optimizer.groups=[{weight_decay:0.1}]", "an entry has the form"),
+    ("optimizer.groups=[{pattern:a,weigth_decay:0.1}]", "did you mean weight_decay?"),
+    ("optimizer.groups=[{pattern:a,lr_scale:-1}]", "lr_scale=-1 must be a number, at least 0"),
+    ("optimizer.groups=[{pattern:a,algorithm:muon}]", "has no effect with optimizer=adamw"),
+    ("optimizer=adafactor optimizer.beta2_decay=0.1", "optimizer.beta2_decay=0.1 must be at most 0"),
+    ("precision=bf16_reduce_bf16 precision.keep_low_precision_gradients=true optimizer=muon",
+     "optimizer=muon needs gradients in storage dtype"),
+])  # fmt: skip
 def test_settings_without_effect_are_refused(words, says):
     with pytest.raises(ConfigError) as error:
-        composed(*words)
+        composed(*words.split())
     assert says in str(error.value)

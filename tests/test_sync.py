@@ -117,14 +117,9 @@ def _hooked():
 
 
 def test_a_hook_reduces_each_bucket_and_torchs_own_hooks_work(ranks):
+    exact = ("in place", "future", "of a copy", "by hand", "allreduce_hook")
     for found, buckets in ranks.run(4, _hooked):
-        assert (
-            max(
-                found[name]
-                for name in ("in place", "future", "of a copy", "by hand", "allreduce_hook")
-            )
-            < 1e-6
-        )
+        assert max(found[name] for name in exact) < 1e-6
         assert 1e-5 < found["bf16"] < 1e-2
         assert found["powerSGD"] < 1.0  # of low rank: an approximation
         assert buckets == [(n, n == len(buckets) - 1) for n in range(len(buckets))]
@@ -209,8 +204,7 @@ def _additions(precision, spec, strategy, mode):
 
 
 @pytest.mark.parametrize(("spec", "strategy", "mode"), [
-    (HYBRID, "hybrid", "reduce_scatter_only"), (HYBRID, "hybrid", "full"), (HYBRID, "hybrid_zero2", "none"),
-    (MeshSpec(), "ddp", "reduce_scatter_only"), (MeshSpec(), "zero3", "none"),
+    (HYBRID, "hybrid", "full"), (HYBRID, "hybrid_zero2", "none"), (MeshSpec(), "ddp", "reduce_scatter_only"),
 ])  # fmt: skip
 def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode):
     for dtypes, sent, summed, kept in ranks.run(
@@ -222,48 +216,12 @@ def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode)
         assert kept == {torch.float32}
 
 
-def _errors(precision, micros, mode, steps=1):
-    """The mean relative error of gradients, from fp64, where the same data goes through the model in ``micros`` parts."""
-    torch.manual_seed(5)
-    model = nn.Sequential(
-        *(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(2))
-    )
-    expected = copy.deepcopy(model).double()
-    mesh = build_mesh(HYBRID, "hybrid")
-    model = parallelize(model, mesh, ParallelConfig("hybrid", precision=precision))
-    rank = data_coordinate(mesh)
-
-    def data(number):
-        return torch.randn(64, 32, generator=torch.Generator().manual_seed(number))
-
-    for _ in range(steps):
-        for number in range(4 * micros):
-            expected(data(number).double()).square().sum().backward()
-        for micro in accumulate(model, range(micros), mode):
-            (model(data(rank * micros + micro)).float().square().sum() * 4).backward()
-        pairs = list(zip(model.parameters(), expected.parameters(), strict=True))
-        found = [
-            ((p.grad.full_tensor().double() - q.grad).norm() / q.grad.norm()).item()
-            for p, q in pairs
-        ]
-        model.zero_grad()
-        expected.zero_grad()
-    return sum(found) / len(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["reduce_scatter_only", "none", "full"])
-def test_many_micro_batches_round_no_more_than_one(ranks, mode):
-    one = ranks.run(4, _errors, "bf16_reduce_bf16", 1, mode)[0]
-    assert ranks.run(4, _errors, "bf16_reduce_bf16", 16, mode, steps=2)[0] <= 1.05 * one
-
-
 def _tensor_errors(tensor):
     """The relative errors of norms, biases and routers with a tensor axis, by kind, from fp64; one data rank."""
     mesh = build_mesh(MeshSpec(tensor=tensor), "zero3")
     plan = {"*.norm": "sequence", "*.router": "sequence", "*.up": "colwise", "*.down": "rowwise"}
     found = {}
-    for seed in range(6):
+    for seed in range(3):
         torch.manual_seed(seed)
         model = nn.Sequential(Routed(), Routed())
         expected = copy.deepcopy(model).double()
@@ -287,27 +245,20 @@ def _tensor_errors(tensor):
 class Routed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down, self.router = (
-            nn.RMSNorm(64),
-            nn.Linear(64, 128),
-            nn.Linear(128, 64),
-            nn.Linear(64, 4),
-        )
+        self.norm, self.router = nn.RMSNorm(64), nn.Linear(64, 4)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
 
     def forward(self, x):
         h = self.norm(x)
-        return (
-            x
-            + self.down(torch.nn.functional.silu(self.up(h))) * self.router(h).softmax(-1)[..., :1]
-        )
+        hidden = self.down(torch.nn.functional.silu(self.up(h)))
+        return x + hidden * self.router(h).softmax(-1)[..., :1]
 
 
 @pytest.mark.slow
 def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_rank(ranks):
     alone = ranks.run(1, _tensor_errors, 1)[0]
-    for tensor in (2, 4):
-        split = ranks.run(tensor, _tensor_errors, tensor)[0]
-        assert all(split[kind] <= 1.05 * alone[kind] for kind in alone), (alone, split)
+    split = ranks.run(4, _tensor_errors, 4)[0]
+    assert all(split[kind] <= 1.05 * alone[kind] for kind in alone), (alone, split)
 
 
 # Ranks of a shard group on different routes
@@ -372,7 +323,7 @@ def _different_routes(one_host, strategy, mode, case=WholeBlocks):
 
 
 @pytest.mark.parametrize(("strategy", "mode"), [
-    ("hybrid", "reduce_scatter_only"), ("zero3", "none"), ("hybrid_zero2", "full"),
+    ("hybrid", "reduce_scatter_only"), ("zero3", "none"),
 ])  # fmt: skip
 def test_a_block_that_some_ranks_of_a_shard_group_skip_is_refused_on_every_rank(
     ranks, strategy, mode
@@ -386,9 +337,9 @@ def test_a_block_that_some_ranks_of_a_shard_group_skip_is_refused_on_every_rank(
     assert len({told for told, _ in answers}) == 1
 
 
-@pytest.mark.parametrize("one_host", [True, False])
 @pytest.mark.parametrize(
-    ("strategy", "mode"), [("hybrid", "reduce_scatter_only"), ("zero3", "none")]
+    ("one_host", "strategy", "mode"),
+    [(True, "hybrid", "reduce_scatter_only"), (False, "hybrid", "none"), (False, "zero3", "full")],
 )
 def test_blocks_in_another_order_are_refused_on_every_rank(ranks, one_host, strategy, mode):
     for told, worst in ranks.run(4, _different_routes, one_host, strategy, mode, Swapped):
@@ -548,19 +499,15 @@ def _odd_loops():
         model.loss(*data(0)).backward()
         model.loss(*data(1)).backward()
 
+    # hybrid_zero2 leaves gathered parameters in their places.
     for strategy in ("hybrid", "hybrid_zero2"):
-        compare(f"{strategy}: uneven", strategy, once, once)
         compare(f"{strategy}: cleared between", strategy, cleared_between, once)
-        compare(f"{strategy}: methods", strategy, by_methods, once)
         compare(f"{strategy}: frozen in between", strategy, frozen_in_between, once)
-        compare(f"{strategy}: retained", strategy, retained, retained)
-        for mode in ("reduce_scatter_only", "none", "full"):
-            compare(
-                f"{strategy}: {mode}, nothing in the last",
-                strategy,
-                nothing_in_the_last(mode),
-                both,
-            )
+    compare("uneven", "hybrid", once, once)
+    compare("methods", "hybrid_zero2", by_methods, once)
+    compare("retained", "hybrid", retained, retained)
+    for mode in ("reduce_scatter_only", "none", "full"):
+        compare(f"{mode}, nothing in the last", "hybrid", nothing_in_the_last(mode), both)
     return found
 
 

@@ -95,7 +95,7 @@ class Examiner:
             regions = {each.held["weights"][name][1] for each in records}
             in_order = sorted(regions, key=lambda region: region.offsets)
             # Empty ones are nobody's.
-            self._run.sync.cuts[name] = [each.slices for each in in_order if each.numel]
+            self._run.sync.cuts[name] = [each for each in in_order if each.numel]
 
     def examine(
         self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByTrack]

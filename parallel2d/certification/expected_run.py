@@ -27,9 +27,12 @@ from parallel2d.model_structure import fqn_of, held_parameters, owning_modules
 from parallel2d.optimizer import build_optimizer
 from parallel2d.parallelize.precision import Precision, cast_storage
 from parallel2d.runtime import seed_everything
-from parallel2d.sync import one_process
-from parallel2d.sync.outer_settings import mix_of, outer_settings
+from parallel2d.sync.blocks import RoundingKeys
+from parallel2d.sync.outer import ExpectedOuter
+from parallel2d.sync.owned_parameters import expected_copy
+from parallel2d.sync.reduction import expected_gradient
 from parallel2d.sync.updates import outer_sync
+from parallel2d.weights.geometry import Region
 from parallel2d.weights.initial_values import (
     Initializer,
     allocate,
@@ -281,34 +284,36 @@ class ExpectedRun:
 
 class ExpectedSync:
     """What crosses the replicate axis, and with ``sync=diloco`` the parameters that replicas share;
-    see docs/sync.md for the mathematics. ``cuts``: by FQN, how the ranks of a replica cut one."""
+    see docs/sync.md for the mathematics. ``cuts``: by FQN, what each rank of a replica holds."""
 
     def __init__(self, subject: Subject, tracks: Sequence[Track]) -> None:
-        self.cuts: dict[str, one_process.Cut] = {}
-        self.shared: dict[str, Tensor] = {}
-        self.before: Tensors = {}  # the step
-        self._tracks = tracks
+        self.cuts: dict[str, list[Region]] = {}
+        self.before: Tensors = {}  # the step, what the replicas shared
         self._seed = subject.seed
         self._config = subject.config.sync
         self._splits = subject.config.strategy.splits_updates
         outer = outer_sync(subject.model)
-        self._fragments = outer.fragments if outer else []
-        self._velocity: dict[str, Tensor] = {}
-        self._unsent: list[dict[str, Tensor]] = [{} for _ in tracks]
-        self._arriving: dict[str, Tensor] = {}
+        begins: dict[str, int] = {}
+        for fragment in outer.fragments if outer else ():
+            begins |= {parameter.name: fragment.begins for parameter in fragment.parameters}
+        parameters = [track.parameters for track in tracks]
+        self._outer = ExpectedOuter(self._config, self._seed, parameters, begins, self.cuts)
+
+    @property
+    def shared(self) -> Tensors:
+        """With diloco what the replicas share."""
+        return self._outer.shared
 
     def mean_gradients(
         self, step: int, replicas: Sequence[Mapping[str, ExpectedGradient]]
     ) -> dict[str, ExpectedGradient]:
         """What arrives of the mean over the replicas."""
         means: dict[str, ExpectedGradient] = {}
+        keys = RoundingKeys(self._seed, step)
         for name in replicas[0]:
             found = [each[name] for each in replicas]
-            values = [each.value for each in found]
-            # A parameter without dimensions is averaged with what ranks agree on, unrounded.
-            wire = self._config.wire if values[0].ndim else "auto"
-            key = (self._seed, step, name)
-            value = one_process.mean(values, wire, self.cuts[name], key, self._splits)
+            values, cut = [each.value for each in found], self.cuts[name]
+            value = expected_gradient(values, self._config.wire, cut, keys, name, self._splits)
             size = sum(each.size for each in found) / len(found)
             used = any(each.used for each in found)
             means[name] = ExpectedGradient(len(found), value, None, size, used)
@@ -316,44 +321,15 @@ class ExpectedSync:
 
     def arrived(self, updated: Tensor) -> Tensor:
         """What the replicas get of an updated parameter."""
-        # One without dimensions is not gathered.
-        if self._splits and self._config.wire == "bf16" and updated.ndim:
-            return updated.bfloat16().to(updated.dtype)
-        return updated
+        return expected_copy(updated, self._config.wire) if self._splits else updated
 
-    @torch.no_grad()
     def after_update(self, step: int) -> None:
         """With diloco: exchanges what is due after ``step`` updates, and applies what arrives."""
-        for fragment in self._fragments:
-            names = [parameter.name for parameter in fragment.parameters]
-            if step % self._config.every == fragment.begins:
-                self._arriving |= {name: self._mean_change(name, step) for name in names}
-            if (step - self._config.delay) % self._config.every == fragment.begins:
-                # Nothing arrives before something was sent.
-                for name in self._arriving.keys() & set(names):
-                    self._apply(name, self._arriving.pop(name))
-
-    def _mean_change(self, name: str, step: int) -> Tensor:
-        wire, cut, key = self._config.wire, self.cuts[name], (self._seed, step, name)
-        messages = []
-        for number, track in enumerate(self._tracks):
-            change = self.shared[name] - track.parameters[name]
-            rest = self._unsent[number].setdefault(name, torch.zeros_like(change))
-            message = one_process.message_with_rest(change, rest, wire, cut, key, number)
-            messages.append(message)
-        return one_process.mean(messages, wire, cut, key)
-
-    def _apply(self, name: str, change: Tensor) -> None:
-        lr, momentum = outer_settings(self._config)
-        velocity = self._velocity.setdefault(name, torch.zeros_like(change))
-        velocity.mul_(momentum).add_(change)
-        self.shared[name] -= lr * (change + momentum * velocity)
-        for track in self._tracks:
-            track.parameters[name].lerp_(self.shared[name], 1 - mix_of(self._config))
+        self._outer.after_update(step)
 
     def take(self, shared: Tensors) -> None:
         """Goes on from what the ranks share."""
-        self.shared = {name: value.clone() for name, value in shared.items()}
+        self._outer.shared = {name: value.clone() for name, value in shared.items()}
         self.before = shared
 
 

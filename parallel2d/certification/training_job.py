@@ -20,7 +20,7 @@ from parallel2d.config import Job, LlamaModel
 from parallel2d.data.batch import IGNORED, Batch
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import broadcast
-from parallel2d.mesh import mesh_shape
+from parallel2d.mesh import data_coordinate, mesh_shape
 from parallel2d.model_families import build_model
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.runtime import Runtime
@@ -56,7 +56,12 @@ def certify_job(job: Job, runtime: Runtime) -> Certificate:
     # Installed again for the steps alone
     meter.remove()
     try:
-        return certify_steps(_subject(trainer, notes), meter, steps)
+        subject = _subject(trainer, notes)
+        if trainer.chunked_head is not None:
+            # Here, and not in the first step: its forwards belong to none.
+            micro_batch = subject.read(1, data_coordinate(trainer.mesh))[0]
+            trainer.chunked_head.compare(micro_batch.targets, *_arguments(trainer, micro_batch))
+        return certify_steps(subject, meter, steps)
     finally:
         trainer.recorder.close()
         del trainer
@@ -67,13 +72,9 @@ def _subject(trainer: Trainer, notes: list[str]) -> Subject:
     config = trainer.config
     parts = build_model(config.model)
     loss = parts.loss_in_training(config.train.z_loss)
-    floating = input_dtype(config.precision)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        inputs = batch.inputs
-        if floating is not None and inputs.is_floating_point():
-            inputs = inputs.to(floating)
-        arguments = (inputs,) if batch.document_ids is None else (inputs, batch.document_ids)
+        arguments = _arguments(trainer, batch)
         if trainer.chunked_head is not None and model is trainer.model:
             return trainer.chunked_head.loss(batch.targets, *arguments)
         return loss(model(*arguments), batch.targets)
@@ -95,6 +96,14 @@ def _subject(trainer: Trainer, notes: list[str]) -> Subject:
         weights=parts.weights,
         notes=notes,
     )
+
+
+def _arguments(trainer: Trainer, batch: Batch) -> tuple[Tensor, ...]:
+    """What the model is called with."""
+    inputs, floating = batch.inputs, input_dtype(trainer.config.precision)
+    if floating is not None and inputs.is_floating_point():
+        inputs = inputs.to(floating)
+    return (inputs,) if batch.document_ids is None else (inputs, batch.document_ids)
 
 
 def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:

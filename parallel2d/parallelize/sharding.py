@@ -7,6 +7,14 @@ the ``shard`` axis goes in. The engine gathers and reduces over the shard axis, 
 reduces over the replicas. So ``ddp``, ``zero2``, ``zero3`` and the hybrids are readings of one code
 path, with one set of hooks and one kind of parameter. Gradients are averaged over the data
 ranks, as everywhere in PyTorch; `parallel2d.loss` builds on it.
+
+[Note: views and hooks] `fully_shard` puts a hook on what a group returns; when its gradient comes,
+backward gathers the group's parameters. Two things go wrong when that is a view. If the view's base
+was changed in place after the view was taken (``y = h.view(-1); h[0] += 1; return y``), torch ends
+the process by SIGSEGV as the hook is set (seen with 2.13; pytorch issue 196459 says 2.9 to 2.14).
+And if the caller changes the view in place (``y = block(x); y += x``), the hook is lost, and
+backward fails for want of parameters. So in place of a view the group returns a tensor that shares
+the view's memory and version, and is a node of its own in the autograd graph.
 """
 
 from __future__ import annotations
@@ -18,25 +26,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map
 
 from parallel2d import fsdp_internals
 from parallel2d.config import ParallelConfig
 from parallel2d.errors import ConfigError
-from parallel2d.fsdp_internals import ShardedGroup
+from parallel2d.fsdp_internals import ShardedGroup, collect_grad_tensors
 from parallel2d.mesh import has_cpu_backend, mesh_shape
 from parallel2d.parallelize.collective_order import (
     CollectiveOrder,
     OrderedAllGather,
     OrderedReduceScatter,
 )
-from parallel2d.parallelize.outputs import own_outputs
 from parallel2d.parallelize.precision import Precision
 from parallel2d.parallelize.scalars import Scalar
 from parallel2d.sync import GradientSync, TorchSync
-from parallel2d.sync.wire import WIRES
+from parallel2d.sync.rounded_exchange import WIRES
 from parallel2d.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -72,14 +80,14 @@ def shard(
     }
     for group in groups:
         for module in group:
-            own_outputs(module)
+            _own_outputs(module)
         if len(group) > 1:
             fully_shard(list(group), mp_policy=precision.policy, **common)
         elif id(group[0]) in precision.fp32_modules:
             fully_shard(group[0], mp_policy=precision.fp32_policy, **common)
         else:
             fully_shard(group[0], mp_policy=precision.policy, **common)
-    own_outputs(model)
+    _own_outputs(model)
     root = precision.policy
     if precision.output is not None:
         root = dataclasses.replace(root, output_dtype=precision.output)
@@ -189,3 +197,42 @@ def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> No
             "cpu_offload=true needs a process group with a CPU backend, got "
             f"{dist.get_backend_config()}: initialize it with backend='cpu:gloo,{device_type}:nccl'"
         )
+
+
+class _OwnTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _own_outputs(module: nn.Module) -> None:
+    """Makes ``module`` return no views. Before `fully_shard`, whose hook must come later; see
+    [Note: views and hooks]."""
+    module.register_forward_hook(_without_views)
+
+
+def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return output
+    if not any(_is_live_view(tensor) for tensor in collect_grad_tensors(output)):
+        return output
+    return tree_map(_own, output)
+
+
+def _own(leaf: Any) -> Any:
+    return _OwnTensor.apply(leaf) if _is_live_view(leaf) else leaf
+
+
+def _is_live_view(leaf: Any) -> bool:
+    """Whether ``leaf`` is a view that backward passes through."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return False
+    # Reading grad_fn also makes torch update the view's node in the graph, where the view's base
+    # was changed in place. torch omits this before it sets its hook.
+    if leaf.grad_fn is None:
+        return False
+    return leaf._is_view()

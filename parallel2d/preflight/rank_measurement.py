@@ -31,9 +31,8 @@ from parallel2d.models.llama import Llama
 from parallel2d.parallelize.precision import DTYPES
 from parallel2d.preflight.verdict import NodeFacts, RankLink
 from parallel2d.runtime import Runtime
-from parallel2d.sync.blocks import BITS, BlockNoise, Piece
-from parallel2d.sync.noise import contribution_stage
-from parallel2d.sync.wire import BlockWire, CastWire, Wire
+from parallel2d.sync.blocks import BITS, BlockNoise, Piece, contribution_stage
+from parallel2d.sync.rounded_exchange import BlockWire, CastWire, Wire
 
 # Called with a tensor, a rank's part of it, another tensor like it, and a group.
 _COLLECTIVES: dict[str, Callable[..., object]] = {

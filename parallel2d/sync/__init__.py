@@ -7,14 +7,15 @@ from parallel2d.sync.accumulation import (
     discard_accumulated,
     no_sync,
 )
+from parallel2d.sync.engine import TorchSync
 from parallel2d.sync.gradient_sync import GradientSync
-from parallel2d.sync.reduction_hook import register_sync_hook, replicate_group
-from parallel2d.sync.torch_engine import TorchSync
 from parallel2d.sync.updates import (
     attach_optimizer,
     compare_replicas,
     finish_updates,
     outer_parameters,
+    register_sync_hook,
+    replicate_group,
     set_step,
     updated_parameters,
 )

@@ -48,7 +48,10 @@ def accumulate(
             _set_up(model, mode, last=following is _NOTHING)
             yield batch  # type: ignore[misc]
             batch = following
-        _finish_pending(model)
+        # Where the last micro-batch had no backward pass on this rank, something is left.
+        for engine in engines_in(model):
+            if engine.pending:
+                engine.finish()
     # `break` ends a generator by GeneratorExit, which is no Exception.
     except BaseException:
         discard_accumulated(model)
@@ -115,10 +118,3 @@ def _set_up(model: nn.Module, mode: str, last: bool) -> None:
     model.set_requires_gradient_sync(reduces_over_shards)
     model.set_requires_all_reduce(reduces_over_replicas)
     model.set_is_last_backward(reduces_over_replicas)
-
-
-def _finish_pending(model: nn.Module) -> None:
-    """Reduces what is left where the last micro-batch had no backward pass on this rank."""
-    for engine in engines_in(model):
-        if engine.pending:
-            engine.finish()

@@ -5,19 +5,20 @@ value becomes one of the two codes around it, at random, so that its mean is the
 (stochastic rounding): the error of one value is below the scale of its block. The smallest code
 stands for a number that is not finite, so that a step which must be refused is refused.
 
-The wire holds one row of bytes per block: the scale in fp32, then the codes.
+The wire holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
+depend on nothing but a key and the position: the same come out on CPU and GPU, and however a tensor
+is cut into pieces, where a generator would have a state.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
 import torch
 from torch import Tensor
-
-from parallel2d.sync.noise import uniform
 
 BLOCK = 256
 BITS = {"int8": 8, "int4": 4}  # of a value, by the words of ``sync.wire``
@@ -160,3 +161,55 @@ def _sent_to(device: torch.device, values: numpy.ndarray) -> Tensor:
 def blocks_of(numel: int) -> int:
     """Blocks that ``numel`` values fill."""
     return -(-numel // BLOCK)
+
+
+@dataclass
+class RoundingKeys:
+    """The keys of a job's random numbers. ``step``: the number of the global batch, from 1."""
+
+    seed: int = 0
+    step: int = 1
+
+    def of(self, name: str) -> int:
+        """That of the parameter ``name`` in this step."""
+        return key_of(self.seed, self.step, name)
+
+
+def key_of(*parts: int | str) -> int:
+    """A 32-bit number for ``parts``, such as a seed, a step and a name; signed, as int32 holds
+    it."""
+    text = "/".join(str(part) for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+MEAN_STAGE = key_of("mean")
+
+
+def contribution_stage(replica: int) -> int:
+    """The stage at which ``replica`` rounds its contribution; that of the mean is `MEAN_STAGE`."""
+    return key_of("contribution", replica)
+
+
+def uniform(keys: Tensor, positions: Tensor) -> Tensor:
+    """fp32 numbers in [0, 1), one for each pair of ``keys`` and ``positions``, which are int32 and
+    broadcast against each other.
+
+    The hash is the finalizer of MurmurHash3 (Appleby), which mixes all 32 bits.
+    """
+    # Products of int32 wrap around, on every device alike. The constants are those of the hash,
+    # written as signed numbers; the first is 2**32 over the golden ratio.
+    mixed = positions.mul(-1640531527).bitwise_xor(keys)
+    mixed ^= _shifted_right(mixed, 16)
+    mixed *= -2048144789
+    mixed ^= _shifted_right(mixed, 13)
+    mixed *= -1028477387
+    mixed ^= _shifted_right(mixed, 16)
+    # 24 bits: what fp32 holds exactly.
+    return (mixed & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+
+
+def _shifted_right(values: Tensor, bits: int) -> Tensor:
+    """``values`` shifted to the right, filled with zeros. torch's shift repeats the sign."""
+    kept = (1 << (32 - bits)) - 1
+    return (values >> bits) & kept

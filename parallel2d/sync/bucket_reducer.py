@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from parallel2d.sync.bucket import Bucket, fill_buckets
-from parallel2d.sync.group import GroupParameter
 from parallel2d.sync.group_state import GroupState
 from parallel2d.sync.reduction import Hook, HookReduction, Reduction, Wait
 
@@ -66,19 +65,12 @@ class BucketReducer:
             self._start(bucket, bucket.flatten)
             self._next += 1
 
-    def finish(self) -> None:
+    def finish(self, *, with_zeros: bool = False) -> None:
         """Reduces all buckets that are left and waits for all. `forget_buckets` follows, when their
-        gradients are complete."""
+        gradients are complete. ``with_zeros``: instead of this rank's gradients, where other ranks
+        may be waiting for these reductions."""
         for bucket in self._remaining():
-            self._start(bucket, bucket.flatten)
-            self._next += 1
-        self._await_all()
-
-    def finish_with_zeros(self) -> None:
-        """Reduces all buckets that are left, with zeros instead of this rank's gradients, and waits
-        for all. Other ranks may be waiting for these reductions."""
-        for bucket in self._remaining():
-            self._start(bucket, bucket.fill_with_zeros)
+            self._start(bucket, bucket.fill_with_zeros if with_zeros else bucket.flatten)
             self._next += 1
         self._await_all()
 
@@ -146,7 +138,13 @@ class BucketReducer:
     def _make_buckets(self) -> list[Bucket]:
         """Puts neighbouring groups of equal dtypes together, until a bucket is large enough."""
         groups = [state.group for state in self._states if state.group.trained]
-        sizes = [_gradient_bytes(group.trained) for group in groups]
+        sizes: list[int] = []
+        for group in groups:
+            sizes.append(
+                sum(
+                    each.local_size.numel() * each.gradient_dtype.itemsize for each in group.trained
+                )
+            )
         kinds = [(group.wire, group.trained[0].gradient_dtype) for group in groups]
         filled = fill_buckets(sizes, kinds, self._bucket_bytes)
         last = len(filled) - 1
@@ -171,10 +169,3 @@ class BucketReducer:
             return self._make_reduction(wire, gradients)
         state, hook = self._hook
         return HookReduction(self.group if state is None else state, hook)
-
-
-def _gradient_bytes(parameters: Sequence[GroupParameter]) -> int:
-    """Bytes of this rank's gradients, in the dtype in which they are added."""
-    return sum(
-        parameter.local_size.numel() * parameter.gradient_dtype.itemsize for parameter in parameters
-    )

@@ -106,7 +106,9 @@ def _hash_of(local: Tensor) -> Tensor:
     modulo 2**64."""
     # A product with an odd number has another value for every other factor, so a single element
     # that differs always shows.
-    bits = local.contiguous().view(-1).view(torch.uint8).view(_integer_of(local))
+    # Of as many bytes as an element, or half of a complex one, has
+    integer = _INTEGERS[min(local.element_size(), 8)]
+    bits = local.contiguous().view(-1).view(torch.uint8).view(integer)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for begin in range(0, len(bits), _PIECE):
         piece = bits[begin : begin + _PIECE].to(torch.int64)
@@ -114,11 +116,6 @@ def _hash_of(local: Tensor) -> Tensor:
         # The places are spread, so that exchanged neighbours show too.
         total += (piece * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
     return total
-
-
-def _integer_of(tensor: Tensor) -> torch.dtype:
-    """The integer dtype of as many bytes as an element, or half of a complex one, has."""
-    return _INTEGERS[min(tensor.element_size(), 8)]
 
 
 def _short(hashes: Sequence[int]) -> int:

@@ -1,10 +1,9 @@
-"""The interface of what reduces the gradients of a model, and where a model's engine is found.
-
-`GradientSync` and `TorchSync` implement `Engine`.
-"""
+"""The interface of what reduces the gradients of a model (`Engine`), and where a model's engine is
+found. `GradientSync` and `TorchSync` implement it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.errors import ConfigError
 from parallel2d.mesh import axis_names, inherit_timeout, mesh_shape
+from parallel2d.sync.group import ParameterGroup
+from parallel2d.sync.group_state import clear_gradients
 
 
 class Engine(Protocol):
@@ -104,3 +105,43 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     assert own is not None
     inherit_timeout(own, mesh.device_type)
     return own
+
+
+class TorchSync:
+    """The engine of ``sync.engine=torch``: the second axis of `fully_shard` reduces over the
+    replicas.
+
+    It stays for comparison. Its partial sums do not record which parameters they hold, so
+    parameters that ranks or micro-batches use differently may get each other's gradients; it adds
+    in the dtype in which gradients are sent; and it takes no hooks.
+    """
+
+    # Torch has reduced everything when a backward pass ends, on process groups of its own.
+    pending = False
+    replicate_group = None
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[ParameterGroup], mesh: DeviceMesh
+    ) -> None:
+        self._groups = groups
+        self.update_mesh = mesh
+        register_engine(model, self)
+
+    def prepare(self) -> None:
+        """Does nothing."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Does nothing: nothing follows updates."""
+
+    def finish(self) -> None:
+        """Does nothing: backward has reduced everything."""
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops all gradients."""
+        clear_gradients(self._groups, set_to_none)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops partial sums that an interrupted global batch left behind."""
+        for group in self._groups:
+            group.discard()

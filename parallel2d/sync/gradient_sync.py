@@ -28,18 +28,18 @@ from parallel2d.config import SyncConfig
 from parallel2d.errors import ConfigError
 from parallel2d.mesh import has_cpu_backend, mesh_shape, sum_over_data_ranks, without_replicas
 from parallel2d.model_structure import updated_as
+from parallel2d.sync.blocks import RoundingKeys
 from parallel2d.sync.bucket_reducer import BucketReducer
 from parallel2d.sync.engine import engines_in, register_engine
 from parallel2d.sync.group import IssueOrder, ParameterGroup, ScalarGradient
-from parallel2d.sync.group_gradients import (
+from parallel2d.sync.group_state import (
+    GroupState,
     cast_gradient,
     clear_gradients,
     make_uniform,
     refuse_second_derivatives,
 )
-from parallel2d.sync.group_state import GroupState
 from parallel2d.sync.method import method_for
-from parallel2d.sync.noise import RoundingKeys
 from parallel2d.sync.reduction import Hook
 from parallel2d.sync.used_parameters import UsedParameterAgreement
 from parallel2d.weights.named_tensors import parameters_by_name, register_masters
@@ -342,9 +342,7 @@ class GradientSync:
         """Sums `vector` and the gradients of scalars over the data ranks in one all-reduce, and
         applies both."""
         vector = self.vector()
-        parts = [vector]
-        for scalar in self._scalars:
-            parts.append(_gradient_and_use(scalar))
+        parts = [vector, *map(_gradient_and_use, self._scalars)]
         device = "cpu" if has_cpu_backend() else self.mesh.device_type
         # One all-reduce for all: such small ones cost their latency.
         summed = sum_over_data_ranks(torch.cat(parts).to(device), self.update_mesh).cpu()
@@ -352,8 +350,7 @@ class GradientSync:
         self.agree_on(summed[:count])
         ranks = mesh_shape(self.update_mesh).data_ranks
         for scalar, (total, used) in zip(self._scalars, summed[count:].view(-1, 2), strict=True):
-            mean = total / ranks if used > 0 else None
-            scalar.set_mean(mean)
+            scalar.set_mean(total / ranks if used > 0 else None)
             scalar.rest()
 
     # Failure
@@ -365,7 +362,7 @@ class GradientSync:
         if self._deferred:
             return error
         if self._reducer is not None:
-            self._reducer.finish_with_zeros()
+            self._reducer.finish(with_zeros=True)
         self._agreement.fault = str(error)
         try:
             self._agree()

@@ -1,14 +1,18 @@
-"""What the engine keeps about one group of parameters between its hooks."""
+"""What the engine keeps about one group of parameters between its hooks (`GroupState`), and what
+prepares its gradients for a reduction: one dtype, and additions in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.model_structure import updated_as
 from parallel2d.sync.bucket import keep_until_done
 from parallel2d.sync.group import GroupParameter, ParameterGroup
+from parallel2d.weights.geometry import pieces_of
 
 
 class GroupState:
@@ -67,8 +71,10 @@ class GroupState:
         for number, parameter in enumerate(self.group.parameters):
             if parameter.has_whole_gradient:
                 self.used[number] = True
-            # One without a gradient in this pass may have one of an earlier pass.
-            elif _reduced_gradient(parameter) is None:
+                continue
+            # One of an earlier pass is in the part that this replica updates once it is reduced.
+            sharded = parameter.sharded
+            if sharded.grad is None and updated_as(sharded).grad is None:
                 self.used[number] = False
 
     def drop_unused(self) -> None:
@@ -143,8 +149,82 @@ class GroupState:
         self.group.discard()
 
 
-def _reduced_gradient(parameter: GroupParameter) -> Tensor | None:
-    """The gradient that earlier backward passes have left: of the sharded parameter, or of the part
-    that this replica updates once it is reduced over the replicas."""
-    gradient = parameter.sharded.grad
-    return updated_as(parameter.sharded).grad if gradient is None else gradient
+def refuse_second_derivatives(group: ParameterGroup) -> None:
+    """Raises RuntimeError in a backward pass that autograd records."""
+    # Gradients are enabled in a backward pass only with create_graph=True.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"backward(create_graph=True) reached {group.called}: second derivatives are not "
+            "possible here, because its parameters are released after the first; the difference of "
+            "two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
+        )
+
+
+def clear_gradients(groups: Iterable[ParameterGroup], set_to_none: bool) -> None:
+    """Drops the gradients of sharded parameters, or sets them to zero.
+
+    ``model.zero_grad()`` does not reach them while the gathered parameters are in the modules.
+    """
+    for group in groups:
+        for parameter in group.trained:
+            if set_to_none:
+                parameter.set_gradient(None)
+                continue
+            # As `zero_grad(set_to_none=False)` does: the memory is kept.
+            local = parameter.local_gradient
+            if local is not None:
+                local.zero_()
+
+
+def cast_gradient(parameter: GroupParameter, dtype: torch.dtype) -> None:
+    """Casts the reduced gradient, if there is one, to ``dtype``."""
+    local = parameter.local_gradient
+    if local is not None and local.dtype != dtype:
+        parameter.set_gradient(local.to(dtype))
+
+
+def make_uniform(parameters: Sequence[GroupParameter]) -> None:
+    """Gives the whole gradients of a group one dtype, in which the sharding engine reduces them.
+
+    They differ where some are sums of micro-batches, which are in `gradient_dtype`, and where a
+    module casts its own weights.
+    """
+    dtypes = {parameter.whole_gradient_dtype for parameter in parameters}
+    # None: there is no gradient before the first forward.
+    dtypes.discard(None)
+    any_accumulated = any(parameter.is_accumulated for parameter in parameters)
+    # Sums over micro-batches hold the parts of the tensor axis too, in fp32 at least.
+    if len(dtypes) > 1 or any_accumulated or _sum_parts(parameters):
+        for parameter in parameters:
+            parameter.accumulate()
+
+
+@torch.no_grad()
+def _sum_parts(parameters: Sequence[GroupParameter]) -> bool:
+    """Adds the parts of gradients over the tensor axis in fp32, in one all-reduce. Returns whether
+    there were such parts, whose sums are in `gradient_dtype`, while the group must have one dtype.
+
+    The sharding engine would add them in the dtype that computes (pytorch issue 190626).
+    """
+    narrow = _narrow_parts(parameters)
+    if not narrow:
+        return False
+    flat = torch.cat([part.flatten().float() for _, part in narrow])
+    first, _ = narrow[0]
+    dist.all_reduce(flat, group=first.tensor_group)
+    totals = pieces_of(flat, [part.shape for _, part in narrow])
+    for (parameter, _), total in zip(narrow, totals, strict=True):
+        parameter.set_sum_of_parts(total)
+    return True
+
+
+def _narrow_parts(parameters: Sequence[GroupParameter]) -> list[tuple[GroupParameter, Tensor]]:
+    """The parts of sums over the tensor axis that have fewer than 32 bits."""
+    narrow = []
+    for parameter in parameters:
+        part = parameter.part
+        # None: nothing has to be added over the tensor axis.
+        if part is None or part.dtype.itemsize >= 4:
+            continue
+        narrow.append((parameter, part))
+    return narrow

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import SyncConfig
 from parallel2d.mesh import mesh_shape
+from parallel2d.sync.blocks import RoundingKeys
 from parallel2d.sync.engine import own_replicate_group
 from parallel2d.sync.group import ParameterGroup
-from parallel2d.sync.noise import RoundingKeys
 from parallel2d.sync.outer import OuterSync
 from parallel2d.sync.owned_parameters import OwnedParameters, ScatterToOwners
 from parallel2d.sync.reduction import Reduction, reduction_for

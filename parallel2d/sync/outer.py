@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,16 @@ from torch import Tensor, nn
 from parallel2d.config import SyncConfig
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.gradients import squared_norm_share
-from parallel2d.sync.blocks import Piece
-from parallel2d.sync.noise import RoundingKeys
-from parallel2d.sync.outer_exchange import begin_mean
-from parallel2d.sync.outer_parameter import Fragment, OuterParameter, split_in_fragments
+from parallel2d.sync.blocks import Piece, RoundingKeys
+from parallel2d.sync.outer_parameter import (
+    RESIDUAL_DECAY,
+    Fragment,
+    OuterParameter,
+    split_in_fragments,
+)
 from parallel2d.sync.outer_settings import mix_of, outer_settings
-from parallel2d.weights.geometry import as_real, first_position, local_part
+from parallel2d.sync.rounded_exchange import KEEPS_REST, begin_mean, expected_mean
+from parallel2d.weights.geometry import Region, as_real, first_position, local_part
 
 
 class OuterSync:
@@ -68,7 +73,7 @@ class OuterSync:
     def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
         of the model's, by name."""
-        keeps_residual = self._config.wire == "int4"
+        keeps_residual = self._config.wire in KEEPS_REST
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 self._frozen[name] = parameter
@@ -259,3 +264,55 @@ class OuterSync:
                 state["momentum_buffer"] = torch.zeros_like(parameter.outer, requires_grad=False)
             found[name] = state["momentum_buffer"]
         return found
+
+
+@dataclass
+class ExpectedOuter:
+    """Computes in one process what `OuterSync` comes to, for proofs.
+
+    ``replicas``: by name, the whole parameters of each, which `after_update` changes. ``begins``:
+    by name, after which step of a period it is sent. ``cuts``: as in `expected_mean`, by name.
+    """
+
+    config: SyncConfig
+    seed: int
+    replicas: Sequence[Mapping[str, Tensor]]
+    begins: Mapping[str, int]
+    cuts: Mapping[str, Sequence[Region]]
+    # The outer parameters, to be set before training
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    velocity: dict[str, Tensor] = field(default_factory=dict)
+    # By replica and name, what was not sent yet
+    unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    arriving: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        """Sends what is due after ``step`` updates of every replica, and applies what arrives."""
+        for name, begins in self.begins.items():
+            if step % self.config.every == begins:
+                self.arriving[name] = self._mean_change(name, step)
+            # Nothing arrives before something was sent.
+            is_due = (step - self.config.delay) % self.config.every == begins
+            if is_due and name in self.arriving:
+                self._apply(name, self.arriving.pop(name))
+
+    def _mean_change(self, name: str, step: int) -> Tensor:
+        wire, messages = self.config.wire, []
+        for replica, own in enumerate(self.replicas):
+            change = self.shared[name] - own[name]
+            if wire in KEEPS_REST:
+                # `expected_mean` leaves there what is not sent.
+                rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
+                change = rest.mul_(RESIDUAL_DECAY).add_(change)
+            messages.append(change)
+        return expected_mean(messages, wire, self.cuts[name], RoundingKeys(self.seed, step), name)
+
+    def _apply(self, name: str, change: Tensor) -> None:
+        lr, momentum = outer_settings(self.config)
+        velocity = self.velocity.setdefault(name, torch.zeros_like(change))
+        velocity.mul_(momentum).add_(change)
+        # Nesterov: a step ahead of the momentum
+        self.shared[name] -= lr * (change + momentum * velocity)
+        for own in self.replicas:
+            own[name].lerp_(self.shared[name], 1 - mix_of(self.config))

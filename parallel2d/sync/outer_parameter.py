@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.errors import ConfigError
-from parallel2d.sync.outer_exchange import PendingMean
+from parallel2d.sync.rounded_exchange import PendingMean
 from parallel2d.weights.geometry import local_part
 
 # What a replica did not send is added to its next message, times this (error feedback; SparseLoCo)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from parallel2d.errors import ConfigError, first_five
 from parallel2d.mesh import axis_names, mesh_shape
 from parallel2d.model_structure import update_as
-from parallel2d.sync.bucket import Bucket, keep_until_done
+from parallel2d.sync.bucket import Bucket, fill_buckets, keep_until_done
 from parallel2d.sync.group import GroupParameter, ParameterGroup
 from parallel2d.sync.reduction import Wait
 from parallel2d.weights.geometry import as_real, local_part, pieces_of
@@ -204,18 +204,10 @@ class OwnedParameters:
 
     def _batches(self, parameters: Sequence[GroupParameter]) -> list[list[GroupParameter]]:
         """``parameters`` in pieces of one dtype and of about `bucket_bytes`."""
-        batches: list[list[GroupParameter]] = []
-        size = 0
-        dtype = None
-        for parameter in parameters:
-            local = local_part(parameter.sharded)
-            if local.dtype != dtype or size + local.nbytes > self._bucket_bytes:
-                batches.append([])
-                size = 0
-                dtype = local.dtype
-            batches[-1].append(parameter)
-            size += local.nbytes
-        return batches
+        locals_ = [local_part(parameter.sharded) for parameter in parameters]
+        sizes, dtypes = [each.nbytes for each in locals_], [each.dtype for each in locals_]
+        batches = fill_buckets(sizes, dtypes, self._bucket_bytes)
+        return [[parameters[index] for index in batch] for batch in batches]
 
     def _start_gather(self, parameters: Sequence[GroupParameter]) -> Wait:
         own = [local_part(self.owned(parameter)) for parameter in parameters]
@@ -312,3 +304,11 @@ def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
     names = ("tensor", "shard", "replicate")
     return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
+
+
+def expected_copy(updated: Tensor, wire: str) -> Tensor:
+    """Returns what all replicas should have of an ``updated`` parameter, for proofs."""
+    # One without dimensions is not gathered.
+    if wire != "bf16" or not updated.ndim:
+        return updated
+    return updated.bfloat16().to(updated.dtype)

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel2d.sync.blocks import BITS, BlockNoise, Piece
+from parallel2d.sync.blocks import Piece, RoundingKeys
 from parallel2d.sync.bucket import Bucket
-from parallel2d.sync.noise import RoundingKeys
-from parallel2d.sync.rounded_exchange import Exchange
-from parallel2d.sync.wire import BlockWire, CastWire
+from parallel2d.sync.rounded_exchange import CastWire, Exchange, expected_mean, wire_of
+from parallel2d.weights.geometry import Region
 
 Wait = Callable[[], None]  # returns when the gradients of this replica are the mean
 Hook = Callable[[Any, Any], Any]
@@ -57,35 +56,26 @@ class AllReduce:
         return wait
 
 
-class CastExchange:
-    """Sends a narrow dtype and adds in fp32; see [Note: rounded exchange]."""
+class RoundedReduction:
+    """Sends a narrow dtype, or blocks of 8 bits a value, and adds in fp32; see
+    [Note: rounded exchange]."""
 
-    most_in_flight = 2  # each holds two buffers in the dtype that is sent
+    most_in_flight = 2  # each holds two buffers in what is sent
 
-    def __init__(self, group: dist.ProcessGroup, wire: torch.dtype) -> None:
-        self._group = group
-        self._wire = CastWire(wire)
-
-    def start(self, bucket: Bucket) -> Wait:
-        # A cast needs to know nothing about parameters.
-        return Exchange(self._group, self._wire, [bucket.buffer()]).finish
-
-
-class BlockExchange:
-    """Sends blocks of 8 bits a value; see [Note: block codes]."""
-
-    most_in_flight = 2
-
-    def __init__(self, group: dist.ProcessGroup, keys: RoundingKeys) -> None:
+    def __init__(self, group: dist.ProcessGroup, keys: RoundingKeys, wire: torch.dtype) -> None:
         self._group = group
         self._keys = keys
+        self._wire = wire
 
     def start(self, bucket: Bucket) -> Wait:
+        if self._wire != torch.int8:
+            # A cast needs to know nothing about parameters.
+            return Exchange(self._group, CastWire(self._wire), [bucket.buffer()]).finish
         gradients = bucket.pieces()
         pieces = [Piece(self._keys.of(each.name), each.start) for each in bucket.trained]
-        numels = [gradient.numel() for gradient in gradients]
-        noise = BlockNoise(pieces, numels, gradients[0].device)
-        return Exchange(self._group, BlockWire(BITS["int8"], noise), gradients).finish
+        wire = wire_of("int8", gradients, pieces)
+        assert wire is not None
+        return Exchange(self._group, wire, gradients).finish
 
 
 class HookReduction:
@@ -131,9 +121,23 @@ def reduction_for(
     group: dist.ProcessGroup, keys: RoundingKeys, wire: torch.dtype, gradients: torch.dtype
 ) -> Reduction:
     """The reduction that sends ``wire`` and adds in fp32 at least. ``gradients``: their dtype."""
-    if wire == torch.int8:
-        return BlockExchange(group, keys)
     if wire.itemsize < 4:
-        return CastExchange(group, wire)
+        return RoundedReduction(group, keys, wire)
     is_narrower = wire.itemsize < gradients.to_real().itemsize
     return AllReduce(group, wire if is_narrower else None)
+
+
+def expected_gradient(
+    values: Sequence[Tensor],
+    wire: str,
+    cut: Sequence[Region],
+    keys: RoundingKeys,
+    name: str,
+    splits_updates: bool,
+) -> Tensor:
+    """Computes in one process what reductions make of ``values``, the gradients of the replicas
+    for the whole parameter ``name``. For proofs; see `expected_mean`."""
+    # One without dimensions is averaged with what ranks agree on, unrounded. With split updates the
+    # owner alone gets the mean.
+    wire = wire if values[0].ndim else "auto"
+    return expected_mean(values, wire, cut, keys, name, sent_back=not splits_updates)

@@ -1,22 +1,25 @@
 """What a training loop of one's own needs where something happens after each update of the
-parameters: ``strategy=hybrid_full`` and ``sync=diloco``."""
+parameters (``strategy=hybrid_full`` and ``sync=diloco``), and where it reduces gradients itself."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.errors import ConfigError
 from parallel2d.mesh import has_cpu_backend
 from parallel2d.model_structure import updated_as
 from parallel2d.sync.comparison import ReplicaComparison
 from parallel2d.sync.engine import engine_of
-from parallel2d.sync.gradient_sync import gradient_syncs
+from parallel2d.sync.gradient_sync import GradientSync, gradient_syncs
 from parallel2d.sync.outer import OuterSync
+from parallel2d.sync.reduction import Hook
 from parallel2d.weights.named_tensors import parameters_by_name, reshard
 
 
@@ -87,12 +90,8 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     alone = {name: value for name, value in parameters_by_name(model).items() if value.ndim == 0}
     if alone and found:
         masters = outer.masters() if outer is not None else {}
-        found["parameters without dimensions"] = {**alone, **_among(masters, alone)}
+        found["parameters without dimensions"] = {n: masters.get(n, alone[n]) for n in alone}
     return found
-
-
-def _among(values: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if name in names}
 
 
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -114,3 +113,40 @@ def finish_updates(model: nn.Module) -> None:
     if outer is not None:
         reshard(model)
         outer.finish()
+
+
+def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
+    """Lets ``hook`` reduce the gradients of ``model`` over the replicate axis, in its own way.
+
+    Args:
+        hook: ``hook(state, bucket)`` gets the gradients of this replica, averaged over its shard
+            group, as ``bucket.buffer()``, a flat tensor in the dtype of gradients; `Bucket` has the
+            methods of torch's ``GradBucket``. It returns a future of their mean over the replicas,
+            or the mean itself, or None if it has changed the buffer in place. It runs on every
+            replica for the same buckets in the same order, one after the other.
+        state: passed to the hook; default: the process group of the replicate axis.
+
+    The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work, among them
+    ``default_hooks.bf16_compress_hook`` and ``powerSGD_hook``, whose state takes the group that
+    ``replicate_group(model)`` returns. Raises `ConfigError` where no replicate axis is reduced by
+    this package: one replica, or ``sync.engine=torch``.
+    """
+    _engine_with_replicas(model).register_hook(state, hook)
+
+
+def replicate_group(model: nn.Module) -> dist.ProcessGroup:
+    """The process group on which the gradients of ``model`` are reduced over the replicas. Raises
+    `ConfigError` as `register_sync_hook` does."""
+    group = _engine_with_replicas(model).replicate_group
+    assert group is not None
+    return group
+
+
+def _engine_with_replicas(model: nn.Module) -> GradientSync:
+    engine = engine_of(model)
+    if not isinstance(engine, GradientSync) or engine.replicate_group is None:
+        raise ConfigError(
+            "no gradients cross a replicate axis here: the mesh has one replica, or "
+            "sync.engine=torch reduces over it"
+        )
+    return engine

@@ -59,7 +59,8 @@ class UsedParameterAgreement:
         none. Collective over the data ranks when there is one."""
         if summed[0] > 0:
             return self._error_of_any_rank(self.fault)
-        different = _differing_replicas(summed[1 + self._parameters :])
+        ranks, total, squares = summed[1 + self._parameters :].view(-1, 3).unbind(1)
+        different = squares * ranks != total**2
         if not different.any():
             return None
         message = ""
@@ -104,10 +105,3 @@ class UsedParameterAgreement:
         if self._order is not None:
             self._order.acknowledge()
         return ConfigError(message)
-
-
-def _differing_replicas(digests: Tensor) -> Tensor:
-    """bool [replicas]: whether the hashes of a replica's ranks differ. ``digests``: the sum of what
-    `_digests` returns."""
-    ranks, total, squares = digests.view(-1, 3).unbind(1)
-    return squares * ranks != total**2
