@@ -40,38 +40,47 @@ def explain(words: Sequence[str], error: Exception) -> str:
     arguments = get_args_parser().parse_args(list(words))
     if arguments.config_path:
         return first_line(error)  # all files are in another place
-    name = arguments.config_name or "train"
     with initialized(arguments.config_dir) as hydra_instance:
         loader = hydra_instance.config_loader
         groups = choices_by_group(loader)
-        wrong: list[str] = []
-        chosen: list[str] = []  # of groups; the keys of a choice are needed to try the values
-        values: list[tuple[str, Any]] = []
-        for word in arguments.overrides:
-            # Each word on its own: Hydra's parser stops at the first that it cannot read.
-            try:
-                override = OverridesParser.create(loader).parse_override(word)
-            except HydraException as unreadable:
-                wrong.append(_unreadable(word, unreadable))
-                continue
-            key = str(override.key_or_group)
-            if key in groups:
-                choices = _choices(override)
-                unknown = [choice for choice in choices if choice not in groups[key]]
-                wrong += [_unknown_choice(key, choice, groups[key]) for choice in unknown]
-                # Of several choices for a sweep any has the keys.
-                if not unknown and not override.is_sweep_override():
-                    chosen.append(f"{key}={choices[0]}")
-            elif not key.startswith("hydra") and not override.is_sweep_override():
-                values.append((word, override))
+        wrong, chosen, values = _read(arguments.overrides, loader, groups)
         try:
-            base = compose(name, overrides=chosen)
+            base = compose(arguments.config_name or "train", overrides=chosen)
         # Such as +strategy=ddp, which no single word shows, or a wrong value in one's own file.
         except (HydraException, OmegaConfBaseException, ValueError):
             return "\n".join(wrong) or first_line(error)
         keys = dotted_keys(base)
         tried = [_try_value(base, keys, groups, word, override) for word, override in values]
     return "\n".join([*wrong, *filter(None, tried)]) or first_line(error)
+
+
+def _read(
+    words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
+) -> tuple[list[str], list[str], list[tuple[str, Any]]]:
+    """Lines for wrong words; choices of groups, whose keys are needed to try values; and values of
+    keys, which are not tried yet."""
+    wrong: list[str] = []
+    chosen: list[str] = []
+    values: list[tuple[str, Any]] = []
+    for word in words:
+        # Each word on its own: Hydra's parser stops at the first that it cannot read.
+        try:
+            override = OverridesParser.create(loader).parse_override(word)
+        except HydraException as unreadable:
+            wrong.append(_unreadable(word, unreadable))
+            continue
+        key = str(override.key_or_group)
+        if key in groups:
+            choices = _choices(override)
+            unknown = [choice for choice in choices if choice not in groups[key]]
+            wrong += [_unknown_choice(key, choice, groups[key]) for choice in unknown]
+            # Of several choices for a sweep any has the keys.
+            if not unknown and not override.is_sweep_override():
+                chosen.append(f"{key}={choices[0]}")
+        # Hydra checks its own keys, and each job of a sweep is checked when it is composed.
+        elif not key.startswith("hydra") and not override.is_sweep_override():
+            values.append((word, override))
+    return wrong, chosen, values
 
 
 def _unreadable(word: str, error: HydraException) -> str:
