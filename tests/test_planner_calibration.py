@@ -7,7 +7,6 @@ import math
 import pytest
 
 from parallel2d.config import ClusterConfig, LinkConfig
-from parallel2d.config.cluster_file import with_cluster_files
 from parallel2d.config.composition import compose
 from parallel2d.cost.collective_time import GroupPlacement, collective_seconds
 from parallel2d.cost.step_time import GroupSeconds, StepSchedule, step_seconds
@@ -50,7 +49,7 @@ def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"cluster={path}: .*{message}"):
-        with_cluster_files([f"cluster={path}"])
+        compose([f"cluster={path}"])
 
 
 def test_keys_and_values_of_a_file_are_checked_as_words_are(tmp_path):
