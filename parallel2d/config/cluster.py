@@ -107,12 +107,6 @@ class PlanConfig:
     scaling: str | None = option(None, choices=("weak", "strong"), null=True)
     # Share of a device's memory that a layout leaves free: for its context, NCCL and fragments
     free_memory: float = option(0.1, minimum=0, maximum=0.9)
-    # Share of the device's peak that compute reaches; null = what published figures say of it
-    efficiency: float | None = option(None, above=0, maximum=1, null=True)
-    # Seconds that training waits for one checkpoint; null = not known, so no goodput
-    save_s: float | None = option(None, above=0, null=True)
-    # Seconds from a failure until training goes on
-    restart_s: float = option(300.0, minimum=0)
 
 
 def cluster_problems(cluster: ClusterConfig) -> Iterator[str]:

@@ -71,8 +71,9 @@ class ActivationProfile:
 
 
 Example = Callable[[str], tuple[Tensor, Tensor]]
-# (copy of the model, inputs, targets) -> the loss of inputs and targets
-LossOf = Callable[[nn.Module, Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]
+StepLoss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
+# (copy of the model, inputs, targets) -> its loss
+LossOf = Callable[[nn.Module, Tensor, Tensor], StepLoss]
 # The tensor-parallel plan of a copy of the model.
 PlanOf = Callable[[nn.Module], Mapping[str, object] | None]
 
@@ -379,24 +380,3 @@ def _groups_in(events: Iterable[MemoryEvent], kind: str) -> tuple[int, ...]:
         if event.kind == kind:
             found += event.groups
     return tuple(dict.fromkeys(found))
-
-
-# Other micro-batches
-
-
-def between_sizes(
-    small: ActivationProfile, large: ActivationProfile, share: float
-) -> ActivationProfile | None:
-    """What lies between two sizes of the micro-batch, at ``share`` of the way to the larger one;
-    None where the two have other events. Peaks at least as high as those that would be measured,
-    since each is the largest of amounts that grow evenly."""
-    if len(small.events) != len(large.events):
-        return None
-    events = []
-    for one, other in zip(small.events, large.events, strict=True):
-        if (one.kind, one.groups) != (other.kind, other.groups):
-            return None
-        most = round(one.most + share * (other.most - one.most))
-        now = round(one.now + share * (other.now - one.now))
-        events.append(one._replace(most=most, now=now))
-    return ActivationProfile(small.shapes, tuple(events))

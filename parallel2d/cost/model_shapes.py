@@ -63,39 +63,7 @@ class ModelShapes:
     groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
     scalars: tuple[ParameterShape, ...]
     buffer_bytes: int
-    in_order: tuple[tuple[ParameterShape, ...], ...] = ()
-
-    def traffic(self, shard: int, *, frees_after_forward: bool) -> list[tuple[GroupTraffic, int]]:
-        """What each group moves, on the first rank of ``shard``, and the number of equal groups."""
-        found = []
-        for group, count in self.groups:
-            found.append((group_traffic(group, shard, frees_after_forward), count))
-        return found
-
-    def counts(self) -> dict[Any, int]:
-        """The numbers of equal groups and of equal scalars, and the bytes of buffers: what grows
-        evenly with the number of equal blocks."""
-        found: dict[Any, int] = {("group", group): count for group, count in self.groups}
-        for scalar in self.scalars:
-            key = ("scalar", scalar)
-            found[key] = found.get(key, 0) + 1
-        found["buffers"] = self.buffer_bytes
-        return found
-
-    @classmethod
-    def of_counts(cls, counts: Mapping[Any, float]) -> ModelShapes:
-        """The shapes that have these `counts`."""
-        groups = []
-        scalars: list[ParameterShape] = []
-        buffers = 0
-        for key, count in counts.items():
-            if key == "buffers":
-                buffers = int(count)
-            elif key[0] == "group":
-                groups.append((key[1], int(count)))
-            else:
-                scalars += [key[1]] * int(count)
-        return cls(tuple(groups), tuple(scalars), buffers)
+    in_order: tuple[tuple[ParameterShape, ...], ...]
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -18,8 +18,7 @@ from typing import Any
 from parallel2d.config import TrainConfig
 from parallel2d.config.serialization import from_yaml, to_yaml
 from parallel2d.errors import ConfigError
-from parallel2d.planner.layout_search import RankedLayout, SearchResult, search
-from parallel2d.planner.ranking import fixed_keys
+from parallel2d.planner.layout_search import RankedLayout, fixed_keys, search
 
 _ADVICE = (
     "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
@@ -78,37 +77,23 @@ def choose(
 ) -> tuple[TrainConfig, list[str]]:
     """As `with_chosen_layout`, in this process, which must not have a process group."""
     cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks_per_node)
-    planned = dataclasses.replace(config, cluster=cluster)
-    result = search(planned, fixed)
-    chosen = dataclasses.replace(result.chosen.config, cluster=config.cluster)
-    return chosen, _lines(result)
-
-
-def _lines(result: SearchResult) -> list[str]:
+    result = search(dataclasses.replace(config, cluster=cluster), fixed)
     chosen = result.chosen
+    place = result.ranked.index(chosen)
     lines = [
         f"layout      {' '.join(chosen.words)}",
-        f"            {chosen.seconds:.3g} s per step by the planner, the fastest of "
+        f"            {chosen.time.seconds.total:.3g} s per step by the planner, the fastest of "
         f"{len(result.ranked)} that can run",
     ]
-    others = [layout for layout in result.ranked if _kind(layout) != _kind(chosen)]
-    lines += [f"            {_told(layout)}" for layout in _too_large(result)[:1]]
+    # The fastest one that does not fit, and the best one of another strategy or mesh.
+    lines += [f"            {_described(layout)}" for layout in result.ranked[:place][:1]]
+    others = [layout for layout in result.ranked[place:] if layout.words[:4] != chosen.words[:4]]
     slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
-    lines += [f"runner-up   {_told(layout)}" for layout in slower[:1]]
-    return lines
+    lines += [f"runner-up   {_described(layout)}" for layout in slower[:1]]
+    return dataclasses.replace(chosen.config, cluster=config.cluster), lines
 
 
-def _kind(layout: RankedLayout) -> tuple[object, ...]:
-    """What makes another layout than a variant of the same."""
-    return layout.config.strategy, layout.config.mesh
-
-
-def _too_large(result: SearchResult) -> Sequence[RankedLayout]:
-    """Faster ones than the chosen one, the fastest first."""
-    return result.ranked[: result.ranked.index(result.chosen)]
-
-
-def _told(layout: RankedLayout) -> str:
+def _described(layout: RankedLayout) -> str:
     return f"{' '.join(layout.words)}: {layout.reason}"
 
 
