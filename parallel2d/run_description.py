@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import os
@@ -103,13 +102,14 @@ class RunFacts:
     def _fields(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
-    def _mesh(self) -> dict[str, int]:
+    def mesh_sizes(self) -> dict[str, Any]:
+        """Ranks of each axis."""
         return {axis: getattr(self.shape, axis) for axis in AXES}
 
     def hparams(self, lr: float) -> dict[str, str | float | bool]:
         """Settings by which runs are compared."""
         whole = {
-            **self._mesh(),
+            **self.mesh_sizes(),
             **self._fields("parameters", "global_batch_size", "accumulation"),
             "seq_len": self.sample.targets_per_sample,
         }
@@ -122,19 +122,19 @@ class RunFacts:
 
     def used_axes(self) -> tuple[str, ...]:
         """Axes with more than one rank."""
-        return tuple(axis for axis, size in self._mesh().items() if size > 1)
+        return tuple(axis for axis, size in self.mesh_sizes().items() if size > 1)
 
     def slow_axes(self) -> tuple[str, ...]:
         """Axes that have a group with ranks on several hosts."""
-        crossing = (crosses_hosts(self.ranks, dim, self.topology) for dim in range(len(AXES)))
-        return tuple(itertools.compress(AXES, crossing))
+        dims = [dim for dim in range(len(AXES)) if crosses_hosts(self.ranks, dim, self.topology)]
+        return tuple(AXES[dim] for dim in dims)
 
     def layout(self) -> dict[str, Any]:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
         layout = {
             **self._fields("parameters", "strategy", "bucketing", "precision"),
             **self._fields("global_batch_size", "micro_batch_size", "accumulation"),
-            "mesh": self._mesh(),
+            "mesh": self.mesh_sizes(),
             "ranks": self.ranks.tolist(),
             "hosts": list(self.topology.hosts),
             "seq_len": self.sample.targets_per_sample,
@@ -179,6 +179,9 @@ def describe_run(
         key = f"comm/{axis}/bytes"
         if key in predicted:
             predicted[key] += updates
+    chunk, loss = config.train.loss_chunk, None
+    if chunk is not None and head is not None:
+        loss = f"in chunks of {chunk:,} tokens, with the layer {head}"
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
     parameters = list(model.parameters())
     return RunFacts(
@@ -205,14 +208,8 @@ def describe_run(
         classes=data.classes,
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         exact_bytes=exact_bytes(model, mesh),
-        loss=_describe_loss(config.train.loss_chunk, head),
+        loss=loss,
     )
-
-
-def _describe_loss(chunk: int | None, head: str | None) -> str | None:
-    if chunk is None or head is None:
-        return None
-    return f"in chunks of {chunk:,} tokens, with the layer {head}"
 
 
 def _steady(predicted: Mapping[str, float], sync: SyncConfig) -> dict[str, float]:
@@ -265,12 +262,6 @@ def predict_activations(
     )
 
 
-def _with_found_mesh(config: TrainConfig, shape: MeshShape) -> TrainConfig:
-    """With the sizes of the axes in the place of ``auto``."""
-    sizes = {axis: getattr(shape, axis) for axis in AXES}
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **sizes))
-
-
 def build_recorder(
     config: TrainConfig, facts: RunFacts, mesh: DeviceMesh, *, first: bool, label: str
 ) -> Recorder:
@@ -282,8 +273,10 @@ def build_recorder(
         lines = facts.lines()
         for line in lines:
             display.say(line)
+        # With the sizes of the axes in the place of ``auto``.
+        found = dataclasses.replace(config.mesh, **facts.mesh_sizes())
         texts = {
-            "config": f"```yaml\n{to_yaml(_with_found_mesh(config, facts.shape))}\n```",
+            "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
             "mesh": "```\n" + "\n".join(lines) + "\n```",
         }
         writer = MetricsWriter(

@@ -44,7 +44,7 @@ class DeviceConfig:
     memory_gb_per_s: float | None = option(None, above=0, null=True)
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)
     # share of the peak that compute reaches in training, as measured; null: what published figures
-    # say. plan.efficiency goes before it
+    # say
     efficiency: float | None = option(None, above=0, maximum=1, null=True)
     # Microseconds of the host for each sharded group of parameters; null = none. Counts on CPU
     # alone, where the host has no device that runs meanwhile
@@ -78,7 +78,7 @@ class LinkConfig:
 @dataclass
 class ClusterConfig:
     """The machines that `python -m parallel2d.plan` plans for. Training takes the machines that it
-    finds; where this describes them, it records the time that a step should take."""
+    finds."""
 
     name: str = "local"  # What reports call these machines
     # Number of nodes; auto = the largest number of launch.nnodes

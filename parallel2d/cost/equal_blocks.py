@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from parallel2d.model_structure import join_names
-
 # Shorter stacks are run as they are: copies of other lengths would cost as much.
 _LEAST_BLOCKS = 5
 
@@ -28,10 +26,8 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """A run of ``count`` equal blocks in ``container``, whose FQN is ``name``. ``first``: the
-    number of the first of them."""
+    """A run of ``count`` equal blocks in ``container``, from number ``first`` on."""
 
-    name: str
     container: nn.ModuleList | nn.Sequential
     first: int
     count: int
@@ -40,37 +36,15 @@ class EqualBlocks:
 def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
     """The longest run of equal elements of each list of ``model``, where it is long enough to
     matter; none is inside another. Blocks are equal in the classes and tensors of all modules in
-    them: settings that change what they cost are found by measuring."""
+    them; settings that differ are seen in the blocks that are measured."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        run = _longest_run(model)
+        if run.count >= _LEAST_BLOCKS:
+            return [run]
     found: list[EqualBlocks] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            run = _longest_run(name, module)
-            if run.count >= _LEAST_BLOCKS:
-                found.append(run)
-                return
-        for child_name, child in module.named_children():
-            visit(join_names(name, child_name), child)
-
-    visit("", model)
+    for child in model.children():
+        found += find_equal_blocks(child)
     return found
-
-
-def without_blocks(
-    model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
-) -> nn.Module:
-    """A copy of ``model`` that has, of each of ``stacks``, the blocks of these numbers alone,
-    counted from the first of the run."""
-    before = [dict(stack.container._modules) for stack in stacks]
-    # The other blocks are taken out of the lists meanwhile, so that they are not copied.
-    try:
-        for stack, numbers in zip(stacks, kept, strict=True):
-            _keep(stack, numbers)
-        return copy.deepcopy(model)
-    finally:
-        for stack, modules in zip(stacks, before, strict=True):
-            stack.container._modules.clear()
-            stack.container._modules.update(modules)
 
 
 def by_blocks(model: nn.Module, measure: Callable[[nn.Module], Figures | None]) -> Figures | None:
@@ -89,15 +63,15 @@ def _extended(
 ) -> dict[str, float] | None:
     """None where the cost is not a constant and so much per block."""
     one = [[0]] * len(stacks)
-    base = measure(without_blocks(model, stacks, one))
+    base = measure(_without_blocks(model, stacks, one))
     spread = [[0, stack.count // 2, stack.count - 1] for stack in stacks]
-    check = measure(without_blocks(model, stacks, spread))
+    check = measure(_without_blocks(model, stacks, spread))
     if not base or not check:
         return None
     total, expected = dict(base), dict(base)
     for number, stack in enumerate(stacks):
         kept = [*one[:number], [0, 1], *one[number + 1 :]]
-        longer = measure(without_blocks(model, stacks, kept))
+        longer = measure(_without_blocks(model, stacks, kept))
         if longer is None:
             return None
         for name, value in longer.items():
@@ -110,26 +84,42 @@ def _extended(
     return total
 
 
+def _without_blocks(
+    model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
+) -> nn.Module:
+    """A copy of ``model`` that has, of each of ``stacks``, the blocks of these numbers alone,
+    counted from the first of the run."""
+    before = [dict(stack.container._modules) for stack in stacks]
+    # The other blocks are taken out of the lists meanwhile, so that they are not copied.
+    try:
+        for stack, numbers in zip(stacks, kept, strict=True):
+            _keep(stack, numbers)
+        return copy.deepcopy(model)
+    finally:
+        for stack, modules in zip(stacks, before, strict=True):
+            stack.container._modules.clear()
+            stack.container._modules.update(modules)
+
+
 def _keep(stack: EqualBlocks, numbers: Sequence[int]) -> None:
-    items = list(stack.container._modules.items())
-    run = items[stack.first : stack.first + stack.count]
-    left = items[: stack.first]
-    left += [run[number] for number in numbers]
-    left += items[stack.first + stack.count :]
     modules = stack.container._modules
+    items = list(modules.items())
+    end = stack.first + stack.count
+    run = items[stack.first : end]
+    left = [*items[: stack.first], *(run[number] for number in numbers), *items[end:]]
     modules.clear()
     for place, (name, module) in enumerate(left):
         # Lists find their elements by these names; those of a Sequential may be words.
         modules[str(place) if name.isdecimal() else name] = module
 
 
-def _longest_run(name: str, container: nn.ModuleList | nn.Sequential) -> EqualBlocks:
-    best = EqualBlocks(name, container, 0, 0)
+def _longest_run(container: nn.ModuleList | nn.Sequential) -> EqualBlocks:
+    best = EqualBlocks(container, 0, 0)
     first = 0
     for _, run in groupby(container, key=_description):
         count = len(list(run))
         if count > best.count:
-            best = EqualBlocks(name, container, first, count)
+            best = EqualBlocks(container, first, count)
         first += count
     return best
 

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,21 +137,6 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, cast, values)
 
 
-class CollectiveCounter(Protocol):
-    """Counts collectives by mesh axis instead of running them
-    (`parallel2d.metrics.communication.CommunicationMeter` with ``dry=True``)."""
-
-    def install(self) -> object: ...
-
-    def remove(self) -> None: ...
-
-    def start(self) -> None: ...
-
-    def sent_over(self, axis: str) -> float: ...
-
-    def ring_passes_over(self, axis: str) -> int: ...
-
-
 class TensorTraffic(NamedTuple):
     """Over the tensor axis: bytes that a rank sends in forward and backward of one micro-batch, and
     how often its collectives go round a ring. Then the same of what sharding adds before it
@@ -177,14 +162,16 @@ def count_tensor_axis(
     mesh: DeviceMesh,
     loss: Callable[[Any, Tensor], Tensor],
     example: Callable[[str], tuple[Tensor, Tensor]],
-    counter: CollectiveCounter,
+    counter: Any,
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> TensorTraffic | None:
-    """``twin``: from `tensor_twin`; ``example(device)``: inputs and targets of one micro-batch. It
-    runs forward and backward on tensors without storage, on every rank alike; its collectives are
-    counted by ``counter`` instead of run. ``reduce_dtype``: of the sums of gradients; default:
-    their own. None, and the reason logged, for a model that such tensors cannot run.
+    """``twin``: from `tensor_twin`; ``example(device)``: inputs and targets of one micro-batch.
+
+    It runs forward and backward on tensors without storage, on every rank alike; ``counter``, a dry
+    `CommunicationMeter`, counts its collectives instead of running them. ``reduce_dtype``: of the
+    sums of gradients; default: their own. None, and the reason logged, for a model that such
+    tensors cannot run.
     """
     problem: Exception | None = None
     # Meta tensors are twice as fast, and some models only run on tensors with a real device.
@@ -208,7 +195,7 @@ def _count(
     loss: Callable[[Any, Tensor], Tensor],
     example: Callable[[str], tuple[Tensor, Tensor]],
     device_type: str,
-    counter: CollectiveCounter,
+    counter: Any,
     reduce_dtype: torch.dtype | None,
 ) -> TensorTraffic:
     devices = range(torch.cuda.device_count())

@@ -12,13 +12,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from parallel2d.config import TrainConfig
 from parallel2d.config.serialization import from_yaml, to_yaml
 from parallel2d.errors import ConfigError
-from parallel2d.planner.layout_search import RankedLayout, fixed_keys, search
+from parallel2d.planner.layout_search import RankedLayout, SearchResult, fixed_keys, search
 
 _ADVICE = (
     "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
@@ -41,23 +41,20 @@ def with_chosen_layout(
         raise ConfigError(
             f"auto: {ranks} ranks on {nodes} nodes are not equally many on each; name a strategy"
         )
-    request = {
-        "config": to_yaml(config),
-        "fixed": sorted(fixed_keys(words)),
-        "nodes": nodes,
-        "ranks_per_node": ranks // nodes,
-    }
-    answer = _ask(json.dumps(request))
-    return from_yaml(answer["config"]), answer["lines"]
+    cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks // nodes)
+    planned = dataclasses.replace(config, cluster=cluster)
+    answer = _ask({"config": to_yaml(planned), "fixed": sorted(fixed_keys(words))})
+    chosen = from_yaml(answer["config"])
+    return dataclasses.replace(chosen, cluster=config.cluster), answer["lines"]
 
 
-def _ask(request: str) -> dict[str, Any]:
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
     """What `main` answers, in another process. Raises `ConfigError` for its error."""
     # A user's model is found there as it is here.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-m", "parallel2d.planner.automatic"],
-        input=request,
+        input=json.dumps(request),
         env=environment,
         capture_output=True,
         text=True,
@@ -72,12 +69,7 @@ def _ask(request: str) -> dict[str, Any]:
     return answer
 
 
-def choose(
-    config: TrainConfig, fixed: Collection[str], nodes: int, ranks_per_node: int
-) -> tuple[TrainConfig, list[str]]:
-    """As `with_chosen_layout`, in this process, which must not have a process group."""
-    cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks_per_node)
-    result = search(dataclasses.replace(config, cluster=cluster), fixed)
+def _lines(result: SearchResult) -> list[str]:
     chosen = result.chosen
     place = result.ranked.index(chosen)
     lines = [
@@ -90,7 +82,7 @@ def choose(
     others = [layout for layout in result.ranked[place:] if layout.words[:4] != chosen.words[:4]]
     slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
     lines += [f"runner-up   {_described(layout)}" for layout in slower[:1]]
-    return dataclasses.replace(chosen.config, cluster=config.cluster), lines
+    return lines
 
 
 def _described(layout: RankedLayout) -> str:
@@ -104,19 +96,14 @@ def main() -> None:
     torch.set_num_threads(1)
     request = json.load(sys.stdin)
     try:
-        config, lines = choose(
-            from_yaml(request["config"]),
-            request["fixed"],
-            request["nodes"],
-            request["ranks_per_node"],
-        )
+        result = search(from_yaml(request["config"]), request["fixed"])
     except ConfigError as error:
         text = str(error)
         if text.startswith("layouts cannot be ranked"):
             text = f"{text.partition(';')[0]}; {_ADVICE}"
         print(json.dumps({"error": text}))
         return
-    print(json.dumps({"config": to_yaml(config), "lines": lines}))
+    print(json.dumps({"config": to_yaml(result.chosen.config), "lines": _lines(result)}))
 
 
 if __name__ == "__main__":

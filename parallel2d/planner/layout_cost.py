@@ -22,8 +22,8 @@ from parallel2d.assemble import name_of_head, plan_batches, resolve_mesh
 from parallel2d.chunked_head import ChunkedHead
 from parallel2d.config import TrainConfig
 from parallel2d.cost.activation_profile import (
-    ActivationProfile,
     LossOf,
+    MemoryEvent,
     StepLoss,
     profile_activations,
 )
@@ -123,22 +123,19 @@ def planned_topology(config: TrainConfig) -> Topology:
     return Topology.equal_hosts(int(nodes), int(ranks))
 
 
-def usable_gib(config: TrainConfig) -> float | None:
-    """What a layout may fill of a device's memory; None where that is not known."""
-    whole = config.cluster.device.memory_gib
-    return None if whole is None else whole * (1 - config.plan.free_memory)
-
-
 def excess(config: TrainConfig, cost: LayoutCost) -> str | None:
     """What is needed of what a layout may fill, in words; None where nothing is known against
     it."""
-    memory = usable_gib(config)
+    memory = config.cluster.device.memory_gib
     # With offloading, what is kept from step to step is in the memory of the host.
-    if memory is None or cost.needed <= memory * _GIB or config.cpu_offload:
+    if memory is None or config.cpu_offload:
         return None
-    if memory < 1:
-        return f"{cost.needed / 2**20:.2f} of {memory * 1024:.2f} MiB"
-    return f"{cost.needed / _GIB:.1f} of {memory:.1f} GiB"
+    usable = memory * (1 - config.plan.free_memory) * _GIB
+    if cost.needed <= usable:
+        return None
+    if usable < _GIB:
+        return f"{cost.needed / 2**20:.2f} of {usable / 2**20:.2f} MiB"
+    return f"{cost.needed / _GIB:.1f} of {usable / _GIB:.1f} GiB"
 
 
 class JobCosts:
@@ -167,7 +164,7 @@ class JobCosts:
         self._plans: dict[int, Mapping[str, object] | None] = {}
         # With the samples of the micro-batch that was counted.
         self._over_tensor: dict[tuple[int, str], tuple[TensorTraffic | None, int]] = {}
-        self._profiles: dict[tuple[int, str, str, int], ActivationProfile | str] = {}
+        self._profiles: dict[tuple[int, str, str, int], list[MemoryEvent] | str] = {}
 
     def on(self, config: TrainConfig) -> JobCosts:
         """The same on as many nodes as ``config`` has, with what was computed already."""
@@ -253,12 +250,6 @@ class JobCosts:
             self._plans[shape.tensor] = plan_tensor_axis(config, self.parts, shape)
         return self._plans[shape.tensor]
 
-    def _plan_of(
-        self, config: TrainConfig, shape: MeshShape, part: nn.Module
-    ) -> Mapping[str, object] | None:
-        """That of a copy of the model with few blocks."""
-        return plan_tensor_axis(config, dataclasses.replace(self.parts, module=part), shape)
-
     def _shapes_of(self, config: TrainConfig, shape: MeshShape) -> ModelShapes:
         plan = self._plan(config, shape)
         key = (shape.tensor, f"{config.bucketing}")
@@ -282,7 +273,7 @@ class JobCosts:
 
                 def count(part: nn.Module) -> dict[str, float] | None:
                     parts = dataclasses.replace(self.parts, module=part)
-                    plan = self._plan_of(config, layout.shape, part)
+                    plan = plan_tensor_axis(config, parts, layout.shape)
                     traffic = predict_activations(
                         config, parts, mesh, samples, plan, self._sample, self._device_type
                     )
@@ -301,7 +292,7 @@ class JobCosts:
 
     def _profile(
         self, config: TrainConfig, layout: Layout, measures: bool
-    ) -> ActivationProfile | str:
+    ) -> list[MemoryEvent] | str:
         """Measured once for each size of the tensor axis, recomputation, bucketing and
         micro-batch."""
         tensor, samples = layout.shape.tensor, layout.micro_batch_size
@@ -319,7 +310,7 @@ class JobCosts:
                     functools.partial(self._sample.example, samples, floating=floating),
                     layout.config,
                     mesh=mesh,
-                    plan_of=functools.partial(self._plan_of, config, layout.shape),
+                    plan=self._plan(config, layout.shape),
                 )
         return self._profiles[key]
 

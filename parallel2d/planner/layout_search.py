@@ -170,18 +170,25 @@ def _data_axes(
     config: TrainConfig, fixed: Collection[str], ranks: int
 ) -> Iterator[tuple[StrategyConfig, int, int]]:
     """(strategy, replicate, shard) that fill ``ranks``; a strategy with one axis has no second."""
-    is_given = "strategy" in fixed
-    for strategy in [config.strategy] if is_given else STRATEGIES.values():
+    strategies = [config.strategy] if "strategy" in fixed else STRATEGIES.values()
+    for strategy in strategies:
         for shard in _divisors(ranks):
             replicate = ranks // shard
-            if (shard > 1 and not strategy.shards) or (replicate > 1 and not strategy.replicates):
-                continue
-            # With one rank on an axis a hybrid is one of the others.
+            # With one rank on an axis a hybrid that nobody asked for is one of the others.
             is_hybrid = strategy.shards and strategy.replicates
-            if is_hybrid and not is_given and 1 in (shard, replicate):
+            if is_hybrid and "strategy" not in fixed and 1 in (shard, replicate):
+                continue
+            if not _has_axes(strategy, replicate, shard):
                 continue
             if _is_asked(config.mesh, fixed, replicate, shard):
                 yield strategy, replicate, shard
+
+
+def _has_axes(strategy: StrategyConfig, replicate: int, shard: int) -> bool:
+    """Whether ``strategy`` uses each axis that has more than one rank."""
+    if shard > 1 and not strategy.shards:
+        return False
+    return replicate == 1 or strategy.replicates
 
 
 def _is_asked(mesh: MeshConfig, fixed: Collection[str], replicate: int, shard: int) -> bool:
