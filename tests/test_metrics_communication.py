@@ -91,7 +91,7 @@ def measure(
         model, init, plan = (build or build_small_llama)(shape.tensor)
     predicted, predicted_passes = {}, None
     if shape.tensor > 1:
-        counted = count_tensor_axis(
+        over_tensor = count_tensor_axis(
             tensor_twin(model, mesh, parallel, plan),
             mesh,
             cross_entropy_sum,
@@ -99,8 +99,8 @@ def measure(
             CommunicationMeter(mesh, dry=True),
             reduce_dtype=torch.float32,
         )
-        assert counted, "not counted"
-        sent, predicted_passes = counted.of_step(accumulation, mode)
+        assert over_tensor, "not counted"
+        sent, predicted_passes = over_tensor.of_step(accumulation, mode)
         predicted["comm/tensor/bytes"] = sent
     model = parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
     predicted |= predict_communication(
