@@ -77,7 +77,7 @@ class LinkConfig:
 @dataclass
 class ClusterConfig:
     """The machines that `python -m parallel2d.plan` plans for. Training takes the machines that it
-    finds; where this describes them, it records the time that a step should take."""
+    finds."""
 
     name: str = option("local", "What reports call these machines")
     nodes: int | str = option(
@@ -111,10 +111,3 @@ class PlanConfig:
     free_memory: float = option(
         0.1, "Share of memory left free: for its context, NCCL and fragments", between=(0, 0.9)
     )
-    efficiency: float | None = option(
-        None, "Share of the peak that compute reaches; null: as published", above=0, maximum=1
-    )
-    save_s: float | None = option(
-        None, "Seconds that training waits for a checkpoint; null: no goodput is predicted", above=0
-    )
-    restart_s: float = option(300.0, "Seconds from a failure until training goes on", minimum=0)

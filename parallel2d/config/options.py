@@ -15,6 +15,9 @@ REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 _BOUNDS = {"minimum": "at least {}", "above": "above {}", "maximum": "at most {}"}
 # Keys that are gone -> what to use instead. A value that is gone stands at its field.
 GONE_KEYS = {
+    "plan.efficiency": "cluster.device.efficiency says it",
+    "plan.save_s": "the planner predicts a step, and a run measures its goodput",
+    "plan.restart_s": "the planner predicts a step, and a run measures its goodput",
     "plan.pictures": "python -m parallel2d.plan prints a table, and plan.json=FILE has its numbers",
     "plan.sync_loss": "name a method: sync=every_step, or sync=diloco for a slow network",
 }

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel2d.cost.collective_time import collective_steps, placements
-from parallel2d.cost.collectives import sent_bytes
+from parallel2d.cost.collectives import collective_steps, placements, sent_bytes
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather, reduce
 from parallel2d.mesh import mesh_shape
@@ -65,7 +64,7 @@ class CollectiveSample(NamedTuple):
 
 class FittedLink(NamedTuple):
     """In the form in which the planner computes a collective: steps times latency plus bytes over
-    bandwidth (`parallel2d.cost.collective_time`). Infinite where more bytes took no longer."""
+    bandwidth (`parallel2d.cost.collectives`). Infinite where more bytes took no longer."""
 
     bytes_per_s: float
     latency_s: float
