@@ -89,9 +89,6 @@ class ClusterConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     inside_node: LinkConfig = field(default_factory=LinkConfig)  # of one rank
     between_nodes: LinkConfig = field(default_factory=LinkConfig)  # of a node: its ranks share it
-    node_mtbf_hours: float | None = option(
-        None, "Hours between failures of a node; n nodes fail n times as often", above=0
-    )
 
 
 @dataclass

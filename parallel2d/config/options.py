@@ -15,6 +15,7 @@ REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 _BOUNDS = {"minimum": "at least {}", "above": "above {}", "maximum": "at most {}"}
 # Keys that are gone -> what to use instead. A value that is gone stands at its field.
 GONE_KEYS = {
+    "cluster.node_mtbf_hours": "the planner predicts a step, and a run measures its goodput",
     "plan.efficiency": "cluster.device.efficiency says it",
     "plan.save_s": "the planner predicts a step, and a run measures its goodput",
     "plan.restart_s": "the planner predicts a step, and a run measures its goodput",
