@@ -17,17 +17,6 @@ class PeakConfig:
     fp32: float | None = option(None, "TFLOP/s of products in fp32, without TF32", above=0)
     bf16: float | None = option(None, "TFLOP/s of products in bf16", above=0)
     fp16: float | None = option(None, "TFLOP/s of products in fp16", above=0)
-    fp8: float | None = option(None, "TFLOP/s of products in 8-bit floats", above=0)
-
-
-@dataclass
-class CodingConfig:
-    """1e9 bytes per second of values in fp32 that a device writes in the form in which
-    ``sync.wire`` sends them, and reads twice. ``null``: they take no time."""
-
-    bf16: float | None = option(None, "1e9 bytes of fp32 per second, as bf16", above=0)
-    int8: float | None = option(None, "1e9 bytes of fp32 per second, as int8", above=0)
-    int4: float | None = option(None, "1e9 bytes of fp32 per second, as int4", above=0)
 
 
 @dataclass
@@ -46,13 +35,6 @@ class DeviceConfig:
     efficiency: float | None = option(
         None, "Share of the peak that training reaches; null: as published", above=0, maximum=1
     )
-    group_overhead_us: float | None = option(
-        None, "Microseconds on CPU for each group of parameters; null: none", minimum=0
-    )
-    wait_overhead_us: float | None = option(
-        None, "Microseconds on CPU that ranks wait in a collective; null: none", minimum=0
-    )
-    coding_gb_per_s: CodingConfig = field(default_factory=CodingConfig)
 
 
 @dataclass
