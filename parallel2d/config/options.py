@@ -15,8 +15,6 @@ REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 _BOUNDS = {"minimum": "at least {}", "above": "above {}", "maximum": "at most {}"}
 # Keys that are gone -> what to use instead. A value that is gone stands at its field.
 _UNPLANNED = "the planner has no use for it; write the file again with preflight --write"
-    "the planner has no use for it; remove it from a file, or measure with preflight --write"
-)
 GONE_KEYS = {
     "cluster.device.group_overhead_us": _UNPLANNED,
     "cluster.device.wait_overhead_us": _UNPLANNED,
