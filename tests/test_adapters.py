@@ -139,26 +139,6 @@ def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rul
     assert not torch.equal(factors(1), drawn_values)
 
 
-def test_nothing_is_drawn_for_modules_that_were_loaded(tmp_path, monkeypatch):
-    from transformers import PreTrainedModel
-
-    drawn_for = []
-    inner = PreTrainedModel._init_weights
-
-    def record(self, module):
-        # While the model is built all of it is on meta.
-        if any(not parameter.is_meta for parameter in module.parameters()):
-            drawn_for.append(module)
-        inner(self, module)
-
-    path = save_base(tmp_path)
-    monkeypatch.setattr(PreTrainedModel, "_init_weights", record)
-    initial({"path": path, **LORA})
-    own = [module for module in drawn_for if not list(module.children())]
-    assert len(own) == 8
-    assert all(4 in module.weight.shape for module in own)  # the rank
-
-
 def trained_model(folder, kind, adapter):
     """The model of a run, from its weights in torch's own format."""
     assert main(["convert", str(folder / "run"), str(folder / "plain.pt")]) == 0
@@ -263,7 +243,7 @@ def test_an_adapter_that_cannot_be_is_one_message(tmp_path, changes, message):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["model.path=base", "mesh.tensor=2"], "mesh.tensor=2: a model with model.adapter is not split"),
+    (["model.path=base", "mesh.tensor=2"], "mesh.tensor=2: a model with model.adapter needs mesh.tensor=1"),
     (["model.architecture=llama"], "model.adapter needs model.path"),
     (["model.path=base", "model.load_weights=false"], "and model.load_weights=true"),
 ])  # fmt: skip

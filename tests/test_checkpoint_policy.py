@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
 import threading
 from pathlib import Path
 
@@ -423,32 +422,3 @@ def test_tied_weights_are_stored_once_and_load_untied(tmp_path):
     apart = Small(tmp_path, model=TiedModel(False), load="model_only")
     apart.restore()
     assert torch.equal(apart.model.second.weight, tied.model.first.weight)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB, where this process may mount one."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", path]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs to be root with CAP_SYS_ADMIN")
-    yield path
-    subprocess.run(["mount", "-o", "remount,rw", path], capture_output=True)
-    subprocess.run(["umount", "-l", path], check=True)
-
-
-def test_a_full_disk_mid_run_is_reported_and_saving_goes_on_when_there_is_space(small_disk):
-    small = Small(small_disk, asynchronous=False, max_failures=9).train(1)
-    ballast = small_disk / "ballast"
-    with pytest.raises(OSError, match="No space"), open(ballast, "wb", buffering=0) as file:
-        while file.write(b"\0" * 4096):
-            pass
-    with Heard() as heard:
-        small.train(2)
-    assert any("No space left on device" in line for line in heard)
-    assert steps_in(small_disk) == ["step-00000001"]
-    os.unlink(ballast)
-    small.train(1)
-    assert complete(small_disk) == [1, 4]
-    assert Small(small_disk).restore()["step"] == 4

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from images import CLASSES, EACH, Image, opened, write_images
 
 from parallel2d.config import DataConfig
-from parallel2d.data import IGNORED, BatchFeed, BatchPlan, OpenData, open_data
+from parallel2d.data import IGNORED, BatchFeed, BatchPlan, open_data
 from parallel2d.data.batch import token_sequences
 from parallel2d.data.images import SUFFIXES, find_images
 from parallel2d.data.order import Order, Schedule
@@ -159,57 +159,6 @@ def test_a_class_may_be_a_link_and_a_folder_in_it_may_not(folder: Path, tmp_path
     (tmp_path / "linked" / "bee" / "again").symlink_to(tmp_path / "linked")  # would never end
     found = find_images(str(tmp_path / "linked"))
     assert (len(found.names), found.others) == (EACH + 1, 1)
-
-
-def test_the_order_depends_on_the_seed_alone_and_each_epoch_reads_all(folder: Path) -> None:
-    first, again, other = opened(folder), opened(folder, workers=1), opened(folder, seed=1)
-    size = len(first.train)
-    batches = [data.train.read(range(2 * size)) for data in (first, again, other)]
-    assert torch.equal(batches[0].inputs, batches[1].inputs)
-    assert batches[0].hash == batches[1].hash != batches[2].hash
-    epochs = [
-        sorted(map(bytes, half.numpy())) for batch in batches for half in batch.inputs.chunk(2)
-    ]
-    assert all(epoch == epochs[0] for epoch in epochs)
-    assert len(set(epochs[0])) == size
-    assert not torch.equal(*batches[0].inputs.chunk(2))
-
-
-def steps_of(
-    data: OpenData, ranks: int, start: int = 0, steps: int = 5, **options: Any
-) -> list[tuple[int, list[bytes]]]:
-    """Hash and sorted images of each global batch, over all ranks."""
-    totals = [(0, [])] * steps
-    for rank in range(ranks):
-        plan = BatchPlan(
-            global_batch_size=16,
-            data_rank=rank,
-            data_ranks=ranks,
-            **{"micro_batch_size": "auto", **options},
-        )
-        feed = BatchFeed(data.train, plan, "cpu", start=start)
-        for step in range(steps):
-            read = feed.next()
-            images = [
-                bytes(image.numpy()) for batch in read.micro_batches for image in batch.inputs
-            ]
-            totals[step] = (totals[step][0] + read.sample_hash, sorted(totals[step][1] + images))
-        feed.close()
-    return totals
-
-
-def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume(
-    folder: Path,
-) -> None:
-    data = opened(folder, seed=3)
-    reference = steps_of(data, 1)
-    assert len(data.train) < 5 * 16  # more than one epoch
-    assert len({value for value, _ in reference}) == 5
-    for ranks, options in ((2, {}), (4, {"micro_batch_size": 2}), (8, {"micro_batch_size": 1})):
-        assert steps_of(data, ranks, **options) == reference
-    assert steps_of(data, 4, start=48, steps=2) == reference[3:]
-    padded = steps_of(data, 3, allow_padding=True)
-    assert [value for value, _ in padded] == [value for value, _ in reference]
 
 
 def test_the_hash_tells_pixels_classes_and_positions_apart(folder: Path) -> None:
