@@ -172,9 +172,8 @@ def test_auto_steps_back_over_damaged_checkpoints_and_names_each(tmp_path):
 def test_a_damaged_checkpoint_in_the_way_of_a_save_is_moved_aside_not_written_over(tmp_path):
     small = Small(tmp_path).train(1)
     small.checkpointer.finish()
-    os.makedirs(tmp_path / "checkpoints" / "step-00000002")
-    with open(tmp_path / "checkpoints" / "step-00000002" / "mine", "w") as file:
-        file.write("kept")
+    (tmp_path / "checkpoints" / "step-00000002").mkdir()
+    (tmp_path / "checkpoints" / "step-00000002" / "mine").write_text("kept")
     small.train(1).checkpointer.finish()
     assert complete(tmp_path) == [1, 2]
     assert os.listdir(tmp_path / "checkpoints" / "aside-step-00000002-1") == ["mine"]
@@ -182,9 +181,8 @@ def test_a_damaged_checkpoint_in_the_way_of_a_save_is_moved_aside_not_written_ov
 
 def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path):
     Small(tmp_path).train(2).checkpointer.finish()
-    shutil.copytree(
-        tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000009"
-    )
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-00000001", folder / "step-00000009")
     assert Small(tmp_path).restore()["step"] == 2
 
 
@@ -230,23 +228,16 @@ def test_a_path_of_another_run_is_loaded_once(tmp_path):
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match="^checkpoint.resume=.*there is no such folder; it may be auto, never, or a path$",
-    ):
+    message = "^checkpoint.resume=.*there is no such folder; it may be auto, never, or a path$"
+    with pytest.raises(ConfigError, match=message):
         Small(tmp_path, resume=str(tmp_path / "nowhere")).restore()
 
 
 def test_model_only_takes_the_weights_and_starts_at_step_zero(tmp_path):
     first = Small(tmp_path / "a").train(3)
     first.checkpointer.finish()
-    small = Small(
-        tmp_path / "b",
-        seed=1,
-        resume=str(tmp_path / "a"),
-        load="model_only",
-        optimizer=torch.optim.SGD,
-    )
+    options = {"resume": str(tmp_path / "a"), "load": "model_only"}
+    small = Small(tmp_path / "b", seed=1, optimizer=torch.optim.SGD, **options)
     assert small.restore() is None
     for a, b in zip(small.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -307,9 +298,8 @@ def test_failures_are_reported_counted_leave_no_debris_and_end_the_run_at_the_li
     with Heard() as heard:
         small.train(2)
     assert small.checkpointer.failures == 2
-    assert (
-        sum("could not be written: rank 0: No space left on device" in line for line in heard) == 2
-    )
+    said = "could not be written: rank 0: No space left on device"
+    assert sum(said in line for line in heard) == 2
     assert steps_in(tmp_path) == ["step-00000001"]
     monkeypatch.undo()
     small.train(1)

@@ -492,25 +492,6 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, corpus):
 
 @needs_nodes
 @pytest.mark.soak
-def test_a_mesh_that_shards_across_nodes_by_accident_is_refused(corpus):
-    with Cluster(2, ranks=[3, 1]) as cluster:
-        words = [
-            *(word for word in jobs.SMALL if not word.startswith("hydra.")),
-            f"hydra.run.dir={corpus / 'run'}",
-        ]
-        job = cluster.run(
-            ["-m", "parallel2d.train", "strategy=hybrid", "mesh.shard=2", *words], cwd=corpus
-        )
-        codes = job.wait(timeout=150)
-        said = job.output(0) + job.output(1)
-    assert all(codes.values())
-    assert said.count("although its 2 ranks fit inside one host of 3") == 1
-    assert "mesh.allow_cross_node=true" in said
-    assert not (corpus / "run/metrics.jsonl").exists() or not jobs.rows(corpus / "run")
-
-
-@needs_nodes
-@pytest.mark.soak
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_every_strategy_sends_what_the_theory_says(tmp_path, nodes):
     losses = traffic.reference_losses(traffic.FEW + 6, tmp_path)

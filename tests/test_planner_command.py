@@ -96,18 +96,7 @@ def test_what_cannot_run_is_refused(capsys, tmp_path, monkeypatch):
 def test_a_sweep_is_not_planned(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert plan.main(["-m", *SMALL, "strategy=ddp,zero3"]) == 2
-    assert (
-        "plan.dry_run=true plans one job: give one value for each key, without -m"
-        in capsys.readouterr().err
-    )
-
-
-def looks_at_values(vocabulary: int) -> nn.Module:
-    return Looking(vocabulary)
-
-
-def nobody_sets(scaled: bool) -> nn.Module:
-    return Scaled() if scaled else nn.Linear(4, 4)
+    assert "plans one job: give one value for each key, without -m" in capsys.readouterr().err
 
 
 class Scaled(nn.Module):
@@ -121,9 +110,8 @@ class Scaled(nn.Module):
 
 
 def test_a_parameter_that_no_initializer_sets_is_refused_as_training_refuses_it():
-    words = ["model=custom", "model.target=test_planner_command:nobody_sets", "data=images"]
+    words = ["model=custom", "model.target=test_planner_command:Scaled", "data=images"]
     words += ["data.path=here", "data.image_size=8", "plan.verify=false"]
-    words += ["model.arguments.scaled=true"]
     with pytest.raises(ConfigError, match="no initializer sets scale: give the module that owns"):
         cost_of(compose(words).config)
 
@@ -140,11 +128,8 @@ class Looking(nn.Module):
 
 
 def test_a_model_that_looks_at_values_has_a_plan_without_its_peak():
-    words = (
-        "model=custom",
-        "model.target=test_planner_command:looks_at_values",
-        "model.arguments.vocabulary=300",
-    )
+    words = ["model=custom", "model.target=test_planner_command:Looking"]
+    words += ["model.arguments.vocabulary=300"]
     with pytest.raises(ConfigError) as caught:
         cost_of(compose([*words, "train.seq_len=8", "plan.verify=true"]).config)
     assert "use plan.verify=false" in str(caught.value)
