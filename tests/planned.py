@@ -24,14 +24,8 @@ from parallel2d.topology import Topology
 
 WIDTH = 13
 LLAMA = {
-    "dim": 16,
-    "n_layers": 3,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "hidden_dim": 40,
-    "vocab_size": 37,
-    "max_seq_len": 8,
-}
+    "dim": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 40, "vocab_size": 37, "max_seq_len": 8,
+}  # fmt: skip
 
 
 class OddBlock(nn.Module):

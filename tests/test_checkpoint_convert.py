@@ -223,14 +223,9 @@ def test_what_the_source_does_not_tell_is_asked_for(trained, tmp_path, capsys):
     }
     words = [f"--model={key}={value}" for key, value in given.items()]
     command("convert", bare, tmp_path / "hf", "--to", "hf", *words)
-    for wrong, says in (
-        ("n_heads=many", "is no number"),
-        ("heads=4", "is not one of dim, n_layers"),
-    ):
-        text = fails(
-            capsys, "convert", bare, tmp_path / "other", "--to", "hf", *words, f"--model={wrong}"
-        )
-        assert says in text
+    other = ("convert", bare, tmp_path / "other", "--to", "hf", *words)
+    assert "is no number" in fails(capsys, *other, "--model=n_heads=many")
+    assert "is not one of dim, n_layers" in fails(capsys, *other, "--model=heads=4")
 
 
 REFUSED_CONFIGURATIONS = [
@@ -286,12 +281,8 @@ def test_files_that_run_code_are_refused(tmp_path, capsys, kind):
     marker = tmp_path / "executed"
     zipped = io.BytesIO()
     torch.save({"model": Bomb(marker)}, zipped)
-    content = {
-        "pickle": pickle.dumps(Bomb(marker)),
-        "torch.save": zipped.getvalue(),
-        "safetensors metadata": b'\x10\0\0\0\0\0\0\0{"__metadata__":1}'
-        + pickle.dumps(Bomb(marker)),
-    }[kind]
+    bomb, header = pickle.dumps(Bomb(marker)), b'\x10\0\0\0\0\0\0\0{"__metadata__":1}'
+    content = {"pickle": bomb, "torch.save": zipped.getvalue(), "safetensors metadata": header + bomb}[kind]  # fmt: skip
     for name in ("x.pt", "x.bin", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
         fails(capsys, "convert", tmp_path / name, tmp_path / "out", "--to", "parallel2d")
@@ -451,22 +442,11 @@ def large_manifest(folder, tensors, chunks):
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
-def large_header(folder, tensors):
-    entries = {
-        str(i): {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(tensors)
-    }
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    data = struct.pack("<Q", len(header)) + header + bytes(tensors)
-    (folder / "w.safetensors").write_bytes(data)
-
-
 LARGE = {
     "a manifest of a million tensors": lambda folder: large_manifest(folder, 10**6, 1),
     "a manifest of two million chunks": lambda folder: large_manifest(folder, 200, 10**4),
     "a manifest of 211 MiB": lambda folder: large_manifest(folder, 540, 10**4),
-    "a header of a million tensors": lambda folder: large_header(folder, 10**6),
     "60 MB of opcodes": lambda folder: pickled(folder / "w.pt", b"]" * 60_000_000),
-    "60 MB of marks": lambda folder: pickled(folder / "w.pt", b"(" * 60_000_000),
 }
 
 

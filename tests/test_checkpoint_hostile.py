@@ -18,13 +18,11 @@ import shutil
 import struct
 import time
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 from test_checkpoint_policy import Small
 
-from parallel2d.checkpoint import Checkpoint, DamagedCheckpointError
 from parallel2d.checkpoint.__main__ import main
 from parallel2d.checkpoint.manifest import check_tiling, content_digest
 from parallel2d.errors import ConfigError
@@ -186,24 +184,10 @@ def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
     refused(victim, tmp_path, "cannot be the name of a file")
 
 
-@pytest.mark.parametrize("name", [DATA, "manifest.json"])
-def test_links_out_of_the_folder_are_not_followed(victim, tmp_path, name):
-    shutil.move(victim / name, tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", victim / name)
-    refused(victim, tmp_path, "symbolic link")
-
-
 def test_a_linked_step_is_passed_over(original, tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
     os.symlink(original, tmp_path / "checkpoints" / "step-00000009")
     assert Small(tmp_path).restore()["step"] == 1
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_pipe_does_not_make_it_wait_and_a_folder_is_no_file(victim, tmp_path, make):
-    os.unlink(victim / DATA)
-    make(victim / DATA)
-    refused(victim, tmp_path, "not a regular file")
 
 
 # files
@@ -223,14 +207,11 @@ def _zip():
 EMPTY = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 FILES = {
     "cut short": lambda data: data[: len(data) // 2],
-    "empty": lambda data: b"",
-    "longer": lambda data: data + b"\0" * 64,
     "a bit of the header flipped": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
     "a header of 99 MB that is not there": lambda data: struct.pack("<Q", 99_000_000) + data[8:],
     "a zip": lambda data: _zip(),
     "deeply nested": lambda data: _file(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
     "a number of a million digits": lambda data: _file(b'{"a":' + b"9" * 1_000_000 + b"}"),
-    "not UTF-8": lambda data: _file(b"\xff\xfe{}"),
     "twice the same name": lambda data: _file(b"{" + EMPTY + b"," + EMPTY + b"}"),
 }
 
@@ -242,39 +223,73 @@ def test_a_data_file_that_is(victim, tmp_path, name):
     refused(victim, tmp_path, DATA)
 
 
-def test_one_flipped_bit_of_a_value_is_found_by_the_checksum(victim, tmp_path):
-    with open(victim / DATA, "r+b") as file:
+def flip_a_bit(folder):
+    with open(folder / DATA, "r+b") as file:
         file.seek(-9, os.SEEK_END)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))
-    refused(victim, tmp_path, "SHA-256")
 
 
-def test_a_missing_file(victim, tmp_path):
-    os.unlink(victim / DATA)
-    refused(victim, tmp_path, f"{DATA} is missing")
+def lengthen_manifest(folder):
+    with open(folder / "manifest.json", "wb") as file:
+        file.truncate(2**40)
 
 
-def test_files_of_two_ranks_swapped(tmp_path):
-    folder = tmp_path / "step-00000002"
-    shutil.copytree(Path(__file__).parent / "written_before" / folder.name, folder)
-    a, b = folder / DATA, folder / "rank-00001.safetensors"
-    os.rename(a, folder / "t")
-    os.rename(b, a)
-    os.rename(folder / "t", b)
-    reseal(folder)
-    with pytest.raises(DamagedCheckpointError) as error:
-        Checkpoint.open(str(folder)).verify()
-    assert "the manifest says" in str(error.value)
+def alter_manifest(folder):
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"step":1', '"step":2'))
+
+
+def make_instead(make):
+    def change(folder):
+        os.unlink(folder / DATA)
+        make(folder / DATA)
+
+    return change
+
+
+def link_out(name):
+    def change(folder):
+        shutil.move(folder / name, folder.parent / "elsewhere")
+        os.symlink(folder.parent / "elsewhere", folder / name)
+
+    return change
+
+
+ALTERED = [
+    (flip_a_bit, "SHA-256"),
+    (lambda folder: os.unlink(folder / DATA), f"{DATA} is missing"),
+    (lengthen_manifest, "more than the"),
+    (alter_manifest, "its own checksum does not match"),
+    (make_instead(os.mkfifo), "not a regular file"),
+    (make_instead(os.mkdir), "not a regular file"),
+    (link_out(DATA), "symbolic link"),
+    (link_out("manifest.json"), "symbolic link"),
+    (lambda folder: rewrite_header(folder, overlap), "overlap or leave a hole"),
+    (lambda folder: rewrite_header(folder, rename), "the manifest says"),
+]
+
+
+def overlap(header):
+    header["model/2.weight"]["data_offsets"] = list(header["model/0.weight"]["data_offsets"])
+    header["model/2.weight"]["shape"] = header["model/0.weight"]["shape"]
+
+
+def rename(header):
+    header["extra"] = header.pop("model/0.weight")
+
+
+@pytest.mark.parametrize(("alter", "says"), ALTERED)
+def test_an_altered_folder_is_refused(victim, tmp_path, alter, says):
+    alter(victim)
+    refused(victim, tmp_path, says)
 
 
 HEADERS = {
     "negative offsets": ("data_offsets", [-8, 40]),
     "offsets past the end": ("data_offsets", [10**9, 10**9 + 48]),
-    "huge offsets": ("data_offsets", [2**70, 2**70 + 48]),
     "an absurd shape": ("shape", [2**40, 2**40]),
-    "a hundred dims": ("shape", [1] * 100),
     "a strange dtype": ("dtype", "PICKLE"),
     "another dtype of the same size": ("dtype", "I32"),
     "another shape of the same size": ("shape", [4, 3]),
@@ -286,20 +301,6 @@ def test_a_header_with(victim, tmp_path, name):
     key, value = HEADERS[name]
     rewrite_header(victim, lambda header: header["model/0.weight"].update({key: value}))
     refused(victim, tmp_path, DATA)
-
-
-def test_tensors_that_share_bytes_are_refused(victim, tmp_path):
-    def overlap(header):
-        header["model/2.weight"]["data_offsets"] = list(header["model/0.weight"]["data_offsets"])
-        header["model/2.weight"]["shape"] = header["model/0.weight"]["shape"]
-
-    rewrite_header(victim, overlap)
-    refused(victim, tmp_path, "overlap or leave a hole")
-
-
-def test_a_tensor_that_the_manifest_does_not_know(victim, tmp_path):
-    rewrite_header(victim, lambda header: header.update(extra=header.pop("model/0.weight")))
-    refused(victim, tmp_path, "the manifest says")
 
 
 # the manifest
@@ -343,11 +344,9 @@ MANIFESTS = {
     "files as a list": _set("files", [DATA]),
     "another format": _set("format", 99),
     "a step that is text": _set("step", "latest"),
-    "a negative step": _set("step", -1),
     "a huge step": _set("step", 10**400),
     "state nested a hundred deep": _set("state", "a", _nested(100)),
     "a mesh of text": _set("mesh", {"shard": "two"}),
-    "an absurd shape": _tensor(shape=[2**50, 2**50]),
     "a hundred thousand dims": _tensor(shape=[1] * 100_000),
     "an unknown dtype": _tensor(dtype="os.system"),
     "no chunks": _tensor(chunks=[]),
@@ -373,23 +372,11 @@ def test_a_manifest_with(victim, tmp_path, name):
 
 
 @pytest.mark.parametrize("text", [
-    b"", b"{", b"null", b"[" * 200_000, b'{"format":1,"format":1}', b"\xff", b'{"format":' + b"1" * 100_000 + b"}",
+    b"{", b"null", b"[" * 200_000, b'{"format":1,"format":1}', b"\xff", b'{"format":' + b"1" * 100_000 + b"}",
 ])  # fmt: skip
 def test_a_manifest_that_is_no_manifest(victim, tmp_path, text):
     (victim / "manifest.json").write_bytes(text)
     refused(victim, tmp_path, "manifest.json")
-
-
-def test_a_manifest_altered_without_its_checksum(victim, tmp_path):
-    text = (victim / "manifest.json").read_text()
-    (victim / "manifest.json").write_text(text.replace('"step":1', '"step":2'))
-    refused(victim, tmp_path, "its own checksum does not match")
-
-
-def test_an_endless_manifest_is_not_read(victim, tmp_path):
-    with open(victim / "manifest.json", "wb") as file:
-        file.truncate(2**40)
-    refused(victim, tmp_path, "more than the")
 
 
 def write_values(folder, name, values):
@@ -430,7 +417,6 @@ TRAINED = {
 STATES = {
     "nothing": {},
     "text for a number": TRAINED | {"tokens": "many"},
-    "a fraction": TRAINED | {"samples": 32.5},
     "too many samples": TRAINED | {"samples": 2**62},
     "another step": TRAINED | {"step": 2},
     "more steps than samples": TRAINED | {"samples": 0},
@@ -465,15 +451,10 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
     reseal(victim, lambda manifest: manifest.update(step=1, mesh={"shard": 3}))
     refused(victim, tmp_path, "is not one of 1 ranks")
     begin = time.monotonic()
-    reseal(
-        victim,
-        lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(50_000)}),
-    )
-    refused(victim, tmp_path, "more axes than any")
-    reseal(
-        victim, lambda manifest: manifest.update(mesh={str(axis): 2**63 - 1 for axis in range(8)})
-    )
-    refused(victim, tmp_path, "is not one of 1 ranks")
+    for axes, says in ((50_000, "more axes than any"), (8, "is not one of 1 ranks")):
+        mesh = {str(axis): 2**63 - 1 for axis in range(axes)}
+        reseal(victim, lambda manifest, mesh=mesh: manifest.update(mesh=mesh))
+        refused(victim, tmp_path, says)
     (victim / "manifest.json").write_bytes(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}")
     refused(victim, tmp_path, "more lists than a file of its size has")
     assert time.monotonic() - begin < 5
@@ -519,7 +500,6 @@ CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
 @pytest.mark.parametrize(("shape", "regions"), [
     ((), [Region((), ()), Region((), ())]),
     ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
-    ((2, 2), [Region((0, 0), (1, 2)), Region((0, 0), (1, 2))]),
     ((2, 2), CORNERS * 2),
     ((5, 5), [*BRICKS[:-1], Region((0, 0), (1, 1))]),
     ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),

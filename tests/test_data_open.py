@@ -366,14 +366,3 @@ def test_reading_from_two_threads_gives_what_one_gives(tmp_path):
     for thread in threads:
         thread.join()
     assert found == {0: expected, 1: expected}
-
-
-def test_finite_epochs_end_the_feed_with_every_sample_read(tmp_path):
-    data = text(tmp_path, epochs=2, end="pad")
-    with feeding(data.train, plan(16)) as feed:
-        steps = [feed.next() for _ in range(-(-2 * len(data.train) // 16))]
-        with pytest.raises(EndOfData):
-            feed.next()
-    whole = data.train.read(range(2 * len(data.train)))
-    assert sum(step.valid_tokens for step in steps) == whole.valid_tokens
-    assert sum(step.sample_hash for step in steps) == whole.hash

@@ -223,7 +223,6 @@ GOOD = json.dumps({"text": "good"}).encode() + b"\n"
         ("a.jsonl", GOOD * 2 + b"x" * (1 << 20), "a.jsonl:3: the line is longer than 524288 bytes"),
         ("a.txt", b"fine\nthen \xe9 latin\n", "a.txt:2: not UTF-8: byte 0xe9"),
         ("a.bin", b"\x7fELF\n\0\n\0", "a.bin:2: binary: it has zero bytes"),
-        ("a.txt", "\ufeffwide".encode("utf-16"), "a.txt:1: not UTF-8"),
         ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
         ("a.txt.gz", b"not gzip", "a.txt.gz:1: cannot be read from here on: Not a gzipped file"),
     ],
@@ -271,7 +270,6 @@ def test_bad_tables_and_damaged_zstandard_files_are_reported(tmp_path, monkeypat
     [
         ("a.txt.gz", b"a line\n", "a.txt.gz:"),
         ("a.txt.gz", b"a", "a.txt.gz:1: cannot be read from here on: it expands to more than 100"),
-        ("a.jsonl.gz", b"a", "a.jsonl.gz:1: cannot be read from here on: it expands to more than"),
         ("a.jsonl.gz", b"{\n", "has 1001 bad rows, data.max_bad_rows=0 are allowed: a.jsonl.gz:1: not"),
     ],
 )  # fmt: skip

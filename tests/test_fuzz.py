@@ -26,7 +26,7 @@ from test_checkpoint_policy import Small
 
 from parallel2d.checkpoint.__main__ import main as checkpoint_command
 from parallel2d.config import DataConfig
-from parallel2d.data import open_data
+from parallel2d.data import OpenData, open_data
 from parallel2d.data.token_shards import verify
 from parallel2d.errors import ConfigError
 from parallel2d.metrics.goodput import Goodput
@@ -43,21 +43,8 @@ ODD = (
     {"": ""}, [1] * 10_000, {"__class__": "os"},
 )  # fmt: skip
 PIECES = (
-    b"\0",
-    b"\xff" * 8,
-    b"[" * 50_000,
-    b"{",
-    b"}",
-    b'"',
-    b",",
-    b"NaN",
-    b"1e999",
-    b"9" * 5000,
-    b"\n",
-    b"\\u0000",
-    b"-",
-    b"\x80\x02cos\n",
-)
+    b"\0", b"\xff" * 8, b"[" * 50_000, b"{", b"}", b'"', b",", b"NaN", b"1e999", b"9" * 5000, b"\n", b"\\u0000", b"-", b"\x80\x02cos\n",
+)  # fmt: skip
 
 
 def mutated_bytes(data: bytes, random: random.Random) -> bytes:
@@ -120,14 +107,12 @@ def _nested(depth: int) -> object:
 
 
 def _places(value: object):
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, item in list(items):
+    items = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    for key, item in items:
         yield value, key
         yield from _places(item)
 
@@ -225,23 +210,21 @@ def rows(folder: Path, random: random.Random) -> None:
     writer.close()
 
 
+def open_tokens(folder: Path) -> OpenData:
+    config = DataConfig(name="tokens", path=str(folder), intra_document_masking=True)
+    return open_data(config, seq_len=16, seed=1)
+
+
 def tokens(folder: Path, random: random.Random) -> None:
     path = folder / "tokens" / "manifest.json"
     ends = next(path.parent.glob("*.ends"))
     if random.random() < 0.25:
-        ends.write_bytes(
-            mutated_bytes(ends.read_bytes(), random)[: ends.stat().st_size].ljust(
-                ends.stat().st_size, b"\1"
-            )
-        )
+        size = ends.stat().st_size
+        ends.write_bytes(mutated_bytes(ends.read_bytes(), random)[:size].ljust(size, b"\1"))
     else:
         changed_json(path, random)
     with contextlib.suppress(ConfigError):
-        data = open_data(
-            DataConfig(name="tokens", path=str(path.parent), intra_document_masking=True),
-            seq_len=16,
-            seed=1,
-        )
+        data = open_tokens(path.parent)
         for start in range(0, min(len(data.train), 64), 8):
             data.train.read(range(start, min(start + 8, len(data.train))))
         verify(path.parent)
@@ -251,18 +234,11 @@ def images(folder: Path, random: random.Random) -> None:
     path = random.choice(sorted((folder / "images").glob("*/*")))
     path.write_bytes(mutated_bytes(path.read_bytes(), random))
     if random.random() < 0.2:
-        path.rename(
-            path.with_name(
-                random.choice(("\x1b[31m.png", "x" * 250 + ".png", "\udcff.jpg", "none"))
-            )
-        )
+        names = ("\x1b[31m.png", "x" * 250 + ".png", "\udcff.jpg", "none")
+        path.rename(path.with_name(random.choice(names)))
     with contextlib.suppress(ConfigError):
-        data = open_data(
-            DataConfig(
-                name="images", path=str(folder / "images"), image_size=8, validation_fraction=0.0
-            ),
-            seed=1,
-        )
+        options = {"path": str(folder / "images"), "image_size": 8, "validation_fraction": 0.0}
+        data = open_data(DataConfig(name="images", **options), seed=1)
         data.train.read(range(len(data.train)))
 
 
@@ -293,29 +269,17 @@ def _save_for_torch(folder: Path) -> None:
 
 
 def _record(folder: Path) -> None:
+    row = {
+        "throughput/tokens_per_s": 50.0, "time/step_s": 0.1, "time/sync_s": 0.01, "memory/peak_gib": 1.5, "comm/shard/bytes": 10,
+        "goodput/fraction": 0.5, "goodput/useful_s": 4.0, "goodput/lost_data_s": 1.0, "validation/loss": None,
+    }  # fmt: skip
     lines = [
-        {
-            "step": step,
-            "loss": 5.0 / step,
-            "throughput/tokens_per_s": 50.0,
-            "time/step_s": 0.1,
-            "time/sync_s": 0.01,
-            "memory/peak_gib": 1.5,
-        }
-        | {
-            "comm/shard/bytes": 10,
-            "goodput/fraction": 0.5,
-            "goodput/wall_s": 9.0 * step,
-            "goodput/unix_s": 1.7e9 + step,
-        }
-        | {"goodput/useful_s": 4.0 * step, "goodput/lost_data_s": 1.0, "validation/loss": None}
-        for step in range(1, 11)
+        {**row, "step": n, "loss": 5.0 / n, "goodput/wall_s": 9.0 * n, "goodput/unix_s": 1.7e9 + n}
+        for n in range(1, 11)
     ]
     described = {
-        "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
-        "strategy": "hybrid",
-        "predicted": {"comm/shard/bytes": 8},
-    }
+        "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "strategy": "hybrid", "predicted": {"comm/shard/bytes": 8},
+    }  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "layout.json").write_text(
         json.dumps(described | {"ranks": [[[0], [1]], [[2], [3]]], "hosts": ["a"] * 4})
@@ -390,12 +354,7 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
     with pytest.raises(
         ConfigError, match=f"{path} is damaged: its documents do not end one after the other"
     ):
-        opened = open_data(
-            DataConfig(name="tokens", path=str(folder), intra_document_masking=True),
-            seq_len=16,
-            seed=1,
-        )
-        opened.train.read(range(8))
+        open_tokens(folder).train.read(range(8))
 
 
 @pytest.mark.extras("plotly")

@@ -35,28 +35,18 @@ class Giving(Hook):
     """Metrics of its own, on all ranks, on one, and after a validation."""
 
     def start(self, run, step):
-        return {"begun_on": float(run.rank)}
+        return {"begun_on": float(run.rank), "level": -1.0}
 
     def step(self, run, step, metrics):
-        given = {"rank": run.rank, "loss_twice": 2 * metrics["loss"]}
+        given = {"rank": run.rank, "loss_twice": 2 * metrics["loss"], "level": float(step)}
         return given if run.rank == 0 else HookResult({**given, "only": torch.tensor(step)})
 
     def validation(self, run, step, metrics):
         return {"validation/worst": max(metrics.values())}
 
 
-class Early(Hook):
-    """One metric before the first step and after each."""
-
-    def start(self, run, step):
-        return {"level": -1.0}
-
-    def step(self, run, step, metrics):
-        return {"level": float(step)}
-
-
 def test_a_metric_is_the_mean_over_the_ranks_that_gave_it(ranks, folder):
-    words = ("train.hooks=[test_hooks:Giving, test_hooks:Early]", "train.steps=4", "train.validate_every=2")  # fmt: skip
+    words = ("train.hooks=[test_hooks:Giving]", "train.steps=4", "train.validate_every=2")  # fmt: skip
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     rows = jobs.rows(folder / "run")
     assert [row["rank"] for row in rows] == [0.5] * 4
@@ -166,6 +156,8 @@ class Failing(Hook):
     def fail(self, run, method):
         if method == self.method and run.rank == self.rank:
             raise ValueError("no luck\nin two lines")
+        if method == "step" and self.method == "leave" and run.rank == self.rank:
+            sys.exit(7)
 
     def start(self, run, step):
         self.fail(run, "start")
@@ -184,7 +176,8 @@ class Failing(Hook):
 
 
 @pytest.mark.parametrize(
-    ("method", "step"), [("start", 0), ("validation", 3), ("save", 2), ("end", 4)]
+    ("method", "step"),
+    [("start", 0), ("leave", 1), ("validation", 3), ("save", 2), ("end", 4)],
 )
 def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, step):
     words = (
@@ -195,25 +188,12 @@ def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, meth
         ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     assert caught.value.everywhere
     assert caught.value.kind == "HookError"
-    begin = f"train.hooks: test_hooks:Failing.{method} failed on rank 1 at step {step}: ValueError: no luck ("
+    name, told = (
+        (method, "ValueError: no luck (") if method != "leave" else ("step", "SystemExit: 7")
+    )
+    begin = f"train.hooks: test_hooks:Failing.{name} failed on rank 1 at step {step}: {told}"
     assert caught.value.message.startswith(begin)
     assert "\n" not in caught.value.message
-
-
-class Leaving(Hook):
-    def step(self, run, step, metrics):
-        if step == 2 and run.rank == 1:
-            sys.exit(7)
-
-
-def test_leaving_python_in_a_hook_on_one_rank_is_one_message(ranks, folder):
-    words = ("train.hooks=[test_hooks:Leaving]", "train.steps=4")
-    with pytest.raises(WorkerError) as caught:
-        ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
-    assert caught.value.everywhere
-    assert (
-        "test_hooks:Leaving.step failed on rank 1 at step 2: SystemExit: 7" in caught.value.message
-    )
 
 
 class Returning(Hook):

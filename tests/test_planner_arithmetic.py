@@ -78,19 +78,16 @@ def bytes_of(layout: Layout) -> dict[str, float]:
 
 
 # Any two of: strategy and model, optimizer, bucketing, precision, sync method. Sizes that no axis divides.
-FOREACH = dataclasses.replace(
-    ADAMW, implementation="foreach"
-)  # torch's fused kernels take no complex parameters
-LOOP = dataclasses.replace(
-    OPTIMIZERS["sgd"], implementation="loop"
-)  # takes gradients that are narrower than parameters
+# torch's fused kernels take no complex parameters
+FOREACH = dataclasses.replace(ADAMW, implementation="foreach")
+# takes gradients that are narrower than parameters
+LOOP = dataclasses.replace(OPTIMIZERS["sgd"], implementation="loop")
 KEPT = PrecisionConfig("bf16", "fp32", "bf16", "bf16", keep_low_precision_gradients=True)
 STORED = PrecisionConfig("bf16", "bf16", "bf16", "fp32")
 NORMS = PrecisionConfig("bf16", "fp32", "bf16", "fp32", fp32_modules=["LayerNorm"])
 BUFFERS = PrecisionConfig("bf16", "fp32", "bf16", "fp32", buffers="bf16")
-SIZE = BucketingConfig(
-    "size", size_mib=1500 / 2**20
-)  # some of the modules fit together into it, some do not
+# Some of the modules fit together into it, some do not.
+SIZE = BucketingConfig("size", size_mib=1500 / 2**20)
 CASES: dict[str, tuple[str, tuple[int, int, int], OptimizerConfig, dict[str, Any]]] = {
     "ddp, complex": ("turning", (4, 1, 1), FOREACH, {"strategy": "ddp"}),
     "zero2, size": ("odd", (1, 5, 1), OPTIMIZERS["adam"], {"strategy": "zero2", "bucketing": SIZE}),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel2d.config import ClusterConfig, LinkConfig
+from parallel2d.config import ClusterConfig
 from parallel2d.config.composition import compose
 from parallel2d.errors import ConfigError
 
@@ -37,23 +37,8 @@ def test_a_preset_has_every_figure_that_a_step_time_needs(name):
     for link in (found.inside_node, found.between_nodes):
         assert None not in [getattr(link, item.name) for item in fields(link)]
     device = found.device
-    for figure in (
-        device.memory_gib,
-        device.memory_gb_per_s,
-        device.peak_tflops.bf16,
-        device.peak_tflops.fp32,
-    ):
-        assert figure is not None
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "local"])
-def test_a_preset_names_the_sources_of_its_figures(name):
-    comments = [
-        line for line in (PRESETS / f"{name}.yaml").read_text().splitlines() if line[:1] == "#"
-    ]
-    text = "\n".join(comments)
-    for what in ("# Device:", "# Memory:", "# Latencies:"):
-        assert what in text
+    peaks = device.peak_tflops
+    assert None not in (device.memory_gib, device.memory_gb_per_s, peaks.bf16, peaks.fp32)
 
 
 def test_any_figure_of_a_preset_can_be_set():
@@ -62,25 +47,14 @@ def test_any_figure_of_a_preset_can_be_set():
     assert found.between_nodes.down_gbit == 3200
 
 
-def test_the_slower_direction_of_a_link_decides():
-    assert LinkConfig(50, 80, 1).bytes_per_s == LinkConfig(80, 50, 1).bytes_per_s == 50e9 / 8
-    assert LinkConfig(50, None, 1).bytes_per_s is None
-
-
 def test_what_cannot_be_is_refused_with_the_key():
     assert "did you mean h100?" in problem("cluster=h1000")
-    assert (
-        problem("cluster.nodes=0")
-        == "cluster.nodes=0 must be a whole number of at least 1, or auto"
-    )
-    assert "cluster.device.peak_tflops.bf16=-1.0 must be above 0" in problem(
-        "cluster.device.peak_tflops.bf16=-1"
-    )
+    assert "cluster.nodes=0 must be a whole number of at least 1" in problem("cluster.nodes=0")
+    peak = "cluster.device.peak_tflops.bf16"
+    assert f"{peak}=-1.0 must be above 0" in problem(f"{peak}=-1")
     latency = "cluster.inside_node.latency_us"
     assert f"{latency}=inf must be finite" in problem("cluster=h100", f"{latency}=inf")
-    assert "cluster.inside_node.latency_us=-2.0 must be at least 0" in problem(
-        "cluster=h100", "cluster.inside_node.latency_us=-2"
-    )
+    assert f"{latency}=-2.0 must be at least 0" in problem("cluster=h100", f"{latency}=-2")
     assert "did you mean cluster.device.memory_gib" in problem("cluster.device.memory_gb=80")
 
 

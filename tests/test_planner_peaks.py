@@ -107,32 +107,6 @@ def test_equal_blocks_stand_beside_each_other_and_what_cannot_be_measured_is_non
     assert by_blocks(small_llama(n_layers=6), lambda part: None) is None
 
 
-@pytest.mark.extras("transformers")
-def test_flops_of_an_encoder_and_a_decoder():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        d_model=16, d_ff=24, d_kv=8, num_heads=2, num_layers=8, num_decoder_layers=7, vocab_size=37
-    )
-    with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
-    model.config.use_cache = False
-    # The first block of each stack owns the distances of positions.
-    assert [stack.count for stack in find_equal_blocks(model)] == [7, 6]
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens):
-            return self.model(input_ids=tokens, decoder_input_ids=tokens)
-
-    few, all_of_them = both_counts(Pair())
-    assert few == all_of_them
-    assert few is not None
-
-
 # By model: the layouts, of any two settings, and the bounds of the error.
 PEAKS = {
     "llama": (("hybrid, selective", "zero2", "tensor 2"), -0.005, 0.04),

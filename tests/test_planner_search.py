@@ -63,22 +63,11 @@ def test_every_strategy_and_mesh_is_tried():
 
 
 def test_what_is_given_stays():
-    words = [
-        "strategy=hybrid",
-        "mesh.shard=2",
-        "train.micro_batch_size=2",
-        "activation_checkpointing=full",
-    ]
+    words = ["strategy=hybrid", "mesh.shard=2", "train.micro_batch_size=2", "activation_checkpointing=full"]  # fmt: skip
     result = found(UNTRACED, *words, "activation_checkpointing.every=2")
     (layout,) = result.ranked
-    assert layout.words == (
-        words[0],
-        "mesh.replicate=4",
-        words[1],
-        "mesh.tensor=1",
-        words[3],
-        words[2],
-    )
+    given = (words[0], "mesh.replicate=4", words[1], "mesh.tensor=1", words[3], words[2])
+    assert layout.words == given
     # So do other keys of a section.
     assert layout.config.activation_checkpointing.every == 2
     named = found(UNTRACED, "strategy.name=zero2")
@@ -98,13 +87,8 @@ def test_the_chosen_one_was_traced_and_fits_and_the_faster_ones_do_not():
 
 
 def search_traced(memory_gib: float) -> SearchResult:
-    return found(
-        f"cluster.device.memory_gib={memory_gib}",
-        "strategy=hybrid",
-        "mesh.shard=4",
-        "bucketing=block",
-        "plan.verify=true",
-    )
+    words = ("strategy=hybrid", "mesh.shard=4", "bucketing=block", "plan.verify=true")
+    return found(f"cluster.device.memory_gib={memory_gib}", *words)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +129,7 @@ def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatc
 
 def test_a_command_line_keeps_what_is_given_and_quotes_it():
     chosen = found(UNTRACED).chosen
-    given = [
-        "model=custom",
-        "data.path=two words",
-        "strategy=ddp",
-        "mesh.tensor=1",
-        "plan.verify=false",
-    ]
+    given = ["model=custom", "data.path=two words", "strategy=ddp", "mesh.tensor=1", "plan.verify=false"]  # fmt: skip
     line = command_line(given, chosen)
     assert "model=custom 'data.path=two words' strategy=" in line
     assert line.count("strategy=") == 1
