@@ -629,21 +629,6 @@ def test_validation_is_without_z_loss(ranks, folder):
         assert 0.1 < z["loss"] - plain["loss"] < 1
 
 
-def _certify(folder, words):
-    from parallel2d.certification.training_job import certify_job
-
-    found = certify_job(*jobs.job_of(folder, folder + "/run", words))
-    return found.passed, found.problems()
-
-
-@pytest.mark.slow
-def test_a_job_is_certified_against_whole_logits(ranks, folder):
-    words = ("strategy=hybrid", "mesh.shard=2", "bucketing=layer", "train.loss_chunk=9")
-    words = (*words, "train.z_loss=0.01")
-    for passed, problems in ranks.run(4, _certify, str(folder), words):
-        assert passed, problems
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_job_in_mixed_precision_learns_as_with_whole_logits(ranks, folder, precision):
