@@ -190,7 +190,10 @@ RUNS = [
     ("hybrid", 1, "block", "selective", {"compile": AOT}),
     # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
-    ("hybrid", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
+    ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
+    ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
+    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
+    ("ddp", 1, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
 ]
 SPLIT = [
     ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),

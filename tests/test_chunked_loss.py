@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from functools import lru_cache, partial
+from functools import partial
 
 import jobs
 import pytest
@@ -20,7 +20,6 @@ from test_parity import (
     layout,
     named,
     pairwise,
-    reference,
     world_of,
 )
 from torch import Tensor, nn
@@ -315,28 +314,7 @@ def test_a_step_equals_plain_pytorch_on_every_layout(ranks, case):
 
 # The Llama, whose logits stay split over the tensor axis
 
-
-def check_llama(ranks, strategy, bucketing, tensor, accumulation, engine, config, tied=False):
-    steps = 2
-    changes = {"tie_embeddings": tied}
-    run = ranks.run(
-        world_of(strategy, tensor),
-        training.train,
-        {"tensor": tensor},
-        {**layout(strategy, bucketing, engine), "precision": "fp64", **config},
-        steps=steps,
-        accumulation=accumulation,
-        llama=changes,
-        loss_chunk=5,
-    )[0]
-    expected = reference(torch.float64, steps) if not tied else _tied_reference(steps)
-    compare(run, expected, losses=1e-12, norm=1e-12, weights=1e-9)
-
-
-@lru_cache
-def _tied_reference(steps):
-    model = partial(training.Llama, tie_embeddings=True)
-    return training.reference(initial_model(model), steps=steps, dtype=torch.float64)
+TiedLlama = partial(training.Llama, tie_embeddings=True)
 
 
 @pytest.mark.slow
@@ -350,7 +328,15 @@ def _tied_reference(steps):
     ids=str,
 )
 def test_a_llama_trains_as_with_whole_logits(ranks, case, config, tied):
-    check_llama(ranks, *case, config, tied)
+    strategy, bucketing, tensor, accumulation, engine = case
+    config = {**layout(strategy, bucketing, engine), "precision": "fp64", **config}
+    options = {"steps": 2, "accumulation": accumulation, "loss_chunk": 5}
+    options["llama"] = {"tie_embeddings": tied}
+    world = world_of(strategy, tensor)
+    run = ranks.run(world, training.train, {"tensor": tensor}, config, **options)[0]
+    model = initial_model(TiedLlama if tied else training.Llama)
+    expected = training.reference(model, steps=2, dtype=torch.float64)
+    compare(run, expected, losses=1e-12, norm=1e-12, weights=1e-9)
 
 
 @pytest.mark.parametrize("change", ["spectral norm", "scale"])

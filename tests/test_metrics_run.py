@@ -19,6 +19,7 @@ import torch.distributed as dist
 import yaml
 from test_command_line import SMALL, command, environment, execute, folder, rows, wait_until  # noqa: F401
 from torch import nn
+from workers import logged
 
 from parallel2d.run_directory import read_segments
 
@@ -211,19 +212,6 @@ def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: 
         assert any(key.startswith("comm/") for row in found for key in row) == (measured == "true")
 
 
-@contextlib.contextmanager
-def errors_of(name):
-    """The errors that a module of ours logs."""
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-
-
 def train_without_room(folder, run_dir, fault):  # noqa: F811
     """Six steps; between the second and the fourth rank 0 has no room left on the disk, or after the second the directory is gone. What
     was said of it."""
@@ -244,7 +232,7 @@ def train_without_room(folder, run_dir, fault):  # noqa: F811
 
     words = ("checkpoint.enabled=false", "metrics.tensorboard=true", "train.steps=6")
     try:
-        with errors_of("parallel2d.metrics.writer") as said:
+        with logged("parallel2d.metrics.writer", logging.WARNING) as said:
             jobs.run(folder, run_dir, words, 6, after_step)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -296,7 +284,7 @@ def train_paced(folder, slow, name="run"):  # noqa: F811
     """What the recorder of rank 0 warned of, in a run of 20 steps."""
     words = ("model=custom", f"model.target={__name__}:Paced", f"+model.arguments.slow={slow}")
     words += ("checkpoint.enabled=false", "strategy=zero3", "bucketing=layer")
-    with errors_of("parallel2d.metrics.recorder") as said:
+    with logged("parallel2d.metrics.recorder", logging.WARNING) as said:
         jobs.run(folder, str(folder / name), [*words, "train.steps=20"], 20)
     return said
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import training
 from test_parallelize import Nine, count
-from workers import WorkerError
+from workers import WorkerError, logged
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
 from parallel2d.config import BucketingConfig, PrecisionConfig
@@ -81,37 +79,18 @@ WORDS = {
 }
 
 
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def _with_words(tensor):
-    lines = _Lines()
-    logger = logging.getLogger("parallel2d.parallelize.tensor_parallel")
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
     mesh = build_mesh(MeshSpec(tensor=tensor), "zero3")
     with build_on_meta():
         model = training.build_llama()
     plan = WORDS if tensor > 1 else None
-    model = parallelize(
-        model,
-        mesh,
-        ParallelConfig("zero3", precision="fp64"),
-        seed=0,
-        init=model.init_weights,
-        tensor_plan=plan,
-    )
-    logger.removeHandler(lines)
+    config = ParallelConfig("zero3", precision="fp64")
+    with logged("parallel2d.parallelize.tensor_parallel") as lines:
+        model = parallelize(model, mesh, config, seed=0, init=model.init_weights, tensor_plan=plan)
     tokens, targets = training.global_batch(0)
     loss = cross_entropy_sum(model(tokens), targets)
     loss.backward()
-    return loss.item(), clip_gradient_norm(model.parameters(), 1.0).item(), lines.lines
+    return loss.item(), clip_gradient_norm(model.parameters(), 1.0).item(), lines
 
 
 def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):

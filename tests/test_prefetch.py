@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import training
 from test_parallelize import CollectiveCounter
-from test_parity import check
 from torch import nn
+from workers import logged
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
 from parallel2d.config import BucketingConfig, PrefetchConfig
@@ -173,36 +171,10 @@ def test_a_layer_that_runs_twice_is_gathered_no_more_often(ranks):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "checkpointing", "accumulation"), [
-    ("zero3", 1, "layer", "full", 2),
-    ("hybrid", 2, "block", "none", 1),
-    ("hybrid_zero2", 1, "size", "selective", 2),
-    ("ddp", 1, "block", "none", 1),
-])  # fmt: skip
-def test_losses_equal_plain_pytorch_with_any_prefetch(
-    ranks, strategy, tensor, bucketing, checkpointing, accumulation
-):
-    bucketing = BucketingConfig("size", 0.02) if bucketing == "size" else bucketing
-    config = {
-        "strategy": strategy,
-        "bucketing": bucketing,
-        "activation_checkpointing": checkpointing,
-        "prefetch": PrefetchConfig(2, 3),
-    }
-    check(ranks, 4, {"tensor": tensor}, config, accumulation=accumulation)
-
-
 def _said():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("parallel2d.parallelize.prefetch")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    _build((2, 1), strategy="ddp")
-    _build((0, 1), strategy="ddp")
-    logger.removeHandler(handler)
+    with logged("parallel2d.parallelize.prefetch") as lines:
+        _build((2, 1), strategy="ddp")
+        _build((0, 1), strategy="ddp")
     return lines
 
 

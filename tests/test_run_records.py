@@ -216,16 +216,18 @@ def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
 
 def test_a_layout_is_certified_and_so_are_workers_that_replace_others_on_it(tmp_path):
     accept_start(job_in(tmp_path, certified=True), LAYOUT, 0)
-    accept_start(job_in(tmp_path, restarted=True), {**LAYOUT, "strategy": "zero3"}, 2)
+    other = {**LAYOUT, "strategy": "zero3"}
+    accept_start(job_in(tmp_path), other, 2)
     write_rows(tmp_path)
     (tmp_path / "certificate.json").write_text('{"passed": true}')
     told = markdown([read_run(str(tmp_path))])
     assert "steps 1 to 2 | hybrid | 2 x 2 x 1 | yes |" in told
     assert "steps 3 to 3 | zero3 | 2 x 2 x 1 | - |" in told
     accept_start(job_in(tmp_path, certified=True), LAYOUT, 3)
-    accept_start(job_in(tmp_path, restarted=True), LAYOUT, 4)
+    for finished, layout in ((4, LAYOUT), (5, other), (6, other)):
+        accept_start(job_in(tmp_path, restarted=True), layout, finished)
     certified = [each.certified for each in read_segments(str(tmp_path))]
-    assert certified == [True, False, True, True]
+    assert certified == [True, False, True, True, False, False]
 
 
 def test_a_run_that_diverged_has_no_finite_objective(tmp_path):
