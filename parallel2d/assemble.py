@@ -36,7 +36,6 @@ from parallel2d.run_description import (
     describe_run,
     flops_per_sequence,
     predict_activations,
-    timed_model,
 )
 from parallel2d.run_directory import accept_start
 from parallel2d.runtime import Runtime, barrier, seed_everything
@@ -105,8 +104,9 @@ def build_trainer(
     writes = runtime.is_first and not quiet
     flops = flops_per_sequence(job, parts, sample) if writes else None
     tensor_plan = plan_tensor_axis(config, parts, shape)
-    activations = predict_activations(config, parts, mesh, plan, tensor_plan, sample)
-    timed = timed_model(config, parts, mesh, tensor_plan, sample)
+    activations = predict_activations(
+        config, parts, mesh, plan.micro_batch_size, tensor_plan, sample
+    )
 
     model = parallelize(
         parts.module,
@@ -130,7 +130,6 @@ def build_trainer(
         optimizer,
         flops=flops,
         activations=activations,
-        timed=timed,
         head=head,
     )
     # An export to another format needs to know the model's configuration, and its tokenizer.

@@ -47,16 +47,15 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
 def _search(composition: Composition) -> None:
     import torch
 
-    from parallel2d.planner.cost_summary import summary
-    from parallel2d.planner.layout_search import search
-    from parallel2d.planner.ranking import as_json, command_line, fixed_keys, ranking_lines
+    from parallel2d.planner.layout_search import command_line, fixed_keys, search
+    from parallel2d.planner.plan_text import ranking_json, ranking_lines, summary
 
     torch.set_num_threads(1)
     config = composition.config
     given = composition.words
     result = search(config, fixed_keys(given))
     command = command_line(given, result.chosen)
-    _write_json(config.plan.json, as_json(result, command))
+    _write_json(config.plan.json, ranking_json(result, command))
     lines = [*ranking_lines(result), *summary(result.chosen.config, result.chosen.cost)]
     for line in [*lines, f"command     {command}"]:
         print(for_terminal(line))
@@ -65,9 +64,9 @@ def _search(composition: Composition) -> None:
 def _scale(composition: Composition) -> None:
     import torch
 
-    from parallel2d.planner.ranking import fixed_keys
+    from parallel2d.planner.layout_search import fixed_keys
+    from parallel2d.planner.plan_text import scaling_json, scaling_lines
     from parallel2d.planner.scaling import scale
-    from parallel2d.planner.scaling_summary import scaling_json, scaling_lines
 
     torch.set_num_threads(1)
     config = composition.config

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,29 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.config import AXES, Job, SyncConfig, TrainConfig
 from parallel2d.config.serialization import to_yaml
-from parallel2d.cost.collective_time import GroupPlacement, placements
 from parallel2d.cost.flops import count_flops, peak_flops
-from parallel2d.cost.model_shapes import ModelShapes, collect_shapes
-from parallel2d.cost.state_memory import state_bytes
-from parallel2d.cost.step_estimate import describes_compute, estimate_step, float8_flops
-from parallel2d.cost.tensor_twin import tensor_twin
-from parallel2d.cost.traffic import (
-    RING_PASSES,
-    count_tensor_axis,
-    exact_bytes,
-    predict_communication,
-)
+from parallel2d.cost.tensor_twin import TensorTraffic, count_tensor_axis, tensor_twin
+from parallel2d.cost.traffic import exact_bytes, predict_communication
 from parallel2d.data import BatchPlan, OpenData
 from parallel2d.data.batch import SampleShape
 from parallel2d.mesh import MeshShape, crosses_hosts, draw_mesh
-from parallel2d.metrics import keys
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.console import ConsoleDisplay
 from parallel2d.metrics.phases import StepProfiler
 from parallel2d.metrics.recorder import Recorder
 from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.model_families import ModelParts
-from parallel2d.optimizer import muon_names, update_bytes
+from parallel2d.optimizer import update_bytes
 from parallel2d.parallelize.precision import input_dtype
 from parallel2d.runtime import Runtime
 from parallel2d.sync.outer_settings import describe_sync
@@ -75,8 +64,6 @@ class RunFacts:
     device: torch.device
     run_dir: str
     predicted: dict[str, float]  # bytes a rank sends per step, by ``comm/AXIS/bytes``
-    # of a step, by the keys of the rows that measure it; empty where ``cluster`` gives no times
-    predicted_time: dict[str, float]
     classes: tuple[str, ...]  # of images, by class id
     trained_parameters: int
     exact_bytes: float  # that exact fp32 gradients would send over the replicate axis per step
@@ -115,13 +102,14 @@ class RunFacts:
     def _fields(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
-    def _mesh(self) -> dict[str, int]:
+    def mesh_sizes(self) -> dict[str, Any]:
+        """Ranks of each axis."""
         return {axis: getattr(self.shape, axis) for axis in AXES}
 
     def hparams(self, lr: float) -> dict[str, str | float | bool]:
         """Settings by which runs are compared."""
         whole = {
-            **self._mesh(),
+            **self.mesh_sizes(),
             **self._fields("parameters", "global_batch_size", "accumulation"),
             "seq_len": self.sample.targets_per_sample,
         }
@@ -134,26 +122,26 @@ class RunFacts:
 
     def used_axes(self) -> tuple[str, ...]:
         """Axes with more than one rank."""
-        return tuple(axis for axis, size in self._mesh().items() if size > 1)
+        return tuple(axis for axis, size in self.mesh_sizes().items() if size > 1)
 
     def slow_axes(self) -> tuple[str, ...]:
         """Axes that have a group with ranks on several hosts."""
-        crossing = (crosses_hosts(self.ranks, dim, self.topology) for dim in range(len(AXES)))
-        return tuple(itertools.compress(AXES, crossing))
+        dims = [dim for dim in range(len(AXES)) if crosses_hosts(self.ranks, dim, self.topology)]
+        return tuple(AXES[dim] for dim in dims)
 
     def layout(self) -> dict[str, Any]:
         """The facts that programs read: in ``layout.json`` and in every checkpoint's manifest."""
         layout = {
             **self._fields("parameters", "strategy", "bucketing", "precision"),
             **self._fields("global_batch_size", "micro_batch_size", "accumulation"),
-            "mesh": self._mesh(),
+            "mesh": self.mesh_sizes(),
             "ranks": self.ranks.tolist(),
             "hosts": list(self.topology.hosts),
             "seq_len": self.sample.targets_per_sample,
             "flops_per_sequence": self.flops_per_sequence,
             "inputs": list(self.sample.inputs),
             "torch": torch.__version__,
-            "predicted": {**self.predicted, **self.predicted_time},
+            "predicted": self.predicted,
         }
         if self.classes:
             layout["classes"] = list(self.classes)
@@ -171,45 +159,30 @@ def describe_run(
     optimizer: torch.optim.Optimizer,
     *,
     flops: int | None,
-    activations: Mapping[str, float],
-    timed: TimedModel | None = None,
+    activations: TensorTraffic | None,
     head: str | None = None,
 ) -> RunFacts:
-    """The facts of a run, with the bytes that each axis will move per step and, where ``cluster``
-    describes the machines, the time of a step.
+    """The facts of a run, with the bytes that each axis will move per step.
 
     ``flops``: of one sequence, from `flops_per_sequence`; ``activations``: from
-    `predict_activations`; ``timed``: from `timed_model`; all of them must be asked for before the
-    model is parallelized. ``head``: the layer with which the loss is computed in chunks.
+    `predict_activations`; both must be asked for before the model is parallelized. ``head``: the
+    layer with which the loss is computed in chunks.
     """
     config = job.config
-    moved = predict_communication(
-        model,
-        mesh,
-        accumulation=plan.accumulation,
-        during_accumulation=config.sync.during_accumulation,
+    during = config.sync.during_accumulation
+    predicted = predict_communication(
+        model, mesh, accumulation=plan.accumulation, during_accumulation=during
     )
-    sent = {key: value for key, value in activations.items() if key != RING_PASSES}
-    predicted = {**sent, **moved}
+    if activations is not None:
+        predicted["comm/tensor/bytes"], _ = activations.of_step(plan.accumulation, during)
     for axis, updates in update_bytes(optimizer).items():
         key = f"comm/{axis}/bytes"
         if key in predicted:
             predicted[key] += updates
+    chunk, loss = config.train.loss_chunk, None
+    if chunk is not None and head is not None:
+        loss = f"in chunks of {chunk:,} tokens, with the layer {head}"
     ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor)
-    predicted_time: dict[str, float] = {}
-    if timed is not None:
-        predicted_time = _predict_time(
-            config,
-            shape,
-            placements(ranks, runtime.topology),
-            len(runtime.topology.ranks_by_host),
-            plan,
-            timed,
-            {**activations, **moved},
-            flops,
-            data.train.shape,
-            runtime.device.type,
-        )
     parameters = list(model.parameters())
     return RunFacts(
         shape=shape,
@@ -232,18 +205,11 @@ def describe_run(
         device=runtime.device,
         run_dir=job.run_dir,
         predicted=predicted,
-        predicted_time=predicted_time,
         classes=data.classes,
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         exact_bytes=exact_bytes(model, mesh),
-        loss=_describe_loss(config.train.loss_chunk, head),
+        loss=loss,
     )
-
-
-def _describe_loss(chunk: int | None, head: str | None) -> str | None:
-    if chunk is None or head is None:
-        return None
-    return f"in chunks of {chunk:,} tokens, with the layer {head}"
 
 
 def _steady(predicted: Mapping[str, float], sync: SyncConfig) -> dict[str, float]:
@@ -274,15 +240,15 @@ def predict_activations(
     config: TrainConfig,
     parts: ModelParts,
     mesh: DeviceMesh,
-    plan: BatchPlan,
+    micro_batch_size: int,
     tensor_plan: Mapping[str, object] | None,
     sample: SampleShape,
     device_type: str | None = None,
-) -> dict[str, float]:
-    """What the tensor axis will move per step; nothing without that axis or where nothing is
-    measured. Every rank must ask. ``device_type``: that will run it; default: that of the mesh."""
+) -> TensorTraffic | None:
+    """What the tensor axis will move; None without that axis or where nothing is measured. Every
+    rank must ask. ``device_type``: that will run it; default: that of the mesh."""
     if tensor_plan is None or not config.metrics.communication:
-        return {}
+        return None
     floating = input_dtype(config.precision) or torch.float32
     # Our engine adds the parts of a gradient in fp32 at least, torch's in the gradient's own dtype.
     sums = torch.float32 if config.sync.engine == "parallel2d" else None
@@ -290,83 +256,10 @@ def predict_activations(
         tensor_twin(parts.module, mesh, config.parallel(), tensor_plan),
         mesh,
         parts.loss,
-        functools.partial(sample.example, plan.micro_batch_size, floating=floating),
+        functools.partial(sample.example, micro_batch_size, floating=floating),
         CommunicationMeter(mesh, dry=True, device_type=device_type),
-        accumulation=plan.accumulation,
-        during_accumulation=config.sync.during_accumulation,
         reduce_dtype=sums,
     )
-
-
-def _with_found_mesh(config: TrainConfig, shape: MeshShape) -> TrainConfig:
-    """With the sizes of the axes in the place of ``auto``."""
-    sizes = {axis: getattr(shape, axis) for axis in AXES}
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **sizes))
-
-
-class TimedModel(NamedTuple):
-    """What the time of a step is computed from. ``float8_flops``: of one sample."""
-
-    shapes: ModelShapes
-    float8_flops: int
-
-
-def timed_model(
-    config: TrainConfig,
-    parts: ModelParts,
-    mesh: DeviceMesh,
-    tensor_plan: Mapping[str, object] | None,
-    sample: SampleShape,
-) -> TimedModel | None:
-    """None, at no cost, unless ``cluster`` describes devices of this type. Every rank must ask."""
-    if config.cluster.device.type not in ("auto", mesh.device_type):
-        return None
-    if not describes_compute(config):
-        return None
-    muon = muon_names(parts.module, config.optimizer)
-    shapes = collect_shapes(
-        parts.module, config.parallel(), mesh=mesh, plan=tensor_plan, by_muon=muon
-    )
-    narrow = 0
-    if sample.noun == "tokens":
-        narrow = float8_flops(parts.module, config.parallel(), sample.targets_per_sample)
-    return TimedModel(shapes, narrow)
-
-
-def _predict_time(
-    config: TrainConfig,
-    shape: MeshShape,
-    places: Mapping[str, GroupPlacement],
-    nodes: int,
-    plan: BatchPlan,
-    timed: TimedModel,
-    moved: Mapping[str, float],
-    flops: int | None,
-    sample: SampleShape,
-    device_type: str,
-) -> dict[str, float]:
-    """By the keys of the rows that measure it; empty where something is not known."""
-    estimate = estimate_step(
-        config,
-        timed.shapes,
-        shape,
-        places,
-        nodes,
-        plan,
-        state_bytes(timed.shapes, shape, config.parallel(), config.optimizer),
-        moved,
-        flops,
-        device_type,
-        timed.float8_flops,
-    )
-    if isinstance(estimate, str):
-        log.info("the time of a step is not predicted: %s", estimate)
-        return {}
-    return {
-        keys.STEP_S: estimate.seconds.total,
-        keys.TOKENS_PER_S: estimate.samples_per_s * sample.targets_per_sample,
-        keys.MFU: estimate.mfu,
-    }
 
 
 def build_recorder(
@@ -380,8 +273,10 @@ def build_recorder(
         lines = facts.lines()
         for line in lines:
             display.say(line)
+        # With the sizes of the axes in the place of ``auto``.
+        found = dataclasses.replace(config.mesh, **facts.mesh_sizes())
         texts = {
-            "config": f"```yaml\n{to_yaml(_with_found_mesh(config, facts.shape))}\n```",
+            "config": f"```yaml\n{to_yaml(dataclasses.replace(config, mesh=found))}\n```",
             "mesh": "```\n" + "\n".join(lines) + "\n```",
         }
         writer = MetricsWriter(

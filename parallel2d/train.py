@@ -86,9 +86,8 @@ def _plan(composition: Composition) -> int:
     """Prints what the job would cost; 1 where it does not fit."""
     import torch
 
-    from parallel2d.planner.cost_summary import shortage, summary
-    from parallel2d.planner.layout_cost import cost_of
-    from parallel2d.planner.machines import planned_topology
+    from parallel2d.planner.layout_cost import cost_of, planned_topology
+    from parallel2d.planner.plan_text import shortage, summary
 
     torch.set_num_threads(1)
     config = composition.config

@@ -99,8 +99,8 @@ class Trainer:
             self.validation_sets[keys.set_loss_key(name)] = stream
         # Callbacks of the command that trains. The second gets this rank's summed loss and what the
         # ranks agreed on, when gradients are complete and not clipped yet. The third comes before a
-        # step is saved and recorded; if it raises, nothing is written. The last is called once,
-        # after this process's first step.
+        # step is saved and again before its row; if it raises, nothing more is written. The last is
+        # called once, after this process's first step.
         self.stop_requested: Callable[[], bool] = _never
         self.gradients_ready: Callable[[Tensor, StepOutcome], object] = _nothing
         self.before_writing: Callable[[], object] = _nothing
@@ -234,6 +234,8 @@ class Trainer:
             wanted=is_best or agreed.save,
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
+        # Hooks and a save take their time, in which another start may have set rows aside.
+        self.before_writing()
         self.recorder.record(
             self.progress,
             outcome,

@@ -35,8 +35,8 @@ def life(
     **checkpoint: Any,
 ) -> dict[str, Any]:
     """Trains from where the run stands to step ``until``. ``nodes``: the memory folder of each rank. ``end``: ``killed`` leaves all
-    as it is after the last copy, ``finished`` and ``preempted`` end as a trainer does. ``fault(net)`` runs on each rank before the
-    first step."""
+    as it is after the last copy, ``finished`` and ``preempted`` end as a trainer does. ``fault(net)`` runs on each rank before
+    anything is restored."""
     rank = torch.distributed.get_rank()
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = nodes[rank]
@@ -47,10 +47,10 @@ def life(
         with Heard() as heard:
             net = memory_copies(settings, run_dir, mesh)
             saver = Checkpointer(settings, run_dir, mesh, model, optimizer, copies=net)
-            restored = saver.restore(restarted=restarted)
-            start = restored["step"] if restored else 0
             if fault is not None:
                 fault(net)
+            restored = saver.restore(restarted=restarted)
+            start = restored["step"] if restored else 0
             losses, draws = {}, {}
             for step in range(start + 1, until + 1):
                 losses[step] = train_step(model, optimizer, mesh, step)
@@ -130,3 +130,15 @@ def full_on_the_second_copy(net: Any) -> None:
         allocate(*args)
 
     mock.patch.object(os, "posix_fallocate", full).start()
+
+
+def change_what_is_sent(net: Any) -> None:
+    """Every file that is sent from node to node arrives with another byte."""
+    send = torch.distributed.send
+
+    def changed(piece: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        piece = piece.clone()
+        piece[-1] ^= 1
+        send(piece, *args, **kwargs)
+
+    mock.patch.object(torch.distributed, "send", changed).start()

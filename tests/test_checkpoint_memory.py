@@ -173,6 +173,14 @@ def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_u
     assert cluster.run("AABB", until=1)[0]["start"] == 1, "nothing but the disk is left"
 
 
+def test_what_another_node_receives_damaged_is_not_used(cluster):
+    cluster.run("AABB", until=3)
+    cluster.lose("B")
+    lives = cluster.run("AACC", until=4, fault=memory_runs.change_what_is_sent)
+    assert [life["start"] for life in lives] == [0] * 4
+    assert said(lives, "was damaged on its way to node 1")
+
+
 def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(cluster):
     cluster.run("AABB", until=5, every=2, disk_every=5)
     lives = cluster.run("AABB", until=8, every=2, disk_every=8)

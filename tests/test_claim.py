@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 
+import jobs
 import pytest
 
+from parallel2d.hooks import Hook
+from parallel2d.metrics.row_file import set_aside_after
 from parallel2d.run_directory.start import RunClaim, RunTakenOver
 
 
@@ -45,3 +48,24 @@ def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         RunClaim(str(tmp_path / "nowhere"))
+
+
+class TakingOver(Hook):
+    """While the third step is in its hooks, another start goes on after the first."""
+
+    def step(self, run, step, metrics):
+        if step == 3:
+            RunClaim("run")
+            set_aside_after("run/metrics.jsonl", 1)
+
+
+def taken_over(folder):
+    trainer = jobs.build(folder, "run", ["strategy=ddp"], [TakingOver()])
+    with pytest.raises(RunTakenOver):
+        trainer.run()
+    return [row["step"] for row in jobs.rows("run")]
+
+
+def test_a_start_that_is_taken_over_in_a_step_writes_no_row_of_it(ranks, tmp_path):
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} and {i * i}\n" for i in range(4000)))
+    assert ranks.run(1, taken_over, str(tmp_path)) == [[1]]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jobs
@@ -59,7 +59,7 @@ class Times:
     between: tuple[int, int]  # steps from one fault to the next: at least, and below
 
 
-SHORT, LONG = Times(6, 4, 10, (2, 6)), Times(15, 10, 30, (2, 15))
+SHORT, LONG = Times(6, 4, 10, (2, 15)), Times(15, 10, 30, (2, 15))
 SLACK = 3.0  # times as long as on a machine that does nothing else
 
 
@@ -187,6 +187,9 @@ class Disturbed:
     def launcher_stopped(self) -> float:
         return self._end_launcher(signal.SIGTERM, 75)
 
+    def launcher_interrupted(self) -> float:
+        return self._end_launcher(signal.SIGINT, 130)
+
     def launcher_killed(self) -> float:
         return self._end_launcher(signal.SIGKILL, -signal.SIGKILL)
 
@@ -308,14 +311,15 @@ def run(
 @pytest.mark.slow
 def test_ranks_stores_and_launchers_that_end(tmp_path):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "launcher_sleeps"]
-    run(tmp_path, faults, seed=2)
+    run(tmp_path, [*faults, "launcher_interrupted"], seed=2)
 
 
 @pytest.mark.slow
 def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
     """The lost node's part of the optimizer's state comes from the other one."""
     faults = ["kill_node", "long_partition", "launcher_killed", "launcher_stopped"]
-    run(tmp_path, faults, 4, method=["strategy=hybrid_full"])
+    times = replace(SHORT, between=(2, 6))
+    run(tmp_path, faults, 4, times, method=["strategy=hybrid_full"])
 
 
 # Methods whose history depends on the number of replicas: nodes that are lost are waited for.

@@ -30,8 +30,8 @@ from parallel2d import (
 )
 from parallel2d.config import BucketingConfig, PrecisionConfig, PrefetchConfig, SyncConfig
 from parallel2d.cost.collectives import sent_bytes
-from parallel2d.cost.tensor_twin import tensor_twin
-from parallel2d.cost.traffic import RING_PASSES, count_tensor_axis, predict_communication
+from parallel2d.cost.tensor_twin import count_tensor_axis, tensor_twin
+from parallel2d.cost.traffic import predict_communication
 from parallel2d.data.batch import token_sequences
 from parallel2d.metrics.communication import CommunicationMeter
 from parallel2d.metrics.keys import COMMUNICATION_KEYS
@@ -89,20 +89,19 @@ def measure(
     shape = mesh_shape(mesh)
     with build_on_meta():
         model, init, plan = (build or build_small_llama)(shape.tensor)
-    predicted = {}
+    predicted, predicted_passes = {}, None
     if shape.tensor > 1:
-        predicted = count_tensor_axis(
+        over_tensor = count_tensor_axis(
             tensor_twin(model, mesh, parallel, plan),
             mesh,
             cross_entropy_sum,
             functools.partial(token_sequences(tokens).example, sequences),
             CommunicationMeter(mesh, dry=True),
-            accumulation=accumulation,
-            during_accumulation=mode,
             reduce_dtype=torch.float32,
         )
-        assert predicted, "not counted"
-    predicted_passes = predicted.pop(RING_PASSES, None)
+        assert over_tensor, "not counted"
+        sent, predicted_passes = over_tensor.of_step(accumulation, mode)
+        predicted["comm/tensor/bytes"] = sent
     model = parallelize(model, mesh, parallel, seed=0, init=init, tensor_plan=plan)
     predicted |= predict_communication(
         model, mesh, accumulation=accumulation, during_accumulation=mode

@@ -413,7 +413,8 @@ def test_the_command_line_chooses_an_optimizer_and_its_groups():
     ("optimizer.groups=[{pattern:a,lr_scale:-1}]", "lr_scale=-1 must be a number, at least 0"),
     ("optimizer.groups=[{pattern:a,algorithm:muon}]", "has no effect with optimizer=adamw"),
     ("optimizer=adafactor optimizer.beta2_decay=0.1", "optimizer.beta2_decay=0.1 must be at most 0"),
-    ("precision=bf16_reduce_bf16 precision.keep_low_precision_gradients=true optimizer=muon", "is for optimizers of your own"),
+    ("precision=bf16_reduce_bf16 precision.keep_low_precision_gradients=true optimizer=muon",
+     "is for optimizers of your own"),
 ])  # fmt: skip
 def test_settings_without_effect_are_refused(words, says):
     with pytest.raises(ConfigError) as error:

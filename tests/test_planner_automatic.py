@@ -21,7 +21,7 @@ JOB = (
     *SMALL, "model.dim=64", "model.hidden_dim=128", "strategy=auto", "mesh.tensor=1", "bucketing=block", "activation_checkpointing=none", "train.micro_batch_size=1",
 )  # fmt: skip
 SPEEDS = (
-    "cluster.device.peak_tflops.fp32=0.05", "plan.efficiency=0.5", "cluster.device.memory_gb_per_s=10",
+    "cluster.device.peak_tflops.fp32=0.05", "cluster.device.efficiency=0.5", "cluster.device.memory_gb_per_s=10",
     "cluster.inside_node={up_gbit: 8, down_gbit: 8, latency_us: 50}", "cluster.between_nodes={up_gbit: 0.1, down_gbit: 0.1, latency_us: 200}",
 )  # fmt: skip
 PLENTY = "cluster.device.memory_gib=4"
@@ -30,7 +30,7 @@ LITTLE = "cluster.device.memory_gib=0.0016"
 
 
 def chosen(nodes, ranks, *words):
-    words = [*JOB, *SPEEDS, "plan.verify=false", *words]
+    words = [*JOB, *SPEEDS, *words]
     composition = compose(words)
     assert composition is not None
     return with_chosen_layout(composition.config, words, nodes, ranks)
@@ -61,13 +61,13 @@ def test_what_is_named_stays():
 
 @pytest.mark.slow
 def test_without_figures_of_the_machines_nothing_is_chosen():
-    words = [*JOB, "plan.verify=false"]
+    words = [*JOB]
     composition = compose(words)
     assert composition is not None
     with pytest.raises(ConfigError) as caught:
         with_chosen_layout(composition.config, words, 1, 2)
     assert str(caught.value).startswith("auto: layouts cannot be ranked: cluster.")
-    assert "preflight --calibrate" in str(caught.value)
+    assert "parallel2d.preflight --write" in str(caught.value)
     with pytest.raises(ConfigError, match="5 ranks on 2 nodes are not equally many"):
         chosen(2, 5)
 
@@ -89,7 +89,7 @@ def _mesh():
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_would_be_chosen(capsys):
-    words = [*JOB, *SPEEDS, PLENTY, "plan.verify=false", "launch.nproc_per_node=2"]
+    words = [*JOB, *SPEEDS, PLENTY, "launch.nproc_per_node=2"]
     assert train.main([*words, "plan.dry_run=true"]) == 0
     dry = capsys.readouterr().out
     assert "layout      strategy=ddp mesh.replicate=2" in dry
@@ -104,7 +104,7 @@ def test_a_dry_run_says_what_would_be_chosen(capsys):
     ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train"),
 ], ids=["own", "torchrun"])  # fmt: skip
 def test_a_job_runs_in_the_chosen_layout(folder, launcher):  # noqa: F811
-    words = [*JOB, *SPEEDS, LITTLE, "plan.verify=false", "checkpoint.every=2", "hydra.run.dir=run"]
+    words = [*JOB, *SPEEDS, LITTLE, "checkpoint.every=2", "hydra.run.dir=run"]
     done = execute(folder, *words, launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("layout      strategy=zero") == 1

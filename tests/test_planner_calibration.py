@@ -7,9 +7,8 @@ import math
 import pytest
 
 from parallel2d.config import ClusterConfig, LinkConfig
-from parallel2d.config.cluster_file import with_cluster_files
 from parallel2d.config.composition import compose
-from parallel2d.cost.collective_time import GroupPlacement, collective_seconds
+from parallel2d.cost.collectives import GroupPlacement, collective_seconds
 from parallel2d.cost.step_time import GroupSeconds, StepSchedule, step_seconds
 from parallel2d.errors import ConfigError
 from parallel2d.preflight.rank_measurement import CollectiveSample, fit_link
@@ -50,7 +49,7 @@ def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"cluster={path}: .*{message}"):
-        with_cluster_files([f"cluster={path}"])
+        compose([f"cluster={path}"])
 
 
 def test_keys_and_values_of_a_file_are_checked_as_words_are(tmp_path):
@@ -102,5 +101,5 @@ def test_gloo_reduces_by_rings_alone():
 
 def test_backward_on_a_cpu_waits_for_each_collective_of_the_shard_axis():
     groups = [GroupSeconds(1, 2, 3, 4, 0, frees=True)] * 3
-    schedule = StepSchedule(1, "none", False, overlaps_gathers=False, waits_for_scatters=True)
+    schedule = StepSchedule(1, "none", False, overlaps=False)
     assert step_seconds(groups, schedule, update=0).total == 3 * (1 + 2 + 3 + 3 + 4)

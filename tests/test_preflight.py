@@ -229,9 +229,6 @@ def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
     assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("mine", 2, 2)
     assert 0 < cluster.device.efficiency <= 1
     assert cluster.device.peak_tflops.bf16 > 0
-    assert cluster.device.coding_gb_per_s.int4 > 0
-    assert cluster.device.group_overhead_us >= 0
-    assert cluster.device.wait_overhead_us >= 0
     assert cluster.inside_node.bytes_per_s > 0
     assert cost_of(config).time.seconds.total > 0
     # The same file as a choice of the group.

@@ -17,17 +17,6 @@ class PeakConfig:
     fp32: float | None = option(None, "TFLOP/s of products in fp32, without TF32", above=0)
     bf16: float | None = option(None, "TFLOP/s of products in bf16", above=0)
     fp16: float | None = option(None, "TFLOP/s of products in fp16", above=0)
-    fp8: float | None = option(None, "TFLOP/s of products in 8-bit floats", above=0)
-
-
-@dataclass
-class CodingConfig:
-    """1e9 bytes per second of values in fp32 that a device writes in the form in which
-    ``sync.wire`` sends them, and reads twice. ``null``: they take no time."""
-
-    bf16: float | None = option(None, "1e9 bytes of fp32 per second, as bf16", above=0)
-    int8: float | None = option(None, "1e9 bytes of fp32 per second, as int8", above=0)
-    int4: float | None = option(None, "1e9 bytes of fp32 per second, as int4", above=0)
 
 
 @dataclass
@@ -46,13 +35,6 @@ class DeviceConfig:
     efficiency: float | None = option(
         None, "Share of the peak that training reaches; null: as published", above=0, maximum=1
     )
-    group_overhead_us: float | None = option(
-        None, "Microseconds on CPU for each group of parameters; null: none", minimum=0
-    )
-    wait_overhead_us: float | None = option(
-        None, "Microseconds on CPU that ranks wait in a collective; null: none", minimum=0
-    )
-    coding_gb_per_s: CodingConfig = field(default_factory=CodingConfig)
 
 
 @dataclass
@@ -77,7 +59,7 @@ class LinkConfig:
 @dataclass
 class ClusterConfig:
     """The machines that `python -m parallel2d.plan` plans for. Training takes the machines that it
-    finds; where this describes them, it records the time that a step should take."""
+    finds."""
 
     name: str = option("local", "What reports call these machines")
     nodes: int | str = option(
@@ -89,9 +71,6 @@ class ClusterConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     inside_node: LinkConfig = field(default_factory=LinkConfig)  # of one rank
     between_nodes: LinkConfig = field(default_factory=LinkConfig)  # of a node: its ranks share it
-    node_mtbf_hours: float | None = option(
-        None, "Hours between failures of a node; n nodes fail n times as often", above=0
-    )
 
 
 @dataclass
@@ -111,10 +90,3 @@ class PlanConfig:
     free_memory: float = option(
         0.1, "Share of memory left free: for its context, NCCL and fragments", between=(0, 0.9)
     )
-    efficiency: float | None = option(
-        None, "Share of the peak that compute reaches; null: as published", above=0, maximum=1
-    )
-    save_s: float | None = option(
-        None, "Seconds that training waits for a checkpoint; null: no goodput is predicted", above=0
-    )
-    restart_s: float = option(300.0, "Seconds from a failure until training goes on", minimum=0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hydra import compose
@@ -36,54 +35,52 @@ _EXPECTED = {
 }
 
 
-@dataclass
-class _Words:
-    """What the words of a command line are, after each was read on its own."""
-
-    wrong: list[str] = field(default_factory=list)  # lines for people
-    choices: list[str] = field(default_factory=list)  # of config groups, each of which exists
-    values: list[tuple[str, Any]] = field(default_factory=list)  # of keys, not tried yet
-
-
 def explain(words: Sequence[str], error: Exception) -> str:
     """One line per wrong word; the first lines of ``error`` where no single word is wrong."""
     arguments = get_args_parser().parse_args(list(words))
     if arguments.config_path:
         return first_line(error)  # all files are in another place
-    name = arguments.config_name or "train"
     with initialized(arguments.config_dir) as hydra_instance:
         loader = hydra_instance.config_loader
         groups = choices_by_group(loader)
-        read = _read(arguments.overrides, loader, groups)
+        wrong, chosen, values = _read(arguments.overrides, loader, groups)
         try:
-            base = compose(name, overrides=read.choices)
+            base = compose(arguments.config_name or "train", overrides=chosen)
         # Such as +strategy=ddp, which no single word shows, or a wrong value in one's own file.
         except (HydraException, OmegaConfBaseException, ValueError):
-            return "\n".join(read.wrong) or first_line(error)
+            return "\n".join(wrong) or first_line(error)
         keys = dotted_keys(base)
-        tried = [_try_value(base, keys, groups, word, override) for word, override in read.values]
-    return "\n".join([*read.wrong, *filter(None, tried)]) or first_line(error)
+        tried = [_try_value(base, keys, groups, word, override) for word, override in values]
+    return "\n".join([*wrong, *filter(None, tried)]) or first_line(error)
 
 
-def _read(words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]) -> _Words:
-    found = _Words()
+def _read(
+    words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
+) -> tuple[list[str], list[str], list[tuple[str, Any]]]:
+    """Lines for wrong words; choices of groups, whose keys are needed to try values; and values of
+    keys, which are not tried yet."""
+    wrong: list[str] = []
+    chosen: list[str] = []
+    values: list[tuple[str, Any]] = []
     for word in words:
         # Each word on its own: Hydra's parser stops at the first that it cannot read.
         try:
             override = OverridesParser.create(loader).parse_override(word)
-        except HydraException as wrong:
-            found.wrong.append(_unreadable(word, wrong))
+        except HydraException as unreadable:
+            wrong.append(_unreadable(word, unreadable))
             continue
         key = str(override.key_or_group)
         if key in groups:
-            _check_choices(key, override, groups[key], found)
-            continue
-        # Hydra's own keys are checked by Hydra. Several values are one for each job of a sweep,
-        # and each job is checked when it is composed.
-        if key.startswith("hydra") or override.is_sweep_override():
-            continue
-        found.values.append((word, override))
-    return found
+            choices = _choices(override)
+            unknown = [choice for choice in choices if choice not in groups[key]]
+            wrong += [_unknown_choice(key, choice, groups[key]) for choice in unknown]
+            # Of several choices for a sweep any has the keys.
+            if not unknown and not override.is_sweep_override():
+                chosen.append(f"{key}={choices[0]}")
+        # Hydra checks its own keys, and each job of a sweep is checked when it is composed.
+        elif not key.startswith("hydra") and not override.is_sweep_override():
+            values.append((word, override))
+    return wrong, chosen, values
 
 
 def _unreadable(word: str, error: HydraException) -> str:
@@ -99,21 +96,14 @@ def _unreadable(word: str, error: HydraException) -> str:
     return f"{word} cannot be read ({reason}); {advice}"
 
 
-def _check_choices(group: str, override: Any, allowed: Sequence[str], found: _Words) -> None:
-    """Sorts the choices of a config group in those that exist and those that do not."""
+def _choices(override: Any) -> list[str]:
+    """The choices of a config group that a word names: several in a sweep."""
     if override.is_delete():
-        choices = [str(override.value())]
-    elif override.is_sweep_override():
-        choices = [part.strip() for part in str(override.get_value_string()).split(",")]
-    else:
-        choices = [str(override.get_value_string())]
-    for choice in choices:
-        if choice not in allowed:
-            found.wrong.append(_unknown_choice(group, choice, allowed))
-            continue
-        # The keys of a choice are needed to check the values; of a sweep, any choice has them.
-        if not override.is_sweep_override():
-            found.choices.append(f"{group}={choice}")
+        return [str(override.value())]
+    text = str(override.get_value_string())
+    if override.is_sweep_override():
+        return [part.strip() for part in text.split(",")]
+    return [text]
 
 
 def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:

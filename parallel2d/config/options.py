@@ -14,7 +14,16 @@ from parallel2d.errors import ConfigError, did_you_mean, nearest
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 _BOUNDS = {"minimum": "at least {}", "above": "above {}", "maximum": "at most {}"}
 # Keys that are gone -> what to use instead. A value that is gone stands at its field.
+_UNPLANNED = "the planner has no use for it; write the file again with preflight --write"
 GONE_KEYS = {
+    "cluster.device.group_overhead_us": _UNPLANNED,
+    "cluster.device.wait_overhead_us": _UNPLANNED,
+    **{f"cluster.device.coding_gb_per_s.{wire}": _UNPLANNED for wire in ("bf16", "int8", "int4")},
+    "cluster.device.peak_tflops.fp8": "the planner prices no products in 8-bit floats",
+    "cluster.node_mtbf_hours": "the planner predicts a step, and a run measures its goodput",
+    "plan.efficiency": "cluster.device.efficiency says it",
+    "plan.save_s": "the planner predicts a step, and a run measures its goodput",
+    "plan.restart_s": "the planner predicts a step, and a run measures its goodput",
     "plan.pictures": "python -m parallel2d.plan prints a table, and plan.json=FILE has its numbers",
     "plan.sync_loss": "name a method: sync=every_step, or sync=diloco for a slow network",
 }

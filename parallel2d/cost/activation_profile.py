@@ -5,22 +5,15 @@ micro-batch on tensors without storage. What it has in memory beside its paramet
 wherever sharding would gather or reduce a group: `MemoryEvent`. `parallel2d.cost.predicted_peak`
 adds what sharding allocates there, for any sizes of the other axes.
 
-Of equal blocks four are run; see [Note: the blocks between]. Gradients of a group's parameters are
-dropped when the group has all of them, since sharding would have reduced them.
-
-[Note: the blocks between] Of a run of n equal blocks the first two, a middle one and the last are
-run. If the second and the third keep as much memory, all between keep as much, and the events of
-the second stand for theirs: with what is kept by those before it. Memory at the same moment of one
-block after the other grows or shrinks evenly, so the peak is in one of the first or the last ones.
-Where the blocks differ, all of them are run.
+Gradients of a group's parameters are dropped when the group has all of them, since sharding would
+have reduced them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.config import ParallelConfig
-from parallel2d.cost.equal_blocks import EqualBlocks, find_equal_blocks, without_blocks
-from parallel2d.cost.model_shapes import ModelShapes, collect_shapes
 from parallel2d.cost.tensor_twin import on_fake_tensors, tensor_twin
 from parallel2d.errors import ConfigError
 from parallel2d.loss import loss_chunks
@@ -40,41 +31,26 @@ from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.precision import Precision
 
-_RUN = 4  # of each run of equal blocks
-
 
 class MemoryEvent(NamedTuple):
     """A moment of a step.
 
     ``kind``: ``gather`` or ``free`` (before and after the forward of a group), ``gather_again``
-    (its output has its gradient), ``reduce`` (its parameters have theirs), ``forward`` or
-    ``backward`` (the same of a block); ``gather_many`` and ``reduce_many``: of ``times`` blocks
-    that were not run. ``groups``: numbers in `ActivationProfile.shapes`. Bytes, of activations and
-    whole gradients: ``most`` since the event before, ``now`` at this one.
+    (its output has its gradient), ``reduce`` (its parameters have theirs), ``end``. ``group``: its
+    number in `ModelShapes.in_order`. Bytes, of activations and whole gradients: ``most`` since
+    the event before, ``now`` at this one.
     """
 
     kind: str
-    groups: tuple[int, ...]
+    group: int
     most: int
     now: int
-    block: tuple[int, int] | None = None  # the number of its stack, and of the block in it
-    times: int = 1
-
-
-@dataclass(frozen=True)
-class ActivationProfile:
-    """``shapes``: of the groups of the copy that was run, the root last; ``events`` end with the
-    step."""
-
-    shapes: ModelShapes
-    events: tuple[MemoryEvent, ...]
 
 
 Example = Callable[[str], tuple[Tensor, Tensor]]
-# (copy of the model, inputs, targets) -> the loss of inputs and targets
-LossOf = Callable[[nn.Module, Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]
-# The tensor-parallel plan of a copy of the model.
-PlanOf = Callable[[nn.Module], Mapping[str, object] | None]
+StepLoss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
+# (copy of the model, inputs, targets) -> its loss
+LossOf = Callable[[nn.Module, Tensor, Tensor], StepLoss]
 
 
 def profile_activations(
@@ -84,48 +60,25 @@ def profile_activations(
     config: ParallelConfig,
     *,
     mesh: DeviceMesh | None = None,
-    plan_of: PlanOf = lambda model: None,
-) -> ActivationProfile | str:
+    plan: Mapping[str, object] | None = None,
+) -> list[MemoryEvent] | str:
     """``model``: before `parallelize`, on meta; it stays as it is. ``loss_of``: gets a copy of it,
-    which it may run on the given micro-batch. ``example(device)``: inputs and
-    targets of one micro-batch. ``mesh``, ``plan_of``: with a tensor axis; a mesh of a fake process
-    group will do.
+    which it may run on the given micro-batch. ``example(device)``: inputs and targets of one
+    micro-batch. ``mesh``, ``plan``: with a tensor axis; a mesh of a fake process group will do.
 
-    In words why there is none, for a model that tensors without storage cannot run.
+    The last event is the end of the step. In words why there is none, for a model that tensors
+    without storage cannot run.
     """
-    stacks = find_equal_blocks(model)
-    # Groups of a certain size have others in a shorter model.
-    if stacks and config.bucketing.name != "size":
-        kept = [[0, 1, stack.count // 2, stack.count - 1] for stack in stacks]
-        part = without_blocks(model, stacks, kept)
-        found = _run(part, loss_of, example, config, mesh, plan_of, stacks)
-        if not isinstance(found, str):
-            extended = _with_all_blocks(found, stacks)
-            if extended is not None:
-                return extended
-    return _run(model, loss_of, example, config, mesh, plan_of)
-
-
-def _run(
-    model: nn.Module,
-    loss_of: LossOf,
-    example: Example,
-    config: ParallelConfig,
-    mesh: DeviceMesh | None,
-    plan_of: PlanOf,
-    stacks: Sequence[EqualBlocks] = (),
-) -> ActivationProfile | str:
-    """Of ``model`` as it is. ``stacks``: those of which it has four blocks."""
-    plan = plan_of(model)
-    shapes = collect_shapes(model, config, mesh=mesh, plan=plan)
     twin = tensor_twin(model, mesh, config, plan)
-    groups = _groups_of(twin, config)
+    precision = Precision.of(config.precision, twin)
+    blocks = find_blocks(twin, config.bucketing.blocks, config.bucketing.policy)
+    groups = bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules)
     # Attention has a kernel that keeps no scores on this device, and none on meta.
     try:
         with on_fake_tensors(twin, "cpu"):
             inputs, targets = example("cpu")
             loss = loss_of(twin, inputs, targets)
-            log = _EventLog(twin, groups, stacks)
+            log = _EventLog(twin, [*groups, [twin]])
             with log, loss_chunks(first_alone=True):
                 value = loss(inputs, targets)
                 log.is_backward = True
@@ -140,25 +93,13 @@ def _run(
             f"{type(model).__name__} does not run on tensors without storage "
             f"({type(error).__name__}: {reason})"
         )
-    return ActivationProfile(shapes, tuple(log.events))
-
-
-def _groups_of(twin: nn.Module, config: ParallelConfig) -> list[list[nn.Module]]:
-    """The modules of each group, the root last."""
-    precision = Precision.of(config.precision, twin)
-    blocks = find_blocks(twin, config.bucketing.blocks, config.bucketing.policy)
-    return [*bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules), [twin]]
+    return log.events
 
 
 class _EventLog(TorchDispatchMode):
-    """Counts bytes of storages, and notes them at the borders of groups and blocks."""
+    """Counts bytes of storages, and notes them at the borders of groups, the root last."""
 
-    def __init__(
-        self,
-        twin: nn.Module,
-        groups: Sequence[Sequence[nn.Module]],
-        stacks: Sequence[EqualBlocks],
-    ) -> None:
+    def __init__(self, twin: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
         self.events: list[MemoryEvent] = []
         self.is_backward = False
@@ -169,7 +110,6 @@ class _EventLog(TorchDispatchMode):
         self._trained: list[list[nn.Parameter]] = []
         self._missing: list[int] = []
         self._without_input_gradient: set[int] = set()
-        self._watch_blocks(twin, stacks)
         self._watch_groups(groups)
 
     def __torch_dispatch__(
@@ -189,13 +129,7 @@ class _EventLog(TorchDispatchMode):
         for group, missing in enumerate(self._missing[:root]):
             if missing or group in self._without_input_gradient:
                 self._reduce(group)
-        self._note("end", ())
-
-    def _watch_blocks(self, twin: nn.Module, stacks: Sequence[EqualBlocks]) -> None:
-        for number, stack in enumerate(stacks):
-            container = list(twin.get_submodule(stack.name).children())
-            for place, block in enumerate(container[stack.first : stack.first + _RUN]):
-                self._around(block, "forward", "", "backward", (), (number, place))
+        self._note("end", root)
 
     def _watch_groups(self, groups: Sequence[Sequence[nn.Module]]) -> None:
         taken: set[int] = set()
@@ -211,36 +145,25 @@ class _EventLog(TorchDispatchMode):
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self._counts_down(number))
             for module in modules:
-                self._around(module, "gather", "free", "gather_again", (number,))
+                self._around(module, number)
 
-    def _around(
-        self,
-        module: nn.Module,
-        before: str,
-        after: str,
-        back: str,
-        groups: tuple[int, ...],
-        block: tuple[int, int] | None = None,
-    ) -> None:
-        """Notes events of these kinds; an empty one is left out."""
-
+    def _around(self, module: nn.Module, group: int) -> None:
         def enter(_module: nn.Module, *given: Any) -> None:
-            if not self.is_backward:
-                self._note(before, groups, block)
-                if not any(tensor.requires_grad for tensor in _tensors_in(given)):
-                    self._without_input_gradient.update(groups)
-            # What is computed again needs the parameters of its groups.
-            elif groups:
-                self._note(back, groups)
+            # What is computed again needs the parameters of its group.
+            if self.is_backward:
+                self._note("gather_again", group)
+                return
+            self._note("gather", group)
+            if not any(tensor.requires_grad for tensor in _tensors_in(given)):
+                self._without_input_gradient.add(group)
 
         def leave(_module: nn.Module, _given: Any, output: Any) -> None:
             if self.is_backward:
                 return
-            if after:
-                self._note(after, groups, block)
+            self._note("free", group)
             trained = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
             if trained:
-                trained[0].register_hook(lambda _: self._note(back, groups, block))
+                trained[0].register_hook(lambda _: self._note("gather_again", group))
 
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave)
@@ -256,14 +179,12 @@ class _EventLog(TorchDispatchMode):
 
     def _reduce(self, group: int) -> None:
         self._missing[group] = 0
-        self._note("reduce", (group,))
+        self._note("reduce", group)
         for parameter in self._trained[group]:
             parameter.grad = None
 
-    def _note(
-        self, kind: str, groups: tuple[int, ...], block: tuple[int, int] | None = None
-    ) -> None:
-        self.events.append(MemoryEvent(kind, groups, self._most, self._now, block))
+    def _note(self, kind: str, group: int) -> None:
+        self.events.append(MemoryEvent(kind, group, self._most, self._now))
         self._most = self._now
 
     def _see(self, tensor: Tensor, *, counts: bool = True) -> None:
@@ -295,108 +216,3 @@ def _tensors_in(value: Any) -> list[Tensor]:
         elif dataclasses.is_dataclass(leaf):
             found += _tensors_in(list(vars(leaf).values()))
     return found
-
-
-# Blocks that were not run
-
-
-def _with_all_blocks(
-    profile: ActivationProfile, stacks: Sequence[EqualBlocks]
-) -> ActivationProfile | None:
-    """None where the blocks of a stack differ."""
-    events = list(profile.events)
-    for number, stack in enumerate(stacks):
-        extended = _with_stack(events, number, stack.count - _RUN)
-        if extended is None:
-            return None
-        events = extended
-    return ActivationProfile(profile.shapes, tuple(events))
-
-
-def _with_stack(events: list[MemoryEvent], number: int, skipped: int) -> list[MemoryEvent] | None:
-    """``events`` with ``skipped`` more blocks of the stack after its second one; see
-    [Note: the blocks between]."""
-    forward = _places(events, "forward", number)
-    backward = _places(events, "backward", number)
-    if forward is None or backward is None or backward != sorted(backward, reverse=True):
-        return None
-    second = events[forward[1] : forward[2]]
-    third = events[forward[2] : forward[3]]
-    second_back = events[backward[1] : backward[0]]
-    third_back = events[backward[2] : backward[1]]
-    kept = events[forward[2]].now - events[forward[1]].now
-    if not _is_shifted(second, third, kept) or not _is_shifted(second_back, third_back, kept):
-        return None
-    if skipped == 0:
-        return events
-    more = kept * skipped
-    gathered = _groups_in(second, "gather")
-    reduced = _groups_in(second_back, "reduce")
-    first_of_back = events[backward[1]]
-    return [
-        *events[: forward[2]],
-        MemoryEvent("gather_many", gathered, 0, 0, times=skipped - 1),
-        *_shifted(second, more),
-        *_shifted(events[forward[2] : backward[1]], more),
-        *_shifted(second_back, more),
-        MemoryEvent("reduce_many", reduced, 0, 0, times=skipped - 1),
-        first_of_back._replace(most=first_of_back.now),
-        *events[backward[1] + 1 :],
-    ]
-
-
-def _places(events: Sequence[MemoryEvent], kind: str, number: int) -> list[int] | None:
-    """Where the four blocks of the stack have their events of this kind."""
-    found: dict[int, int] = {}
-    for place, event in enumerate(events):
-        if event.kind == kind and event.block is not None and event.block[0] == number:
-            # A block whose output is used twice gets its gradient twice.
-            found.setdefault(event.block[1], place)
-    if sorted(found) != list(range(_RUN)):
-        return None
-    return [found[block] for block in range(_RUN)]
-
-
-def _is_shifted(some: Sequence[MemoryEvent], others: Sequence[MemoryEvent], more: int) -> bool:
-    """Whether the others are the same with ``more`` bytes; the first one's ``most`` is of what
-    comes before it."""
-    if [event.kind for event in some] != [event.kind for event in others]:
-        return False
-    if any(other.now != event.now + more for event, other in zip(some, others, strict=True)):
-        return False
-    return all(
-        other.most == event.most + more for event, other in zip(some[1:], others[1:], strict=True)
-    )
-
-
-def _shifted(events: Iterable[MemoryEvent], more: int) -> list[MemoryEvent]:
-    return [event._replace(most=event.most + more, now=event.now + more) for event in events]
-
-
-def _groups_in(events: Iterable[MemoryEvent], kind: str) -> tuple[int, ...]:
-    found: list[int] = []
-    for event in events:
-        if event.kind == kind:
-            found += event.groups
-    return tuple(dict.fromkeys(found))
-
-
-# Other micro-batches
-
-
-def between_sizes(
-    small: ActivationProfile, large: ActivationProfile, share: float
-) -> ActivationProfile | None:
-    """What lies between two sizes of the micro-batch, at ``share`` of the way to the larger one;
-    None where the two have other events. Peaks at least as high as those that would be measured,
-    since each is the largest of amounts that grow evenly."""
-    if len(small.events) != len(large.events):
-        return None
-    events = []
-    for one, other in zip(small.events, large.events, strict=True):
-        if (one.kind, one.groups) != (other.kind, other.groups):
-            return None
-        most = round(one.most + share * (other.most - one.most))
-        now = round(one.now + share * (other.now - one.now))
-        events.append(one._replace(most=most, now=now))
-    return ActivationProfile(small.shapes, tuple(events))

@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from torch import Tensor, nn
-
-from parallel2d.model_structure import join_names
+from torch import nn
 
 # Shorter stacks are run as they are: copies of other lengths would cost as much.
 _LEAST_BLOCKS = 5
-# Each stack takes a run of its own.
-_MOST_STACKS = 4
 
-Figures = Mapping[Any, float]
+Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """A run of ``count`` equal blocks in ``container``, which is called ``name`` in the model.
-    ``first``: the number of the first of them."""
+    """A run of ``count`` equal blocks in ``container``, from number ``first`` on."""
 
-    name: str
     container: nn.ModuleList | nn.Sequential
     first: int
     count: int
@@ -41,100 +35,66 @@ class EqualBlocks:
 
 def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
     """The longest run of equal elements of each list of ``model``, where it is long enough to
-    matter; none is inside another. Equal are the classes, parameters, buffers and plain attributes
-    of the blocks and of all modules in them; an attribute may count the blocks."""
+    matter; none is inside another. Blocks are equal in the classes and tensors of all modules in
+    them; settings that differ are seen in the blocks that are measured."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        run = _longest_run(model)
+        if run.count >= _LEAST_BLOCKS:
+            return [run]
     found: list[EqualBlocks] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            run = _longest_run(name, module)
-            if run.count >= _LEAST_BLOCKS:
-                found.append(run)
-                return
-        for child_name, child in module.named_children():
-            visit(join_names(name, child_name), child)
-
-    visit("", model)
+    for child in model.children():
+        found += find_equal_blocks(child)
     return found
 
 
-def without_blocks(
-    model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
-) -> nn.Module:
-    """A copy of ``model`` that has, of each of ``stacks``, the blocks of these numbers alone,
-    counted from the first of the run."""
-    with _cut(stacks, kept):
-        return copy.deepcopy(model)
-
-
-def by_blocks(
-    model: nn.Module,
-    measure: Callable[[nn.Module], Figures | None],
-    *,
-    checks: bool = True,
-) -> Figures | None:
+def by_blocks(model: nn.Module, measure: Callable[[nn.Module], Figures | None]) -> Figures | None:
     """What ``measure`` finds for ``model``, from short copies of it where that is sound; see
     [Note: few of the equal blocks]. ``measure`` may use up a copy, and changes nothing of
-    ``model``; None: it cannot be measured. ``checks=False``: where the same model was found to be
-    sound before."""
+    ``model``; None: it cannot be measured."""
     stacks = find_equal_blocks(model)
-    if stacks and len(stacks) <= _MOST_STACKS:
-        found = _extended(model, stacks, measure, checks)
-        if found is not None:
-            return found
-    return measure(model)
+    found = _extended(model, stacks, measure) if stacks else None
+    return measure(model) if found is None else found
 
 
 def _extended(
     model: nn.Module,
     stacks: Sequence[EqualBlocks],
     measure: Callable[[nn.Module], Figures | None],
-    checks: bool,
-) -> dict[Any, float] | None:
+) -> dict[str, float] | None:
     """None where the cost is not a constant and so much per block."""
     one = [[0]] * len(stacks)
-    base = _measured(model, stacks, one, measure)
+    base = measure(_without_blocks(model, stacks, one))
     spread = [[0, stack.count // 2, stack.count - 1] for stack in stacks]
-    check = _measured(model, stacks, spread, measure) if checks else base
+    check = measure(_without_blocks(model, stacks, spread))
     if not base or not check:
         return None
-    total = dict(base)
-    expected = dict(base)
+    total, expected = dict(base), dict(base)
     for number, stack in enumerate(stacks):
         kept = [*one[:number], [0, 1], *one[number + 1 :]]
-        longer = _measured(model, stacks, kept, measure)
-        if longer is None or longer.keys() != base.keys():
+        longer = measure(_without_blocks(model, stacks, kept))
+        if longer is None:
             return None
         for name, value in longer.items():
             of_block = value - base[name]
             total[name] += (stack.count - 1) * of_block
             expected[name] += 2 * of_block
-    if not checks:
-        return total
-    for name, value in expected.items():
-        # Some bytes are shares of a whole number, and rounded.
-        if not math.isclose(value, check.get(name, math.nan), rel_tol=1e-12):
-            return None
+    # Some bytes are shares of a whole number, and rounded.
+    if not all(math.isclose(value, check[name], rel_tol=1e-12) for name, value in expected.items()):
+        return None
     return total
 
 
-def _measured(
-    model: nn.Module,
-    stacks: Sequence[EqualBlocks],
-    kept: Sequence[Sequence[int]],
-    measure: Callable[[nn.Module], Figures | None],
-) -> Figures | None:
-    return measure(without_blocks(model, stacks, kept))
-
-
-@contextmanager
-def _cut(stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Takes the other blocks out of the lists, so that they are not copied."""
+def _without_blocks(
+    model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
+) -> nn.Module:
+    """A copy of ``model`` that has, of each of ``stacks``, the blocks of these numbers alone,
+    counted from the first of the run."""
     before = [dict(stack.container._modules) for stack in stacks]
+    # The other blocks are taken out of the lists meanwhile, so that they are not copied.
     try:
         for stack, numbers in zip(stacks, kept, strict=True):
             _keep(stack, numbers)
-        yield
+        return copy.deepcopy(model)
     finally:
         for stack, modules in zip(stacks, before, strict=True):
             stack.container._modules.clear()
@@ -142,62 +102,31 @@ def _cut(stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]) -> Iterat
 
 
 def _keep(stack: EqualBlocks, numbers: Sequence[int]) -> None:
-    items = list(stack.container._modules.items())
-    run = items[stack.first : stack.first + stack.count]
-    left = items[: stack.first]
-    left += [run[number] for number in numbers]
-    left += items[stack.first + stack.count :]
     modules = stack.container._modules
+    items = list(modules.items())
+    end = stack.first + stack.count
+    run = items[stack.first : end]
+    left = [*items[: stack.first], *(run[number] for number in numbers), *items[end:]]
     modules.clear()
     for place, (name, module) in enumerate(left):
         # Lists find their elements by these names; those of a Sequential may be words.
         modules[str(place) if name.isdecimal() else name] = module
 
 
-def _longest_run(name: str, container: nn.ModuleList | nn.Sequential) -> EqualBlocks:
-    descriptions = [_description(block) for block in container]
-    best = EqualBlocks(name, container, 0, 0)
-    start = 0
-    for place in range(1, len(descriptions) + 1):
-        if place < len(descriptions) and _is_equal(descriptions, start, place):
-            continue
-        if place - start > best.count:
-            best = EqualBlocks(name, container, start, place - start)
-        start = place
+def _longest_run(container: nn.ModuleList | nn.Sequential) -> EqualBlocks:
+    best = EqualBlocks(container, 0, 0)
+    first = 0
+    for _, run in groupby(container, key=_description):
+        count = len(list(run))
+        if count > best.count:
+            best = EqualBlocks(container, first, count)
+        first += count
     return best
 
 
-def _is_equal(descriptions: Sequence[list[Any]], one: int, other: int) -> bool:
-    """Of two blocks by their numbers. Attributes that count the blocks do not differ."""
-    if len(descriptions[one]) != len(descriptions[other]):
-        return False
-    for (key, value), (other_key, other_value) in zip(
-        descriptions[one], descriptions[other], strict=True
-    ):
-        if (key, value) == (other_key, other_value):
-            continue
-        is_number = isinstance(value, int) and isinstance(other_value, int)
-        if key != other_key or not is_number or other_value - value != other - one:
-            return False
-    return True
-
-
 def _description(block: nn.Module) -> list[Any]:
-    """(key, value) of what can make blocks differ."""
-    found: list[Any] = []
-    for name, module in block.named_modules():
-        found.append((name, type(module)))
-        tensors: Mapping[str, Tensor | None]
-        for tensors in (module._parameters, module._buffers):
-            for key, value in tensors.items():
-                found.append((key, _shape(value)))
-        for key, setting in vars(module).items():
-            if isinstance(setting, bool | int | float | str | tuple | None):
-                found.append((key, setting))
+    """What makes blocks differ."""
+    found: list[Any] = [(name, type(module)) for name, module in block.named_modules()]
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))
     return found
-
-
-def _shape(value: Tensor | None) -> Any:
-    if value is None:
-        return None
-    return tuple(value.shape), value.dtype, value.requires_grad

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel2d.cost.equal_blocks import by_blocks
-from parallel2d.cost.tensor_twin import on_fake_tensors
+from parallel2d.cost.tensor_twin import ALL_AT_ONCE, on_fake_tensors
 from parallel2d.loss import loss_chunks
-
-_ALL_AT_ONCE = 2**62  # logits
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ def _count(
         try:
             twin = copy.deepcopy(model).to("meta")
             mode = on_fake_tensors(twin, "meta") if fake else nullcontext()
-            with mode, loss_chunks(_ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
+            with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
                 inputs, targets = example("meta")
                 loss(twin(inputs), targets).backward()
             return int(counter.get_total_flops())

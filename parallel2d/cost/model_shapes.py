@@ -17,6 +17,7 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -55,47 +56,18 @@ class ParameterShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """``groups``: (parameters of a group, how many groups are equal to it). ``scalars``: parameters
-    without dimensions, which every rank has whole. ``buffer_bytes``: of all buffers, which every
-    rank has whole too. ``in_order``: the groups one by one, as `bucket_modules` lists them, the
-    root last; empty where all parameters are in others."""
+    """``in_order``: the parameters of each group as `bucket_modules` lists them, the root last;
+    empty where all of a group's are in others. ``scalars``: parameters without dimensions, which
+    every rank has whole. ``buffer_bytes``: of all buffers, which every rank has whole too."""
 
-    groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
+    in_order: tuple[tuple[ParameterShape, ...], ...]
     scalars: tuple[ParameterShape, ...]
     buffer_bytes: int
-    in_order: tuple[tuple[ParameterShape, ...], ...] = ()
 
-    def traffic(self, shard: int, *, frees_after_forward: bool) -> list[tuple[GroupTraffic, int]]:
-        """What each group moves, on the first rank of ``shard``, and the number of equal groups."""
-        found = []
-        for group, count in self.groups:
-            found.append((group_traffic(group, shard, frees_after_forward), count))
-        return found
-
-    def counts(self) -> dict[Any, int]:
-        """The numbers of equal groups and of equal scalars, and the bytes of buffers: what grows
-        evenly with the number of equal blocks."""
-        found: dict[Any, int] = {("group", group): count for group, count in self.groups}
-        for scalar in self.scalars:
-            key = ("scalar", scalar)
-            found[key] = found.get(key, 0) + 1
-        found["buffers"] = self.buffer_bytes
-        return found
-
-    @classmethod
-    def of_counts(cls, counts: Mapping[Any, float]) -> ModelShapes:
-        """The shapes that have these `counts`."""
-        groups = []
-        scalars: list[ParameterShape] = []
-        buffers = 0
-        for key, count in counts.items():
-            if key == "buffers":
-                buffers = int(count)
-            elif key[0] == "group":
-                groups.append((key[1], int(count)))
-            else:
-                scalars += [key[1]] * int(count)
-        return cls(tuple(groups), tuple(scalars), buffers)
+    @cached_property
+    def groups(self) -> list[tuple[tuple[ParameterShape, ...], int]]:
+        """The parameters of a group, and how many groups are equal to it."""
+        return list(Counter(filter(None, self.in_order)).items())
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -135,12 +107,7 @@ def collect_shapes(
     # Sharding makes one group of what is left, at the root.
     collector.add([twin], precision.policy)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in twin.buffers())
-    return ModelShapes(
-        tuple(collector.groups.items()),
-        tuple(collector.scalars),
-        buffers,
-        tuple(collector.in_order),
-    )
+    return ModelShapes(tuple(collector.in_order), tuple(collector.scalars), buffers)
 
 
 def without_storage(model: nn.Module) -> nn.Module:
@@ -166,7 +133,6 @@ class _Collector:
         precision: Precision,
         by_muon: Collection[str],
     ) -> None:
-        self.groups: Counter[tuple[ParameterShape, ...]] = Counter()
         self.scalars: list[ParameterShape] = []
         self.in_order: list[tuple[ParameterShape, ...]] = []
         self._config = config
@@ -191,9 +157,6 @@ class _Collector:
                 else:
                     found.append(shape)
         self.in_order.append(tuple(found))
-        # All parameters of a module may be in groups inside it.
-        if found:
-            self.groups[tuple(found)] += 1
 
     def _shape_of(self, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> ParameterShape:
         local: torch.Tensor = parameter

@@ -15,17 +15,15 @@ are in memory as they are sent and as they are received.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from parallel2d.config import ParallelConfig
-from parallel2d.cost.activation_profile import ActivationProfile, MemoryEvent
+from parallel2d.cost.activation_profile import MemoryEvent
+from parallel2d.cost.layout import Layout
 from parallel2d.cost.model_shapes import ParameterShape, group_traffic
-from parallel2d.cost.state_memory import StateBytes, splits_updates
-from parallel2d.mesh import MeshShape
+from parallel2d.cost.state_memory import state_bytes
 from parallel2d.parallelize.precision import DTYPES
 
-_MIB = 2**20
 _WIRE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
@@ -60,19 +58,15 @@ class _Held:
 
     @property
     def total(self) -> int:
-        return self.gathered + self.returned + self.sent + self.sums + self.whole + self.bucket
+        return sum(astuple(self))
 
 
-def predict_peak(
-    profile: ActivationProfile,
-    shape: MeshShape,
-    config: ParallelConfig,
-    states: StateBytes,
-    accumulation: int,
-) -> PredictedMemory:
-    """``profile``: of ``config`` and of the size of the tensor axis of ``shape``; ``states``: of
-    the fullest rank. See [Note: what sharding holds]."""
-    step = _Step(profile, shape, config)
+def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemory:
+    """``events``: from `profile_activations`, of the config, the size of the tensor axis and the
+    micro-batch of ``layout``. See [Note: what sharding holds]."""
+    states = state_bytes(layout)
+    accumulation = layout.accumulation
+    step = _Step(events, layout)
     step.run(adds_sums=True, is_last=accumulation == 1)
     # All micro-batches after the first are alike, but for the exchange of replicas in the last.
     if accumulation > 1:
@@ -97,17 +91,16 @@ class _Step:
     """Follows the events of micro-batches. ``fullest`` and ``activations``: what there was at the
     fullest moment."""
 
-    def __init__(
-        self, profile: ActivationProfile, shape: MeshShape, config: ParallelConfig
-    ) -> None:
-        self._events = profile.events
+    def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
+        shape, config = layout.shape, layout.config
+        self._events = events
         self._frees = config.strategy.reshard_after_forward and shape.shard > 1
         self._is_sharded = shape.shard > 1
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
-        self._groups = [_bytes_of(group, shape.shard) for group in profile.shapes.in_order]
+        self._groups = [_bytes_of(group, shape.shard) for group in layout.shapes.in_order]
         self._root = len(self._groups) - 1
-        self._bucket = _bucket_bytes(self._groups, shape, config)
+        self._bucket = _bucket_bytes(self._groups, layout)
         self._held = _Held()
         self._gathered_order: list[int] = []
         self._whole: set[int] = set()
@@ -135,21 +128,15 @@ class _Step:
             self.fullest = replace(self._held)
 
     def _apply(self, event: MemoryEvent) -> None:
-        for number in event.groups:
-            group = self._groups[number]
-            if event.kind == "gather":
-                self._gather(number, group)
-            elif event.kind == "free" and self._frees:
-                self._held.gathered -= group.gathered
-            elif event.kind == "gather_again":
-                self._gather_again(number, group, event.now)
-            elif event.kind == "reduce":
-                self._reduce(number, group, event.now)
-            elif event.kind == "gather_many":
-                if not self._frees:
-                    self._held.gathered += event.times * group.gathered
-            elif event.kind == "reduce_many":
-                self._reduce_many(group, event.times)
+        number, group = event.group, self._groups[event.group]
+        if event.kind == "gather":
+            self._gather(number, group)
+        elif event.kind == "free" and self._frees:
+            self._held.gathered -= group.gathered
+        elif event.kind == "gather_again":
+            self._gather_again(number, group, event.now)
+        elif event.kind == "reduce":
+            self._reduce(number, group, event.now)
 
     def _gather(self, number: int, group: _Group) -> None:
         self._held.gathered += group.gathered
@@ -198,14 +185,6 @@ class _Step:
             self._held.bucket = self._bucket
         self._see(activations)
 
-    def _reduce_many(self, group: _Group, times: int) -> None:
-        if not self._frees:
-            self._held.gathered -= times * group.gathered
-        if not self._reduces:
-            self._held.whole += times * group.made
-        elif self._adds_sums or not self._reduces_each:
-            self._held.sums += times * group.sums
-
 
 def _bytes_of(group: Sequence[ParameterShape], shard: int) -> _Group:
     traffic = group_traffic(group, shard, frees_after_forward=True)
@@ -217,20 +196,21 @@ def _bytes_of(group: Sequence[ParameterShape], shard: int) -> _Group:
     return _Group(traffic.gathered_bytes * shard, made, traffic.reduced_bytes * shard, sums)
 
 
-def _bucket_bytes(groups: Sequence[_Group], shape: MeshShape, config: ParallelConfig) -> int:
+def _bucket_bytes(groups: Sequence[_Group], layout: Layout) -> int:
     """Of two buckets between replicas, as they are received and, where that is another form, as
     they are sent; sums that are reduced in place need none."""
-    if shape.replicate == 1 or config.sync.name != "every_step" or config.sync.engine == "torch":
+    sync = layout.config.sync
+    if layout.shape.replicate == 1 or sync.name != "every_step" or sync.engine == "torch":
         return 0
-    wire = _WIRE_BYTES.get(config.sync.wire)
+    wire = _WIRE_BYTES.get(sync.wire)
     if wire is None:
-        wire = DTYPES[config.precision.reduce].itemsize
-    splits = splits_updates(config, shape.replicate)
-    if wire >= 4 and not splits:
+        wire = DTYPES[layout.config.precision.reduce].itemsize
+    if wire >= 4 and not layout.splits_updates:
         return 0
     whole = sum(group.sums for group in groups)
     largest = max(group.sums for group in groups)
-    bucket = min(whole, max(largest, int(config.sync.bucket_mib * _MIB)))
+    bucket = max(largest, int(sync.bucket_mib * 2**20))
     if wire >= 4:
-        return bucket
-    return 4 * bucket * wire // 4
+        return min(whole, bucket)
+    # As many values as are in both, once as they are sent and once as they are received.
+    return min(whole, 2 * bucket) * wire // 2

@@ -6,13 +6,14 @@ from shapes alone. Activations, gathered parameters and memory of collectives ar
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel2d.config import OptimizerConfig, ParallelConfig
+from parallel2d.cost.layout import Layout
 from parallel2d.cost.model_shapes import ModelShapes, ParameterShape, first_part
-from parallel2d.mesh import MeshShape
 from parallel2d.sync.outer_settings import outer_settings
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
@@ -37,38 +38,23 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters
-            + self.masters
-            + self.gradients
-            + self.optimizer
-            + self.outer
-            + self.buffers
-        )
+        return sum(dataclasses.astuple(self))
 
 
-def splits_updates(config: ParallelConfig, replicas: int) -> bool:
-    """Whether each replica updates its own rows of the parameters."""
-    return replicas > 1 and config.strategy.splits_updates and config.sync.name != "diloco"
-
-
-def state_bytes(
-    shapes: ModelShapes, shape: MeshShape, config: ParallelConfig, optimizer: OptimizerConfig
-) -> StateBytes:
-    """What the fullest rank keeps. ``shapes``: from `collect_shapes` with the same ``config`` and
-    the same size of the tensor axis as ``shape``.
+def state_bytes(layout: Layout) -> StateBytes:
+    """What the fullest rank keeps.
 
     Every trained parameter is taken to have a gradient, and the optimizer to have made a step: one
     that no rank ever uses has neither.
     """
-    owns_rows = splits_updates(config, shape.replicate)
-    keeps_masters = owns_rows and config.sync.wire == "bf16"
+    config, shape = layout.config, layout.shape
+    keeps_masters = layout.splits_updates and config.sync.wire == "bf16"
     parameters = masters = gradients = state = outer = 0
-    for parameter, count, is_split in _parameters(shapes):
+    for parameter, count, is_split in _parameters(layout.shapes):
         held = updated = parameter.shape
         if is_split:
             held = updated = first_part(parameter.shape, shape.shard)
-            if owns_rows:
+            if layout.splits_updates:
                 updated = first_part(held, shape.replicate)
         parameters += count * math.prod(held) * parameter.stored
         if not parameter.is_trained:
@@ -76,9 +62,9 @@ def state_bytes(
         if keeps_masters and is_split:
             masters += count * math.prod(updated) * parameter.stored
         gradients += count * math.prod(updated) * parameter.gradient
-        state += count * _optimizer_bytes(updated, parameter, optimizer)
+        state += count * _optimizer_bytes(updated, parameter, layout.optimizer)
         outer += count * _outer_bytes(math.prod(held), parameter, config)
-    return StateBytes(parameters, masters, gradients, state, outer, shapes.buffer_bytes)
+    return StateBytes(parameters, masters, gradients, state, outer, layout.shapes.buffer_bytes)
 
 
 def _parameters(shapes: ModelShapes) -> Iterator[tuple[ParameterShape, int, bool]]:

@@ -1,15 +1,15 @@
 """A copy of the model on meta, split over the tensor axis as the model itself will be, but not
-sharded: what it computes costs nothing, and what it would send over the tensor axis can be counted.
-
-`tensor_twin` makes it.
+sharded: `tensor_twin`. What it computes costs nothing, and what it would send over the tensor axis
+can be counted: `count_tensor_axis`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,16 @@ from torch.utils._pytree import tree_map_only
 
 from parallel2d.config import ParallelConfig
 from parallel2d.cost.model_shapes import without_storage
+from parallel2d.loss import loss_chunks
 from parallel2d.model_structure import find_blocks
 from parallel2d.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallelize.bucketing import bucket_modules
 from parallel2d.parallelize.precision import Precision, cast_storage
 from parallel2d.parallelize.tensor_parallel import split_layers
+
+ALL_AT_ONCE = 2**62  # logits
+
+log = logging.getLogger(__name__)
 
 
 def tensor_twin(
@@ -130,3 +135,90 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
         return tensor
 
     return tree_map_only(Tensor, cast, values)
+
+
+class TensorTraffic(NamedTuple):
+    """Over the tensor axis: bytes that a rank sends in forward and backward of one micro-batch, and
+    how often its collectives go round a ring. Then the same of what sharding adds before it
+    reduces: gradients of weights that stayed whole while their inputs were split are summed."""
+
+    passes_bytes: float
+    ring_passes: float
+    sums_bytes: float
+    sums_ring_passes: float
+
+    def of_step(self, accumulation: int, during_accumulation: str) -> tuple[float, float]:
+        """Bytes and ring passes of a step. The sums come in every backward, or once with
+        ``none``."""
+        sums = 1 if during_accumulation == "none" else accumulation
+        return (
+            accumulation * self.passes_bytes + sums * self.sums_bytes,
+            accumulation * self.ring_passes + sums * self.sums_ring_passes,
+        )
+
+
+def count_tensor_axis(
+    twin: nn.Module,
+    mesh: DeviceMesh,
+    loss: Callable[[Any, Tensor], Tensor],
+    example: Callable[[str], tuple[Tensor, Tensor]],
+    counter: Any,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> TensorTraffic | None:
+    """``twin``: from `tensor_twin`; ``example(device)``: inputs and targets of one micro-batch.
+
+    It runs forward and backward on tensors without storage, on every rank alike; ``counter``, a dry
+    `CommunicationMeter`, counts its collectives instead of running them. ``reduce_dtype``: of the
+    sums of gradients; default: their own. None, and the reason logged, for a model that such
+    tensors cannot run.
+    """
+    problem: Exception | None = None
+    # Meta tensors are twice as fast, and some models only run on tensors with a real device.
+    for device_type in ("meta", mesh.device_type):
+        counter.install()
+        try:
+            return _count(twin, loss, example, device_type, counter, reduce_dtype)
+        # A model may look at values, which neither kind of tensor has.
+        except Exception as error:
+            problem = error
+        finally:
+            counter.remove()
+    reason = str(problem).split("\n")[0]
+    kind = type(problem).__name__
+    log.info("bytes over the tensor axis are not predicted: %s: %s", kind, reason)
+    return None
+
+
+def _count(
+    twin: nn.Module,
+    loss: Callable[[Any, Tensor], Tensor],
+    example: Callable[[str], tuple[Tensor, Tensor]],
+    device_type: str,
+    counter: Any,
+    reduce_dtype: torch.dtype | None,
+) -> TensorTraffic:
+    devices = range(torch.cuda.device_count())
+    pretend = nullcontext() if device_type == "meta" else on_fake_tensors(twin, device_type)
+    with pretend, loss_chunks(ALL_AT_ONCE), torch.random.fork_rng(devices):
+        inputs, targets = example(device_type)
+        counter.start()
+        loss(twin(inputs), targets).backward()
+        passes = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
+        counter.start()
+        _make_gradients_whole(twin, reduce_dtype)
+        sums = counter.sent_over("tensor"), counter.ring_passes_over("tensor")
+    return TensorTraffic(*passes, *sums)
+
+
+def _make_gradients_whole(model: nn.Module, dtype: torch.dtype | None) -> None:
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements == parameter.placements:
+            continue
+        sent = torch.promote_types(gradient.dtype, dtype or gradient.dtype)
+        wide: Any = gradient.to(sent)
+        # The counter sees the collective that this takes; its result is not needed.
+        wide.redistribute(placements=parameter.placements)

@@ -12,10 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from parallel2d.config import OptimizerConfig, ParallelConfig
 from parallel2d.cost.collectives import sent_bytes
-from parallel2d.cost.model_shapes import ModelShapes, ParameterShape
-from parallel2d.cost.state_memory import splits_updates
+from parallel2d.cost.layout import Layout
+from parallel2d.cost.model_shapes import ParameterShape
 from parallel2d.mesh import MeshShape
 
 _SCALAR_BYTES = 8  # sums of squares are in fp64
@@ -32,28 +31,20 @@ class _AxisSplit(NamedTuple):
     size: int
 
 
-def predict_updates(
-    shapes: ModelShapes,
-    shape: MeshShape,
-    config: ParallelConfig,
-    optimizer: OptimizerConfig,
-    device_type: str,
-) -> dict[str, float]:
+def predict_updates(layout: Layout) -> dict[str, float]:
     """Bytes that the first rank, with Muon a rank on average, sends per update over each mesh axis,
-    ``{axis: bytes}``; empty when updates are local. ``shapes``: from `collect_shapes`."""
+    ``{axis: bytes}``; empty when updates are local."""
     found: dict[str, float] = defaultdict(float)
-    owns_rows = splits_updates(config, shape.replicate)
-    for group, count in shapes.groups:
+    for group, count in layout.shapes.groups:
         for parameter in group:
             if not parameter.is_trained:
                 continue
             sent: dict[str, float] = {}
-            if optimizer.name == "adafactor":
-                splits = _splits_of(parameter, shape, owns_rows)
-                sent = _adafactor(parameter, splits, device_type)
-            elif optimizer.name == "muon" and parameter.by_muon:
-                axes = _axes_of_owners(parameter, shape, config, owns_rows)
-                sent = owner_bytes(parameter.whole, axes)
+            if layout.optimizer.name == "adafactor":
+                splits = _splits_of(parameter, layout.shape, layout.splits_updates)
+                sent = _adafactor(parameter, splits, layout.device_type)
+            elif layout.optimizer.name == "muon" and parameter.by_muon:
+                sent = owner_bytes(parameter.whole, _axes_of_owners(parameter, layout))
             for axis, size in sent.items():
                 found[axis] += count * size
     return dict(found)
@@ -88,17 +79,16 @@ def _local_shape(parameter: ParameterShape, splits: Sequence[_AxisSplit]) -> lis
     return lengths
 
 
-def _axes_of_owners(
-    parameter: ParameterShape, shape: MeshShape, config: ParallelConfig, owns_rows: bool
-) -> list[tuple[str, int, int | None]]:
+def _axes_of_owners(parameter: ParameterShape, layout: Layout) -> list[tuple[str, int, int | None]]:
     """The axes over which the matrices of Muon are divided, as `owner_bytes` takes them."""
+    shape = layout.shape
     axes: list[tuple[str, int, int | None]] = [
         ("tensor", shape.tensor, parameter.tensor_dim),
         ("shard", shape.shard, 0),
     ]
     # Replicas that differ update on their own.
-    if config.sync.name != "diloco":
-        axes.append(("replicate", shape.replicate, 0 if owns_rows else None))
+    if layout.config.sync.name != "diloco":
+        axes.append(("replicate", shape.replicate, 0 if layout.splits_updates else None))
     return axes
 
 

@@ -12,14 +12,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from parallel2d.config import TrainConfig
 from parallel2d.config.serialization import from_yaml, to_yaml
 from parallel2d.errors import ConfigError
-from parallel2d.planner.layout_search import RankedLayout, SearchResult, search
-from parallel2d.planner.ranking import fixed_keys
+from parallel2d.planner.layout_search import RankedLayout, SearchResult, fixed_keys, search
 
 _ADVICE = (
     "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
@@ -42,23 +41,20 @@ def with_chosen_layout(
         raise ConfigError(
             f"auto: {ranks} ranks on {nodes} nodes are not equally many on each; name a strategy"
         )
-    request = {
-        "config": to_yaml(config),
-        "fixed": sorted(fixed_keys(words)),
-        "nodes": nodes,
-        "ranks_per_node": ranks // nodes,
-    }
-    answer = _ask(json.dumps(request))
-    return from_yaml(answer["config"]), answer["lines"]
+    cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks // nodes)
+    planned = dataclasses.replace(config, cluster=cluster)
+    answer = _ask({"config": to_yaml(planned), "fixed": sorted(fixed_keys(words))})
+    chosen = from_yaml(answer["config"])
+    return dataclasses.replace(chosen, cluster=config.cluster), answer["lines"]
 
 
-def _ask(request: str) -> dict[str, Any]:
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
     """What `main` answers, in another process. Raises `ConfigError` for its error."""
     # A user's model is found there as it is here.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-m", "parallel2d.planner.automatic"],
-        input=request,
+        input=json.dumps(request),
         env=environment,
         capture_output=True,
         text=True,
@@ -73,42 +69,23 @@ def _ask(request: str) -> dict[str, Any]:
     return answer
 
 
-def choose(
-    config: TrainConfig, fixed: Collection[str], nodes: int, ranks_per_node: int
-) -> tuple[TrainConfig, list[str]]:
-    """As `with_chosen_layout`, in this process, which must not have a process group."""
-    cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks_per_node)
-    planned = dataclasses.replace(config, cluster=cluster)
-    result = search(planned, fixed)
-    chosen = dataclasses.replace(result.chosen.config, cluster=config.cluster)
-    return chosen, _lines(result)
-
-
 def _lines(result: SearchResult) -> list[str]:
     chosen = result.chosen
+    place = result.ranked.index(chosen)
     lines = [
         f"layout      {' '.join(chosen.words)}",
-        f"            {chosen.seconds:.3g} s per step by the planner, the fastest of "
+        f"            {chosen.time.seconds.total:.3g} s per step by the planner, the fastest of "
         f"{len(result.ranked)} that can run",
     ]
-    others = [layout for layout in result.ranked if _kind(layout) != _kind(chosen)]
-    lines += [f"            {_told(layout)}" for layout in _too_large(result)[:1]]
+    # The fastest one that does not fit, and the best one of another strategy or mesh.
+    lines += [f"            {_described(layout)}" for layout in result.ranked[:place][:1]]
+    others = [layout for layout in result.ranked[place:] if layout.words[:4] != chosen.words[:4]]
     slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
-    lines += [f"runner-up   {_told(layout)}" for layout in slower[:1]]
+    lines += [f"runner-up   {_described(layout)}" for layout in slower[:1]]
     return lines
 
 
-def _kind(layout: RankedLayout) -> tuple[object, ...]:
-    """What makes another layout than a variant of the same."""
-    return layout.config.strategy, layout.config.mesh
-
-
-def _too_large(result: SearchResult) -> Sequence[RankedLayout]:
-    """Faster ones than the chosen one, the fastest first."""
-    return result.ranked[: result.ranked.index(result.chosen)]
-
-
-def _told(layout: RankedLayout) -> str:
+def _described(layout: RankedLayout) -> str:
     return f"{' '.join(layout.words)}: {layout.reason}"
 
 
@@ -119,19 +96,14 @@ def main() -> None:
     torch.set_num_threads(1)
     request = json.load(sys.stdin)
     try:
-        config, lines = choose(
-            from_yaml(request["config"]),
-            request["fixed"],
-            request["nodes"],
-            request["ranks_per_node"],
-        )
+        result = search(from_yaml(request["config"]), request["fixed"])
     except ConfigError as error:
         text = str(error)
         if text.startswith("layouts cannot be ranked"):
             text = f"{text.partition(';')[0]}; {_ADVICE}"
         print(json.dumps({"error": text}))
         return
-    print(json.dumps({"config": to_yaml(config), "lines": lines}))
+    print(json.dumps({"config": to_yaml(result.chosen.config), "lines": _lines(result)}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ share them here as they do in training, and the slowest rank counts.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import statistics
@@ -19,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel2d.cost.collective_time import collective_steps, placements
-from parallel2d.cost.collectives import sent_bytes
+from parallel2d.cost.collectives import collective_steps, placements, sent_bytes
 from parallel2d.errors import ConfigError
 from parallel2d.exchange import all_gather, reduce
 from parallel2d.mesh import mesh_shape
@@ -31,8 +28,6 @@ from parallel2d.models.llama import Llama
 from parallel2d.parallelize.precision import DTYPES
 from parallel2d.preflight.verdict import NodeFacts, RankLink
 from parallel2d.runtime import Runtime
-from parallel2d.sync.blocks import BITS, BlockNoise, Piece, contribution_stage
-from parallel2d.sync.rounded_exchange import BlockWire, CastWire, Wire
 
 # Called with a tensor, a rank's part of it, another tensor like it, and a group.
 _COLLECTIVES: dict[str, Callable[..., object]] = {
@@ -46,9 +41,6 @@ _COLLECTIVES: dict[str, Callable[..., object]] = {
 }
 _SMALLEST, _GROWTH = 4096, 8
 _TRIES = 3  # of a link; the best counts, since a neighbour's burst makes no slow link
-# Of the model on which the host's time for a group is measured. A group has 16 kB in fp32.
-_GROUPS, _WIDTH, _ROWS = 16, 64, 512
-_CODED_VALUES = 1 << 18
 
 
 class CollectiveSample(NamedTuple):
@@ -65,7 +57,7 @@ class CollectiveSample(NamedTuple):
 
 class FittedLink(NamedTuple):
     """In the form in which the planner computes a collective: steps times latency plus bytes over
-    bandwidth (`parallel2d.cost.collective_time`). Infinite where more bytes took no longer."""
+    bandwidth (`parallel2d.cost.collectives`). Infinite where more bytes took no longer."""
 
     bytes_per_s: float
     latency_s: float
@@ -105,7 +97,6 @@ class RankMeasurement:
             "type": self._device.type,
             "memory_gib": min(node.device_bytes for node in nodes) / 2**30,
             **self._compute(),
-            **self._group_overheads(axes.get("inside_node")),
         }
         keys = {"nodes": len(nodes), "ranks_per_node": nodes[0].ranks, "device": device}
         for key, axis in axes.items():
@@ -188,27 +179,7 @@ class RankMeasurement:
             "memory_gb_per_s": memory / 1e9,
             "peak_tflops": peaks,
             "efficiency": min(1.0, self._training_flops() / 1e12 / peaks[self._usual]),
-            "coding_gb_per_s": {wire: self._coding(wire) for wire in ("bf16", "int8", "int4")},
         }
-
-    def _group_overheads(self, axis: str | None) -> dict[str, float]:
-        """Keys of `DeviceConfig`: what a sharded group of parameters costs beside its collectives
-        as fitted. ``axis``: over which it is sharded; None: there is one rank."""
-        plain = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(_GROUPS)])
-        inputs = torch.ones(_ROWS, _WIDTH, device=self._device)
-        own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        alone = self._step_of(plain, inputs, DeviceMesh.from_group(own, self._device.type))
-        host_s = max(0.0, alone - self._step_of(plain, inputs)) / _GROUPS
-        if axis is None:
-            return {"group_overhead_us": host_s * 1e6}
-        waited = (self._step_of(plain, inputs, self._mesh[axis]) - alone) / _GROUPS
-        collectives = ("all_gather", "all_gather", "reduce_scatter")  # the latter two in backward
-        for name in collectives:
-            sample = self._priced(axis, name, 4 * _WIDTH * (_WIDTH + 1), 0.0)
-            waited -= sample.steps * self.fits[axis].latency_s
-            waited -= sample.link_bytes / self.fits[axis].bytes_per_s
-        wait_s = max(0.0, waited) / len(collectives)
-        return {"group_overhead_us": host_s * 1e6, "wait_overhead_us": wait_s * 1e6}
 
     def _priced(self, axis: str, name: str, whole: int, seconds: float) -> CollectiveSample:
         place = self._places[axis]
@@ -235,38 +206,14 @@ class RankMeasurement:
             model(tokens).float().sum().backward()
         return counter.get_total_flops() / self._step_of(model, tokens)
 
-    def _step_of(
-        self, plain: nn.Module, inputs: torch.Tensor, mesh: DeviceMesh | None = None
-    ) -> float:
-        """Seconds of forward and backward of a copy of ``plain``, each layer of which is sharded
-        over ``mesh``, if one is given."""
-        model = copy.deepcopy(plain).to(self._device)
-        if mesh is not None:
-            for layer in model.children():
-                fully_shard(layer, mesh=mesh)
+    def _step_of(self, model: nn.Module, inputs: torch.Tensor) -> float:
+        """Seconds of forward and backward."""
 
         def step() -> None:
             model(inputs).float().sum().backward()
             model.zero_grad()
 
         return self._slowest(step)
-
-    def _coding(self, wire: str) -> float:
-        """1e9 bytes of fp32 per second that are written as ``wire`` and read twice."""
-        values = torch.randn(_CODED_VALUES, device=self._device)
-        form: Wire = CastWire(torch.bfloat16)
-        if wire in BITS:
-            noise = BlockNoise([Piece(0, 0)], [_CODED_VALUES], self._device)
-            form = BlockWire(BITS[wire], noise, nearest=wire == "int4")
-
-        def code() -> None:
-            sent = form.encode(form.rows([values]), 0, contribution_stage(0))
-            total = form.decode(sent, torch.float32)
-            total += form.decode(sent, torch.float32)
-            form.put_back(total, [values])
-            values.mul_(0.5)
-
-        return values.nbytes / self._slowest(code) / 1e9
 
     def _slowest(self, run: Callable[[], object]) -> float:
         return self._largest(self._seconds_of(run))

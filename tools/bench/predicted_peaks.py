@@ -57,27 +57,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "hybrid_full, bf16 between replicas": ("strategy=hybrid_full", "sync.wire=bf16"),
     "hybrid_zero2": ("strategy=hybrid_zero2",),
     "zero3": ("strategy=zero3",),
-    "zero3, one micro-batch, bf16": (
-        "strategy=zero3",
-        "train.global_batch_size=16",
-        "precision=bf16",
-    ),
-    "zero3, full recomputation, by layer": (
-        "strategy=zero3",
-        "activation_checkpointing=full",
-        "bucketing=layer",
-    ),
+    "zero3, one micro-batch, bf16": ("strategy=zero3", "train.global_batch_size=16", "precision=bf16"),
+    "zero3, full recomputation, by layer": ("strategy=zero3", "activation_checkpointing=full", "bucketing=layer"),
     "zero2": ("strategy=zero2",),
     "ddp": ("strategy=ddp",),
     "ddp, bf16": ("strategy=ddp", "precision=bf16"),
     "tensor 2": ("mesh.tensor=2",),
-    "tensor 2, zero2, full, bf16": (
-        "mesh.tensor=2",
-        "strategy=zero2",
-        "activation_checkpointing=full",
-        "precision=bf16",
-    ),
-}
+    "tensor 2, zero2, full, bf16": ("mesh.tensor=2", "strategy=zero2", "activation_checkpointing=full", "precision=bf16"),
+}  # fmt: skip
 # With a tensor-parallel plan of their own.
 _SPLITS = ("llama",)
 
@@ -96,10 +83,10 @@ def error_of(*words: str) -> tuple[LayoutCost, float]:
     share."""
     composition = compose([*_JOB, *words])
     assert composition is not None
-    cost = cost_of(composition.config, flops=1)
+    cost = cost_of(composition.config)
     assert isinstance(cost.predicted, PredictedMemory), cost.predicted
     assert cost.traced is not None
-    return cost, cost.predicted.peak / cost.traced.peak - 1
+    return cost, cost.predicted.peak / cost.traced - 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -117,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             errors.append(error)
             assert cost.traced is not None
             assert isinstance(cost.predicted, PredictedMemory)
-            traced, predicted = cost.traced.peak / 2**20, cost.predicted.peak / 2**20
+            traced, predicted = cost.traced / 2**20, cost.predicted.peak / 2**20
             row = f"| {model} | {layout} | {traced:.2f} | {predicted:.2f} | {error:+.1%} |"
             print(row, flush=True)
     print(f"{len(errors)} layouts: errors from {min(errors):+.1%} to {max(errors):+.1%}")
