@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,11 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a small ``corpus.txt``; most jobs of the tests run in one."""
+    lines = [f"{i} times {i} is {i * i}\n" for i in range(12000)]
+    (tmp_path / "corpus.txt").write_text("".join(lines))
+    return tmp_path

@@ -228,31 +228,10 @@ class Auxiliary(Case):
         return block(x, (number + route.rank) % 2)
 
 
-class Conv(nn.Module):
-    """Modules of other kinds, and a branch by rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.inputs = nn.Conv1d(1, 4, 3, padding=1)
-        self.wide, self.narrow = nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 1)
-        self.rnn = nn.GRU(4, 6, batch_first=True)
-        self.bias = nn.Parameter(torch.zeros(1))
-        self.out = nn.Linear(6, 2)
-
-    def loss(self, x, route):
-        return self(x, route).square().mean()
-
-    def forward(self, x, route):
-        x = self.inputs(x.unsqueeze(1))
-        x = self.wide(x) if (route.rank + route.micro) % 3 else self.narrow(x)
-        out = self.out(self.rnn(x.transpose(1, 2))[0])
-        return out + self.bias if route.micro == 0 else out
-
-
 CASES = {
     case.__name__: case
     for case in (
         Everything, ByRank, ByMicroBatch, UnequalByBoth, OneRankAlone, LayerDrop, SkippedByTheLast, FirstUsedLate, Twice, Reversed,
-        Tied, Scalars, Complex, Frozen, Recomputed, Detached, Auxiliary, Conv,
+        Tied, Scalars, Complex, Frozen, Recomputed, Detached, Auxiliary,
     )
 }  # fmt: skip

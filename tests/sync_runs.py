@@ -17,7 +17,6 @@ from parallel2d import (
     clip_gradient_norm,
     compare_replicas,
     data_coordinate,
-    finish_updates,
     mesh_shape,
     outer_parameters,
     parallelize,
@@ -54,10 +53,10 @@ class Branch(nn.Module):
         return x + self.gate * self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def small_model(width: int = WIDTH, scalar: bool = False) -> nn.Module:
+def small_model(scalar: bool = False) -> nn.Module:
     """Two blocks between layers of other shapes; the same weights each time. ``scalar``: with parameters without dimensions."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(9, width), Branch(width), Branch(width), nn.Linear(width, 3))
+    model = nn.Sequential(nn.Linear(9, WIDTH), Branch(WIDTH), Branch(WIDTH), nn.Linear(WIDTH, 3))
     if not scalar:
         for block in (model[1], model[2]):
             block.gate = nn.Parameter(torch.ones(1))
@@ -88,11 +87,9 @@ def run(
     accumulation: int = 1,
     mode: str = "reduce_scatter_only",
     scalar: bool = False,
-    width: int = WIDTH,
     folder: str = "",
     save_after: Iterable[int] = (),
     resume: str = "never",
-    finish: bool = False,
 ) -> dict[str, Any]:
     """Trains on this process group; the whole parameters, with diloco those that replicas share.
 
@@ -100,7 +97,7 @@ def run(
     """
     mesh = build_mesh(MeshSpec(**sizes), strategy)
     config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
-    model = parallelize(small_model(width, scalar), mesh, config, seed=SEED)
+    model = parallelize(small_model(scalar), mesh, config, seed=SEED)
     optimizer = adamw(updated_parameters(model))
     attach_optimizer(model, optimizer)
     rank, ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
@@ -118,8 +115,6 @@ def run(
         optimizer.zero_grad()
         checkpointer.save_if_due(step, {}, last=step in save_after)
     checkpointer.finish()
-    if finish:
-        finish_updates(model)
     compare_replicas(model, mesh)
     with outer_parameters(model):
         return {
@@ -162,17 +157,16 @@ def reference(
     steps: int,
     shards: int = 1,
     scalar: bool = False,
-    width: int = WIDTH,
     begins: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """What `run` must come to: replicas are a loop in one process, and each method says what crosses. ``begins``: as `run` found it."""
     config, splits = SyncConfig(**sync), strategy == "hybrid_full"
-    model = small_model(width, scalar)
+    model = small_model(scalar)
     computing = dict(model.named_parameters())
     # Replicas that are equal after every step are one.
     tracks = []
     for _ in range(replicas if config.name == "diloco" else 1):
-        tracks.append(dict(small_model(width, scalar).named_parameters()))
+        tracks.append(dict(small_model(scalar).named_parameters()))
     optimizers = [adamw(track.values()) for track in tracks]
     cuts = {name: cut_in_rows(value.shape, shards) for name, value in computing.items()}
     outer = ExpectedOuter(config, SEED, tracks, begins or dict.fromkeys(cuts, 0), cuts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import training
-from test_parity import BOUNDS, compare, reference
+from test_parity import check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel2d.config import (
@@ -129,41 +129,24 @@ def test_operators_are_found_by_pattern_and_by_full_name():
     assert kept_operators(["all_reduce"]) == {"_c10d_functional::all_reduce"}
 
 
-def test_blocks_and_policies_choose_what_is_checkpointed():
-    none, full = (
-        kept_bytes(checkpointed(ActivationCheckpointingConfig())),
-        kept_bytes(checkpointed(ActivationCheckpointingConfig("full"))),
-    )
-    classes = kept_bytes(
-        checkpointed(ActivationCheckpointingConfig("full", blocks=["FeedForward"]))
-    )
-    policy = kept_bytes(
-        checkpointed(
-            ActivationCheckpointingConfig("full", policy="test_activation_checkpointing:few_heads")
-        )
-    )
-    second = kept_bytes(checkpointed(ActivationCheckpointingConfig("full", every=2)))
-    assert full < classes < none
-    assert full < policy < none
-    assert second == pytest.approx((full + none) / 2, rel=0.05)
-    assert classes != policy
-    with pytest.raises(
-        ConfigError,
-        match=r"activation_checkpointing.blocks=\['Feed'\]: no module of class Feed.*candidates",
-    ):
-        checkpointed(ActivationCheckpointingConfig("full", blocks=["Feed"]))
+def kept_by(name, **settings):
+    return kept_bytes(checkpointed(ActivationCheckpointingConfig(name, **settings)))
 
 
-def test_modes_are_ordered_by_what_they_keep():
-    none, selective, full = (
-        kept_bytes(checkpointed(ActivationCheckpointingConfig(name)))
-        for name in ("none", "selective", "full")
-    )
-    less = kept_bytes(
-        checkpointed(ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*"]))
-    )
+def test_modes_blocks_and_policies_choose_what_is_kept():
+    none, selective, full = (kept_by(name) for name in ("none", "selective", "full"))
+    less = kept_by("selective", keep=["scaled_dot_product_*"])
     # what selective caches is held by its own storage, beside autograd's: only what autograd keeps is seen here
     assert full <= less <= selective < none
+    classes = kept_by("full", blocks=["FeedForward"])
+    policy = kept_by("full", policy="test_activation_checkpointing:few_heads")
+    assert full < classes < none
+    assert full < policy < none
+    assert classes != policy
+    assert kept_by("full", every=2) == pytest.approx((full + none) / 2, rel=0.05)
+    missing = r"activation_checkpointing.blocks=\['Feed'\]: no module of class Feed.*candidates"
+    with pytest.raises(ConfigError, match=missing):
+        kept_by("full", blocks=["Feed"])
 
 
 @pytest.mark.slow
@@ -190,61 +173,43 @@ def test_contradictions_are_refused(config, message):
         validated(ParallelConfig(**config))
 
 
-def _run(cases, tensor, steps, accumulation):
-    return [
-        training.train(
-            {"tensor": tensor},
-            {**case, "precision": "fp64"},
-            steps=steps,
-            accumulation=accumulation,
-        )
-        for case in cases
-    ]
+FEED_FORWARD = ActivationCheckpointingConfig("full", blocks=["FeedForward"])
+BUDGET = ActivationCheckpointingConfig("budget", memory_budget=0.3)
 
 
-@pytest.mark.slow
+def selecting(*operators):
+    return ActivationCheckpointingConfig("selective", keep=list(operators))
+
+
+# Strategy, size of the tensor axis, bucketing, mode, other settings
+RUNS = [
+    ("zero3", 1, "layer", selecting("bmm", "silu"), {}),
+    ("ddp", 1, "layer", FEED_FORWARD, {}),
+    ("hybrid", 1, "block", BUDGET, {"compile": AOT}),
+    ("hybrid", 1, "block", "full", {"compile": AOT}),
+    ("hybrid", 1, "block", "selective", {"compile": AOT}),
+    # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
+    ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
+    ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
+    ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
+    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
+    ("ddp", 1, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
+]
+SPLIT = [
+    ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
+    ("hybrid", 2, "block", ActivationCheckpointingConfig("full", blocks=["Attention"]), {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "bucketing"), [("zero3", "layer"), ("hybrid", "block"), ("ddp", "layer")]
+    ("strategy", "tensor", "bucketing", "mode", "more"),
+    [*SPLIT, *(pytest.param(*case, marks=pytest.mark.slow) for case in RUNS)],
 )
-def test_every_mode_equals_plain_pytorch_under_every_strategy(ranks, strategy, bucketing):
+def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
-    layout = {"strategy": strategy, "bucketing": bucketing}
-    words = [
-        {
-            "activation_checkpointing": ActivationCheckpointingConfig(
-                "selective", keep=["bmm", "silu"]
-            )
-        },
-        {"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["FeedForward"])},
-    ]
-    if bucketing == "block":
-        budget = ActivationCheckpointingConfig("budget", memory_budget=0.3)
-        words += [
-            {"activation_checkpointing": each, "compile": AOT}
-            for each in (budget, "full", "selective")
-        ]
-    cases = [{**layout, **each} for each in words]
-    for case, run in zip(cases, ranks.run(4, _run, cases, 1, 3, 2)[0], strict=True):
-        compare(run, reference(torch.float64, 3), **BOUNDS["fp64"])
-        assert case["strategy"] == strategy
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bucketing", ["layer", "size"])
-def test_selection_does_not_see_the_hooks_of_groups_inside_of_blocks(ranks, bucketing):
-    """Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed."""
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
-    selective = ActivationCheckpointingConfig("selective")
-    cases = [
-        {
-            "strategy": "hybrid",
-            "bucketing": bucketing,
-            "activation_checkpointing": selective,
-            "prefetch": PrefetchConfig(1, 2),
-        }
-    ]
-    for run in ranks.run(4, _run, cases, 1, 3, 2)[0]:
-        compare(run, reference(torch.float64, 3), **BOUNDS["fp64"])
+    config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
+    check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)
 
 
 def _low_precision(checkpointing):
@@ -258,16 +223,3 @@ def _low_precision(checkpointing):
 
 def test_selection_works_with_modules_that_compute_in_fp32(ranks):
     assert ranks.run(2, _low_precision, "selective")[0] == ranks.run(2, _low_precision, "none")[0]
-
-
-def test_chosen_operators_and_blocks_work_under_a_tensor_axis(ranks):
-    cases = [
-        {
-            "activation_checkpointing": ActivationCheckpointingConfig(
-                "selective", keep=["mm", "all_reduce"]
-            )
-        },
-        {"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["Attention"])},
-    ]
-    for run in ranks.run(4, _run, cases, 2, 3, 1)[0]:
-        compare(run, reference(torch.float64, 3), **BOUNDS["fp64"])

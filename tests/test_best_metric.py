@@ -42,14 +42,6 @@ KEPT = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
-    )
-    return tmp_path
-
-
 def steps_of(folder, name="run"):
     found = (folder / name / "checkpoints").glob("step-*")
     return sorted(int(path.name.removeprefix("step-")) for path in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from functools import lru_cache, partial
+from functools import partial
 
 import jobs
 import pytest
@@ -20,7 +20,6 @@ from test_parity import (
     layout,
     named,
     pairwise,
-    reference,
     world_of,
 )
 from torch import Tensor, nn
@@ -146,15 +145,11 @@ def test_frozen_inputs_get_no_gradient_and_backward_runs_once():
     assert hidden.grad is not None
     with pytest.raises(RuntimeError, match="kept for one only"):
         loss.backward()
-    with torch.no_grad():
-        assert not cross_entropy_from_hidden(hidden, weight, targets, 8).requires_grad
-
-
-def test_a_second_derivative_is_refused():
-    (hidden, weight, _), targets = case()
     loss = cross_entropy_from_hidden(torch.tanh(hidden), weight, targets, 8)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+    with torch.no_grad():
+        assert not cross_entropy_from_hidden(hidden, weight, targets, 8).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -319,28 +314,7 @@ def test_a_step_equals_plain_pytorch_on_every_layout(ranks, case):
 
 # The Llama, whose logits stay split over the tensor axis
 
-
-def check_llama(ranks, strategy, bucketing, tensor, accumulation, engine, config, tied=False):
-    steps = 2
-    changes = {"tie_embeddings": tied}
-    run = ranks.run(
-        world_of(strategy, tensor),
-        training.train,
-        {"tensor": tensor},
-        {**layout(strategy, bucketing, engine), "precision": "fp64", **config},
-        steps=steps,
-        accumulation=accumulation,
-        llama=changes,
-        loss_chunk=5,
-    )[0]
-    expected = reference(torch.float64, steps) if not tied else _tied_reference(steps)
-    compare(run, expected, losses=1e-12, norm=1e-12, weights=1e-9)
-
-
-@lru_cache
-def _tied_reference(steps):
-    model = partial(training.Llama, tie_embeddings=True)
-    return training.reference(initial_model(model), steps=steps, dtype=torch.float64)
+TiedLlama = partial(training.Llama, tie_embeddings=True)
 
 
 @pytest.mark.slow
@@ -354,27 +328,30 @@ def _tied_reference(steps):
     ids=str,
 )
 def test_a_llama_trains_as_with_whole_logits(ranks, case, config, tied):
-    check_llama(ranks, *case, config, tied)
+    strategy, bucketing, tensor, accumulation, engine = case
+    config = {**layout(strategy, bucketing, engine), "precision": "fp64", **config}
+    options = {"steps": 2, "accumulation": accumulation, "loss_chunk": 5}
+    options["llama"] = {"tie_embeddings": tied}
+    world = world_of(strategy, tensor)
+    run = ranks.run(world, training.train, {"tensor": tensor}, config, **options)[0]
+    model = initial_model(TiedLlama if tied else training.Llama)
+    expected = training.reference(model, steps=2, dtype=torch.float64)
+    compare(run, expected, losses=1e-12, norm=1e-12, weights=1e-9)
 
 
-def test_a_parametrized_weight_is_computed_once_in_a_forward():
+@pytest.mark.parametrize("change", ["spectral norm", "scale"])
+def test_a_weight_may_be_parametrized_and_a_scale_have_as_many_dims_as_the_logits(change):
     model = _initial(Capped)
-    # Each time that its weight is read in training, its estimate of the norm is improved.
-    nn.utils.parametrizations.spectral_norm(model.head)
+    if change == "scale":
+        model.scale = torch.full((1, 1, 1), 1.7, dtype=torch.float64)
+    else:
+        # Each time that its weight is read in training, its estimate of the norm is improved.
+        nn.utils.parametrizations.spectral_norm(model.head)
     head = ChunkedHead(copy.deepcopy(model), 8)
     tokens, targets = training.global_batch(0)
     for _ in range(2):
         plain = cross_entropy_sum(model(tokens), targets)
         assert head.loss(targets, tokens).item() == pytest.approx(plain.item(), rel=1e-13)
-
-
-def test_a_scale_may_have_as_many_dims_as_the_logits():
-    model = _initial(Capped)
-    model.scale = torch.full((1, 1, 1), 1.7, dtype=torch.float64)
-    tokens, targets = training.global_batch(0)
-    plain = cross_entropy_sum(model(tokens), targets)
-    loss = ChunkedHead(model, 8).loss(targets, tokens)
-    assert loss.item() == pytest.approx(plain.item(), rel=1e-13)
 
 
 class Conditioned(Capped):
@@ -566,14 +543,6 @@ def test_the_peak_falls_by_the_logits_and_their_gradient():
 # Whole jobs
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(3000))
-    )
-    return tmp_path
-
-
 def _rows(ranks, folder, name, words, steps=2):
     words = (
         *words,
@@ -585,31 +554,39 @@ def _rows(ranks, folder, name, words, steps=2):
     return jobs.rows(folder / name)
 
 
-@pytest.mark.slow
-def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, folder):
-    layout = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
-    plain = _rows(ranks, folder, "plain", layout)
-    chunked = _rows(ranks, folder, "chunked", (*layout, "train.loss_chunk=9"))
+SPLIT = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
+
+
+def check_job(ranks, folder, words, bound):
+    """A job in chunks has the losses, norms and validation of one with whole logits; the rows of both."""
+    plain = _rows(ranks, folder, "plain", words)
+    chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
     assert len(plain) == len(chunked) == 2
     for one, other in zip(plain, chunked, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-11)
+        assert other["loss"] == pytest.approx(one["loss"], rel=bound)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=10 * bound)
+    assert chunked[-1]["validation/loss"] == pytest.approx(plain[-1]["validation/loss"], rel=bound)
+    return plain, chunked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "bound"), [
+    (SPLIT, 1e-12), (("strategy=hybrid", "precision=bf16"), 3e-3), (("strategy=hybrid", "precision=fp16"), 3e-3),
+])  # fmt: skip
+def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, folder, words, bound):
+    plain, chunked = check_job(ranks, folder, words, bound)
+    assert plain[-1]["loss"] < plain[0]["loss"]
     for key in ("comm/shard/bytes", "comm/shard/calls", "comm/tensor/bytes"):
-        assert chunked[-1][key] == plain[-1][key] > 0, key
-    measured = [row["validation/loss"] for row in chunked if "validation/loss" in row]
-    assert measured == pytest.approx(
-        [row["validation/loss"] for row in plain if "validation/loss" in row], rel=1e-12
-    )
-    assert len(measured) == 1
+        assert chunked[-1].get(key) == plain[-1].get(key), key
+    assert plain[-1]["comm/shard/bytes"] > 0
 
 
 @pytest.mark.slow
 def test_a_job_with_z_loss_has_the_same_losses_on_every_layout_and_in_chunks(ranks, folder):
-    split = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
     with_z = ("train.z_loss=0.01",)
     first = _rows(ranks, folder, "ddp", ("strategy=ddp", *with_z))
     for number, words in enumerate(
-        [split, ("strategy=hybrid_full", "train.loss_chunk=9"), (*split, "train.loss_chunk=9")]
+        [SPLIT, ("strategy=hybrid_full", "train.loss_chunk=9"), (*SPLIT, "train.loss_chunk=9")]
     ):
         other = _rows(ranks, folder, f"other{number}", (*words, *with_z))
         for key in ("loss", "grad_norm"):
@@ -627,32 +604,6 @@ def test_validation_is_without_z_loss(ranks, folder):
         assert z["validation/loss"] == pytest.approx(plain["validation/loss"], rel=1e-12)
         # The log-sum-exp of the small vocabulary's logits is about 6 at first.
         assert 0.1 < z["loss"] - plain["loss"] < 1
-
-
-def _certify(folder, words):
-    from parallel2d.certification.training_job import certify_job
-
-    found = certify_job(*jobs.job_of(folder, folder + "/run", words))
-    return found.passed, found.problems()
-
-
-@pytest.mark.slow
-def test_a_job_is_certified_against_whole_logits(ranks, folder):
-    words = ("strategy=hybrid", "mesh.shard=2", "bucketing=layer", "train.loss_chunk=9")
-    words = (*words, "train.z_loss=0.01")
-    for passed, problems in ranks.run(4, _certify, str(folder), words):
-        assert passed, problems
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_job_in_mixed_precision_learns_as_with_whole_logits(ranks, folder, precision):
-    words = ("strategy=hybrid", f"precision={precision}")
-    plain = _rows(ranks, folder, "plain", words)
-    chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
-    losses = [[row["loss"] for row in rows] for rows in (plain, chunked)]
-    assert losses[1] == pytest.approx(losses[0], rel=3e-3)
-    assert losses[1][-1] < losses[1][0]
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -723,11 +674,7 @@ def test_a_job_with_a_model_of_transformers(ranks, folder, words):
     sizes = LIBRARY_MODELS.get(kind, _SIZES)
     arguments = ",".join(f"{key}: {value}" for key, value in sizes.items())
     words = ("model=hf", f"model.arguments={{{arguments}}}", *words)
-    plain = _rows(ranks, folder, "plain", words)
-    chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
-    for one, other in zip(plain, chunked, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-11)
+    check_job(ranks, folder, words, 1e-12)
 
 
 @pytest.mark.extras("transformers")

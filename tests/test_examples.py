@@ -146,19 +146,9 @@ def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tm
 
 
 def fabric(*words: str) -> list[dict[str, float]]:
-    command = [
-        sys.executable,
-        str(EXAMPLES / "fabric.py"),
-        "--devices",
-        "4",
-        "--accelerator",
-        "cpu",
-        "--steps",
-        "4",
-        *words,
-    ]
+    options = ["--devices", "4", "--accelerator", "cpu", "--steps", "4"]
     done = subprocess.run(
-        command,
+        [sys.executable, str(EXAMPLES / "fabric.py"), *options, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -188,6 +178,10 @@ def hooked(folder: Path, hook: str, steps: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# Key -> steps at which the hooks log it
+LOGGED = {"loss": (2, 4, 6), "grad_norm": (2, 4, 6), "validation/loss": (3, 4, 6)}
+
+
 def run_twice(folder: Path, hook: str) -> dict[int, dict[str, float]]:
     """Up to step 4, and again up to step 6. The rows of the run by step."""
     (folder / "corpus.txt").write_text("".join(f"{i} and {i} is {i + i}\n" for i in range(12000)))
@@ -205,11 +199,7 @@ def test_the_mlflow_hook_logs_one_run_over_a_resume(tmp_path):
     (run,) = client.search_runs([client.get_experiment_by_name("parallel2d").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["lr"] == "0.001"
-    for key, steps in (
-        ("loss", (2, 4, 6)),
-        ("grad_norm", (2, 4, 6)),
-        ("validation/loss", (3, 4, 6)),
-    ):
+    for key, steps in LOGGED.items():
         found = [
             (each.step, each.value) for each in client.get_metric_history(run.info.run_id, key)
         ]
@@ -248,11 +238,7 @@ def test_the_wandb_hook_logs_one_run_over_a_resume(tmp_path):
         for item in record.history.item if record.HasField("history") else ():
             name = item.key or "/".join(item.nested_key)
             found.setdefault(name, {})[record.history.step.num] = json.loads(item.value_json)
-    for key, steps in (
-        ("loss", (2, 4, 6)),
-        ("grad_norm", (2, 4, 6)),
-        ("validation/loss", (3, 4, 6)),
-    ):
+    for key, steps in LOGGED.items():
         assert found[key] == {step: rows[step][key] for step in steps}
 
 

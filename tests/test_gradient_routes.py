@@ -132,11 +132,11 @@ def runs(number, name):
     if bucketing == "layer" and sizes["shard"] > 1:
         return name in ("Everything", "ByMicroBatch", "FirstUsedLate", "Detached")
     # Sizes that the axis divides, and a weight that is not tied to a split one
-    if "tensor" in sizes and name in ("Complex", "Conv", "UnequalByBoth", "OneRankAlone", "Tied"):
+    if "tensor" in sizes and name in ("Complex", "UnequalByBoth", "OneRankAlone", "Tied"):
         return False
-    # The parameters of a group have one dtype, and one rank of a shard group uses them like another.
-    if sizes["shard"] > 1 and name in ("Complex", "Conv"):
-        return name == "Conv" and bucketing == EVERYTHING
+    # The parameters of a group have one dtype.
+    if sizes["shard"] > 1 and name == "Complex":
+        return False
     return number in ALL_CASES or (list(CASES).index(name) + number) % 3 == 1
 
 

@@ -28,7 +28,7 @@ from parallel2d import (
     parallelize,
     updated_parameters,
 )
-from parallel2d.config import BucketingConfig, PrecisionConfig, SyncConfig
+from parallel2d.config import BucketingConfig, PrecisionConfig, PrefetchConfig, SyncConfig
 from parallel2d.cost.collectives import sent_bytes
 from parallel2d.cost.tensor_twin import count_tensor_axis, tensor_twin
 from parallel2d.cost.traffic import predict_communication
@@ -183,6 +183,18 @@ SELDOM = {
     "hybrid": ({}, {"strategy": "hybrid"}, 2),
     # groups of several modules
     "size": ({}, {"strategy": "zero3", "bucketing": BucketingConfig("size", 0.3)}, 2),
+    # Recomputation would otherwise gather in its forwards what backward has done with.
+    "prefetch": (
+        {},
+        {
+            "strategy": "hybrid",
+            "bucketing": "layer",
+            "activation_checkpointing": "full",
+            "prefetch": PrefetchConfig(2, 2),
+        },
+        2,
+        "full",
+    ),
     "ddp": ({}, {"strategy": "ddp"}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "sync": SyncConfig(wire="int8")}, 1),
     "split": ({}, {"strategy": "hybrid_full"}, 1),

@@ -275,6 +275,15 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
         "_hparams_/experiment",
         "_hparams_/session_start_info",
     }
+    # Each axis with several ranks has a folder, and so a colour, of its own.
+    folders = [path.name for path in (run / "tensorboard").iterdir() if path.is_dir()]
+    assert sorted(folders) == ["replicate", "shard"]
+    for axis in folders:
+        events = EventAccumulator(str(run / "tensorboard" / axis))
+        events.Reload()
+        assert sorted(events.Tags()["scalars"]) == sorted(tag for tag, _ in OF_AN_AXIS.values())
+        megabytes = [event.value for event in events.Scalars("axis/megabytes")]
+        assert megabytes == pytest.approx([10.0 / 1e6] * 10)
 
 
 @pytest.mark.parametrize(
@@ -284,20 +293,6 @@ def test_no_panel_of_the_dashboard_is_empty(chart):
     for pattern in LAYOUT[chart[0]][chart[1]]:
         tags = [*ROW, *(tag for tag, _ in OF_AN_AXIS.values())]
         assert any(re.match(pattern, key) for key in tags), pattern
-
-
-def test_each_axis_with_several_ranks_has_a_folder_and_so_a_colour_of_its_own(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = make_run(tmp_path / "run", tensorboard=True)
-    folders = [path.name for path in (run / "tensorboard").iterdir() if path.is_dir()]
-    assert sorted(folders) == ["replicate", "shard"]
-    for axis in folders:
-        events = EventAccumulator(str(run / "tensorboard" / axis))
-        events.Reload()
-        assert sorted(events.Tags()["scalars"]) == sorted(tag for tag, _ in OF_AN_AXIS.values())
-        megabytes = [event.value for event in events.Scalars("axis/megabytes")]
-        assert megabytes == pytest.approx([10.0 / 1e6] * 10)
 
 
 def test_the_dashboard_finds_every_run_below_a_folder(tmp_path):

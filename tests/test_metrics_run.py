@@ -19,6 +19,7 @@ import torch.distributed as dist
 import yaml
 from test_command_line import SMALL, command, environment, execute, folder, rows, wait_until  # noqa: F401
 from torch import nn
+from workers import logged
 
 from parallel2d.run_directory import read_segments
 
@@ -211,19 +212,6 @@ def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: 
         assert any(key.startswith("comm/") for row in found for key in row) == (measured == "true")
 
 
-@contextlib.contextmanager
-def errors_of(name):
-    """The errors that a module of ours logs."""
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-
-
 def train_without_room(folder, run_dir, fault):  # noqa: F811
     """Six steps; between the second and the fourth rank 0 has no room left on the disk, or after the second the directory is gone. What
     was said of it."""
@@ -244,15 +232,15 @@ def train_without_room(folder, run_dir, fault):  # noqa: F811
 
     words = ("checkpoint.enabled=false", "metrics.tensorboard=true", "train.steps=6")
     try:
-        with errors_of("parallel2d.metrics.writer") as said:
+        with logged("parallel2d.metrics.writer", logging.WARNING) as said:
             jobs.run(folder, run_dir, words, 6, after_step)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return said
 
 
-def test_a_full_disk_costs_rows_and_not_the_run(ranks, folder):  # noqa: F811
-    run_dir = folder / "run"
+def test_a_full_disk_or_a_deleted_directory_costs_rows_and_not_the_run(ranks, folder):  # noqa: F811
+    run_dir = folder / "full"
     said, others = ranks.run(2, train_without_room, str(folder), str(run_dir), "full")
     first, of_tensorboard, last = said
     assert first.startswith(f"{run_dir}/metrics.jsonl cannot be written, from step 3 on (")
@@ -260,12 +248,8 @@ def test_a_full_disk_costs_rows_and_not_the_run(ranks, folder):  # noqa: F811
     assert last == f"2 rows are missing in {run_dir}/metrics.jsonl"
     assert others == []
     assert [row["step"] for row in rows(run_dir)] == [1, 2, 5, 6]
-
-
-def test_a_deleted_run_directory_is_told_once(ranks, folder):  # noqa: F811
-    run_dir = folder / "run"
-    said = ranks.run(2, train_without_room, str(folder), str(run_dir), "deleted")[0]
-    first, last = said
+    run_dir = folder / "deleted"
+    first, last = ranks.run(2, train_without_room, str(folder), str(run_dir), "deleted")[0]
     assert "metrics.jsonl cannot be written, from step 3 on (No such file or directory)" in first
     assert last == f"4 rows are missing in {run_dir}/metrics.jsonl"
 
@@ -296,24 +280,20 @@ class Paced(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-def train_paced(folder, slow, steps, name="run"):  # noqa: F811
-    """What the recorder of rank 0 warned of, in a run of ``steps`` steps."""
+def train_paced(folder, slow, name="run"):  # noqa: F811
+    """What the recorder of rank 0 warned of, in a run of 20 steps."""
     words = ("model=custom", f"model.target={__name__}:Paced", f"+model.arguments.slow={slow}")
     words += ("checkpoint.enabled=false", "strategy=zero3", "bucketing=layer")
-    with errors_of("parallel2d.metrics.recorder") as said:
-        jobs.run(folder, str(folder / name), [*words, f"train.steps={steps}"], steps)
+    with logged("parallel2d.metrics.recorder", logging.WARNING) as said:
+        jobs.run(folder, str(folder / name), [*words, "train.steps=20"], 20)
     return said
 
 
 @pytest.mark.slow
-def test_a_rank_at_half_speed_is_named_with_its_host_within_20_steps(ranks, folder):  # noqa: F811
-    (said,) = ranks.run(2, train_paced, folder, 1, 20)[0]
+def test_a_rank_at_half_speed_is_named_with_its_host_and_none_at_even_speed(ranks, folder):  # noqa: F811
+    (said,) = ranks.run(2, train_paced, folder, 1)[0]
     assert said.startswith(f"rank 1 on {socket.gethostname()} is slow: ")
-
-
-@pytest.mark.slow
-def test_no_rank_is_named_in_20_steps_at_even_speed(ranks, folder):  # noqa: F811
-    assert ranks.run(4, train_paced, folder, -1, 20)[0] == []
+    assert ranks.run(4, train_paced, folder, -1, "even")[0] == []
 
 
 def test_steps_that_a_resumed_run_does_again_are_lost_in_its_goodput(ranks, folder):  # noqa: F811

@@ -122,13 +122,19 @@ def _after_an_exception(mode, during):
     def fail(_gradient):
         raise RuntimeError("lost")
 
-    with pytest.raises(RuntimeError, match="lost"), no_sync(model, mode):
-        backward(model, batches[1])
-        if during == "forward":
-            fail(None)
-        logits = model(batches[2][0])
-        logits.register_hook(fail)
-        cross_entropy_sum(logits, batches[2][1]).backward()
+    with pytest.raises(RuntimeError, match="lost"):
+        if during == "accumulate":
+            for batch in accumulate(model, batches, mode):
+                backward(model, batch)
+                if batch is batches[1]:
+                    fail(None)
+        with no_sync(model, mode):
+            backward(model, batches[1])
+            if during == "forward":
+                fail(None)
+            logits = model(batches[2][0])
+            logits.register_hook(fail)
+            cross_entropy_sum(logits, batches[2][1]).backward()
     left = [parameter.grad is not None for parameter in model.parameters()]
     model.zero_grad()
     with Reductions() as after:
@@ -136,7 +142,7 @@ def _after_an_exception(mode, during):
     return any(left), same(take_gradients(model), expected), (after.shard[0], after.replicate[0])
 
 
-@pytest.mark.parametrize("during", ["forward", "backward"])
+@pytest.mark.parametrize("during", ["forward", "backward", "accumulate"])
 @pytest.mark.parametrize("mode", ["reduce_scatter_only", "none", "full"])
 def test_an_exception_inside_leaves_nothing_of_the_lost_micro_batches(ranks, mode, during):
     for left, equal, calls in ranks.run(4, _after_an_exception, mode, during):

@@ -57,16 +57,23 @@ def rate(config: OptimizerConfig, step: int) -> float:
 
 
 def train(
-    layout: str, config: OptimizerConfig, steps: int = STEPS
-) -> tuple[list[float], dict[str, Any] | None]:
-    """Losses, and on rank 0 the whole weights, after ``steps`` in fp64."""
+    layout: str, config: OptimizerConfig, first: int = 1, last: int = STEPS, folder: str = ""
+) -> tuple[list[float], dict[str, Any]]:
+    """Losses and whole weights in fp64; with ``folder`` it goes on from there before ``first``, and saves after ``last``."""
     _, mesh_sizes, strategy = LAYOUTS[layout]
-    mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"})
+    seed = 0 if first == 1 else 9
+    mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"}, seed=seed)
     optimizer = build_optimizer(model, config)
+    saved = CheckpointConfig(enabled=bool(folder), every=0)
+    checkpointer = Checkpointer(saved, folder, mesh, model, optimizer, layout={})
+    restored = checkpointer.restore()
+    assert (restored["step"] if restored else 0) == first - 1
     losses = []
-    for step in range(1, steps + 1):
+    for step in range(first, last + 1):
         set_learning_rate(optimizer, rate(config, step))
         losses.append(train_step(model, optimizer, mesh, step))
+        checkpointer.save_if_due(step, {}, last=step == last)
+    checkpointer.finish()
     return losses, weights_of(model)
 
 
@@ -177,28 +184,6 @@ def test_an_optimizer_does_on_any_layout_what_plain_torch_does(ranks, variant, l
     assert max(abs(weights[name] - value).max() for name, value in expected.items()) <= 1e-10
 
 
-def save_and_resume(
-    folder: str, layout: str, config: OptimizerConfig, first: int, last: int
-) -> tuple[list[float], Any]:
-    _, mesh_sizes, strategy = LAYOUTS[layout]
-    mesh, model, _ = build(
-        mesh_sizes, {"strategy": strategy, "precision": "fp64"}, seed=0 if first == 1 else 9
-    )
-    optimizer = build_optimizer(model, config)
-    checkpointer = Checkpointer(
-        CheckpointConfig(every=0), folder, mesh, model, optimizer, layout={}
-    )
-    restored = checkpointer.restore()
-    assert (restored["step"] if restored else 0) == first - 1
-    losses = []
-    for step in range(first, last + 1):
-        set_learning_rate(optimizer, rate(config, step))
-        losses.append(train_step(model, optimizer, mesh, step))
-        checkpointer.save_if_due(step, {}, last=step == last)
-    checkpointer.finish()
-    return losses, weights_of(model)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "layout"),
@@ -211,8 +196,8 @@ def save_and_resume(
 )
 def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layout):
     config = VARIANTS[variant]
-    ranks.run(2, save_and_resume, str(tmp_path), "zero3", config, 1, 2)
-    losses, weights = ranks.run(4, save_and_resume, str(tmp_path), layout, config, 3, STEPS)[0]
+    ranks.run(2, train, "zero3", config, 1, 2, str(tmp_path))
+    losses, weights = ranks.run(4, train, layout, config, 3, STEPS, str(tmp_path))[0]
     expected_losses, expected = reference(variant)
     assert losses == pytest.approx(expected_losses[2:], rel=1e-10, abs=0)
     assert max(abs(weights[name] - value).max() for name, value in expected.items()) <= 1e-10
@@ -293,15 +278,12 @@ def train_by_configuration(folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("adafactor", marks=pytest.mark.slow), "muon"])
-def test_a_run_predicts_what_its_optimizer_sends(ranks, tmp_path, name):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(20000))
-    )
-    ranks.run(4, train_by_configuration, str(tmp_path), name)
-    predicted = json.loads((tmp_path / f"run-{name}" / "layout.json").read_text())["predicted"][
+def test_a_run_predicts_what_its_optimizer_sends(ranks, folder, name):
+    ranks.run(4, train_by_configuration, str(folder), name)
+    predicted = json.loads((folder / f"run-{name}" / "layout.json").read_text())["predicted"][
         "comm/shard/bytes"
     ]
-    rows = jobs.rows(tmp_path / f"run-{name}")
+    rows = jobs.rows(folder / f"run-{name}")
     measured = [row["comm/shard/bytes"] for row in rows[1:]]  # of the step before
     assert measured == pytest.approx([predicted] * 2, rel=1e-3)
     assert all(row["loss"] > 0 for row in rows)
@@ -372,13 +354,11 @@ def test_blocks_that_hold_parameters_themselves_have_hidden_matrices():
     assert hidden == {"1.linear.weight", "1.mix", "2.linear.weight", "2.mix"}
 
 
-def test_a_row_of_parametrized_layers_is_no_row_of_blocks():
+def test_muon_without_blocks_asks_which_matrices_are_hidden():
+    # A row of parametrized layers is none of blocks.
     layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3)]
     with pytest.raises(ConfigError, match="no repeated blocks"):
         build_optimizer(nn.Sequential(*layers), OPTIMIZERS["muon"])
-
-
-def test_muon_without_blocks_asks_which_matrices_are_hidden():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"no repeated blocks.*algorithm: muon"):
         build_optimizer(model, OPTIMIZERS["muon"])

@@ -200,10 +200,10 @@ class CollectiveCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _count(config, sizes, accumulation, during):
+def count(config, accumulation=1, during="full"):
     """Collectives of one global batch."""
     parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**sizes), parallel.strategy.name)
+    mesh = build_mesh(MeshSpec(), parallel.strategy.name)
     with build_on_meta():
         model = Nine()
     model = parallelize(model, mesh, parallel, seed=0)
@@ -239,7 +239,7 @@ class Nine(nn.Module):
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
 def test_collectives_are_what_the_bucketing_says(ranks, strategy, bucketing, gathers, scatters):
     bucketing = BucketingConfig("size", float("inf")) if bucketing == "root" else bucketing
-    counts = ranks.run(4, _count, {"strategy": strategy, "bucketing": bucketing}, {}, 1, "full")[0]
+    counts = ranks.run(4, count, {"strategy": strategy, "bucketing": bucketing})[0]
     expected = {"allgather": gathers, "reduce_scatter": scatters}
     if strategy == "hybrid":
         expected["allreduce"] = 1  # all groups are small: one bucket
@@ -247,44 +247,19 @@ def test_collectives_are_what_the_bucketing_says(ranks, strategy, bucketing, gat
 
 
 def test_zero2_gathers_once_and_ddp_never(ranks):
-    assert ranks.run(4, _count, {"strategy": "zero2"}, {}, 1, "full")[0] == {
+    assert ranks.run(4, count, {"strategy": "zero2"})[0] == {
         "allgather": 3,
         "reduce_scatter": 3,
     }
-    assert ranks.run(4, _count, {"strategy": "ddp"}, {}, 1, "full")[0] == {"allreduce": 1}
+    assert ranks.run(4, count, {"strategy": "ddp"})[0] == {"allreduce": 1}
 
 
 @pytest.mark.parametrize(("during", "scatters", "reduces"), [
     ("full", 12, 4), ("reduce_scatter_only", 12, 1), ("none", 3, 1),
 ])  # fmt: skip
 def test_replicate_axis_moves_once_per_global_batch(ranks, during, scatters, reduces):
-    counts = ranks.run(4, _count, {"strategy": "hybrid"}, {}, 4, during)[0]
+    counts = ranks.run(4, count, {"strategy": "hybrid"}, 4, during)[0]
     assert (counts["reduce_scatter"], counts["allreduce"]) == (scatters, reduces)
-
-
-def _interrupted_accumulation():
-    mesh = build_mesh(MeshSpec(), "hybrid")
-    gradients = []
-    for interrupt in (False, True):
-        with build_on_meta():
-            model = Nine()
-        model = parallelize(model, mesh, ParallelConfig("hybrid"), seed=0)
-        tokens = torch.arange(8).view(2, 4)
-        if interrupt:
-            with pytest.raises(RuntimeError, match="out of luck"):
-                for index in accumulate(model, range(3)):
-                    model(tokens).square().sum().backward()
-                    if index == 1:
-                        raise RuntimeError("out of luck")
-            model.zero_grad()
-        for _ in accumulate(model, range(2)):
-            model(tokens).square().sum().backward()
-        gradients.append([training.whole(p.grad) for p in model.parameters()])
-    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_an_exception_while_accumulating_leaves_nothing_behind(ranks):
-    assert all(ranks.run(4, _interrupted_accumulation))
 
 
 def _weights(sizes, strategy, bucketing, llama):

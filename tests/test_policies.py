@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-import torch
 import training
-from test_parallelize import CollectiveCounter, Nine
-from torch import nn
-from workers import WorkerError
+from test_parallelize import Nine, count
+from workers import WorkerError, logged
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
 from parallel2d.config import BucketingConfig, PrecisionConfig
@@ -29,21 +25,10 @@ def nothing(module, name):
     return False
 
 
-def _counts(policy):
-    mesh = build_mesh(MeshSpec(), "zero3")
-    with build_on_meta():
-        model = Nine()
-    model = parallelize(
-        model, mesh, ParallelConfig("zero3", BucketingConfig("block", policy=policy)), seed=0
-    )
-    with CollectiveCounter() as counter:
-        model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
-    return counter.counts
-
-
 @pytest.mark.parametrize("policy", [ends_with_one, "test_policies:ends_with_one"])
 def test_a_callable_policy_chooses_the_groups(ranks, policy):
-    assert ranks.run(2, _counts, policy)[0] == {"allgather": 4, "reduce_scatter": 2}
+    config = {"strategy": "zero3", "bucketing": BucketingConfig("block", policy=policy)}
+    assert ranks.run(2, count, config)[0] == {"allgather": 4, "reduce_scatter": 2}
 
 
 def test_a_policy_that_chooses_nothing_lists_candidates_and_sizes():
@@ -60,73 +45,7 @@ def test_a_policy_that_chooses_nothing_lists_candidates_and_sizes():
         )
 
 
-class Mixed(nn.Module):
-    """Two layers around a norm; remembers what dtypes it saw."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(4))
-        self.seen = {}
-        for name in ("first", "norm", "last"):
-            getattr(self, name).register_forward_hook(self._note(name))
-
-    def _note(self, name):
-        def note(module, inputs, output):
-            self.seen[name] = (inputs[0].dtype, module.weight.dtype, output.dtype)
-
-        return note
-
-    def forward(self, x):
-        self.seen["input"] = x.dtype
-        return self.last(self.norm(self.first(x)))
-
-
-def _dtypes(precision):
-    torch.manual_seed(0)
-    model = parallelize(
-        Mixed(), build_mesh(MeshSpec(), "hybrid"), ParallelConfig(precision=precision)
-    )
-    output = model(torch.ones(2, 4))
-    output.sum().backward()
-    gradients = {name: p.grad.dtype for name, p in model.named_parameters()}
-    stored = {name: p.dtype for name, p in model.named_parameters()}
-    return {**model.seen, "output": output.dtype, "buffer": model.scale.dtype}, gradients, stored
-
-
 BF16 = {"storage": "fp32", "param": "bf16", "reduce": "fp32"}
-
-
-def test_every_field_of_the_precision_policy_has_its_effect(ranks):
-    low, full = torch.bfloat16, torch.float32
-    seen, gradients, stored = ranks.run(4, _dtypes, PrecisionConfig(**BF16))[0]
-    assert seen["input"] == seen["output"] == low
-    assert seen["norm"] == (low, low, low)
-    assert seen["buffer"] == full
-    assert set(gradients.values()) == set(stored.values()) == {full}
-
-    seen, _, _ = ranks.run(4, _dtypes, PrecisionConfig(**BF16, output="fp32", buffers="bf16"))[0]
-    assert (seen["output"], seen["last"][2], seen["buffer"]) == (full, low, low)
-
-    seen, gradients, stored = ranks.run(
-        4, _dtypes, PrecisionConfig(**BF16, fp32_modules=["LayerNorm"])
-    )[0]
-    # cast on its way out: the next layer, of another group, gets bf16
-    assert seen["norm"] == (
-        full,
-        full,
-        full,
-    )
-    assert seen["first"] == seen["last"] == (low, low, low)
-
-    with pytest.raises(WorkerError, match="must have the same dtype"):
-        ranks.run(4, _dtypes, PrecisionConfig(**BF16, cast_forward_inputs=False))
-
-    kept = PrecisionConfig(
-        storage="fp32", param="bf16", reduce="bf16", keep_low_precision_gradients=True
-    )
-    _, gradients, stored = ranks.run(4, _dtypes, kept)[0]
-    assert (set(gradients.values()), set(stored.values())) == ({low}, {full})
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -141,10 +60,10 @@ def test_precision_that_cannot_be_is_refused(changes, message):
 
 
 def test_fp32_modules_that_match_nothing_list_candidates(ranks):
-    with pytest.raises(
-        WorkerError, match=r"no module of class LayerNrom.*candidates: .*LayerNorm \(1 x"
-    ) as error:
-        ranks.run(4, _dtypes, PrecisionConfig(**BF16, fp32_modules=["LayerNrom"]))
+    precision = PrecisionConfig(**BF16, fp32_modules=["LayerNrom"])
+    message = r"no module of class LayerNrom.*candidates: .*LayerNorm \(3 x"
+    with pytest.raises(WorkerError, match=message) as error:
+        ranks.run(4, count, {"precision": precision})
     assert error.value.kind == "ConfigError"
 
 
@@ -160,37 +79,18 @@ WORDS = {
 }
 
 
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def _with_words(tensor):
-    lines = _Lines()
-    logger = logging.getLogger("parallel2d.parallelize.tensor_parallel")
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
     mesh = build_mesh(MeshSpec(tensor=tensor), "zero3")
     with build_on_meta():
         model = training.build_llama()
     plan = WORDS if tensor > 1 else None
-    model = parallelize(
-        model,
-        mesh,
-        ParallelConfig("zero3", precision="fp64"),
-        seed=0,
-        init=model.init_weights,
-        tensor_plan=plan,
-    )
-    logger.removeHandler(lines)
+    config = ParallelConfig("zero3", precision="fp64")
+    with logged("parallel2d.parallelize.tensor_parallel") as lines:
+        model = parallelize(model, mesh, config, seed=0, init=model.init_weights, tensor_plan=plan)
     tokens, targets = training.global_batch(0)
     loss = cross_entropy_sum(model(tokens), targets)
     loss.backward()
-    return loss.item(), clip_gradient_norm(model.parameters(), 1.0).item(), lines.lines
+    return loss.item(), clip_gradient_norm(model.parameters(), 1.0).item(), lines
 
 
 def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import training
 from test_parallelize import CollectiveCounter
-from test_parity import check
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from workers import logged
 
-from parallel2d import MeshSpec, ParallelConfig, accumulate, build_mesh, build_on_meta, parallelize
+from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
 from parallel2d.config import BucketingConfig, PrefetchConfig
 from parallel2d.config.checks import validated
-from parallel2d.cost.traffic import predict_communication
 from parallel2d.errors import ConfigError
-from parallel2d.metrics.communication import CommunicationMeter
-from parallel2d.metrics.keys import COMMUNICATION_KEYS
 
 
 class Reordered(nn.Module):
@@ -57,11 +51,18 @@ def _build(prefetch, strategy="zero3", **config):
 
 
 def _issued(prefetch):
-    """For each layer's compute in a step after the first: which layers' gathers had been issued by then, forward and backward."""
+    """For each layer's compute in a step after the first: which layers' gathers had been issued by then, forward and backward; and
+    how many layers were whole, or on their way, at once while a layer ran forward."""
     model, _ = _build(prefetch)
     x = torch.ones(2, 4, requires_grad=True)
     model(x).sum().backward()
-    issued, seen = [], []
+    issued, seen, whole = [], [], []
+
+    def ran(index):
+        seen.append((index, tuple(issued)))
+        found = [g.is_unsharded or g._all_gather_result is not None for g in _groups(model)]
+        whole.append(sum(found))
+
     for index, (layer, group) in enumerate(zip(model.layers, _groups(model), strict=True)):
         gather = group._all_gather_comm
 
@@ -71,7 +72,7 @@ def _issued(prefetch):
 
         note.allocate = gather.allocate
         group._all_gather_comm = note
-        layer.register_forward_hook(lambda *_, index=index: seen.append((index, tuple(issued))))
+        layer.register_forward_hook(lambda *_, index=index: ran(index), prepend=True)
     output = model(x)
     forward = list(seen)
     issued.clear()
@@ -86,64 +87,19 @@ def _issued(prefetch):
 
         group.post_backward = ended
     output.sum().backward()
-    return forward, backward
+    return forward, backward, max(whole)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 99])
-def test_gathers_are_issued_as_many_groups_ahead_as_asked_for(ranks, ahead):
-    """``issued`` when a layer's compute ends: itself, all before it, and ``ahead`` more in the order in which layers run."""
+@pytest.mark.parametrize(("ahead", "ahead_back"), [(0, 1), (0, 0), (1, 1), (2, 2), (99, 99)])
+def test_gathers_are_issued_as_many_groups_ahead_as_asked_for(ranks, ahead, ahead_back):
+    """When a layer's compute ends, gathers were issued of itself, of all before it, and of as many more as asked for, in the order
+    in which layers run; only so many are whole at once. (0, 1), the default, is the engine's own."""
     order = Reordered.ORDER
-    for forward, backward in ranks.run(2, _issued, (ahead, ahead)):
-        assert forward == [(index, order[: place + 1 + ahead]) for place, index in enumerate(order)]
-        assert backward == [
-            (index, order[::-1][: place + 1 + ahead]) for place, index in enumerate(order[::-1])
-        ]
-
-
-def _engine_default():
-    model, _ = _build((0, 1))
-    return [
-        len(m._get_fsdp_state()._states_to_backward_prefetch)
-        for m in model.modules()
-        if isinstance(m, FSDPModule)
-    ], _issued((0, 1))
-
-
-def test_the_default_is_the_engines_own_one_group_ahead_in_backward(ranks):
-    chains, (forward, backward) = ranks.run(2, _engine_default)[0]
-    order = Reordered.ORDER
-    assert set(chains) == {0}
-    assert forward == [(index, order[: place + 1]) for place, index in enumerate(order)]
-    assert backward == [
-        (index, order[::-1][: place + 2]) for place, index in enumerate(order[::-1])
-    ]
-
-
-def _most_whole(prefetch):
-    """Most layers whose parameters were whole, or on their way, at once while a layer ran forward, after the first step."""
-    model, _ = _build(prefetch)
-    x = torch.ones(2, 4, requires_grad=True)
-    model(x).sum().backward()
-    most = 0
-
-    def count(*_):
-        nonlocal most
-        most = max(
-            most,
-            sum(
-                group.is_unsharded or group._all_gather_result is not None
-                for group in _groups(model)
-            ),
-        )
-
-    for layer in model.layers:
-        layer.register_forward_hook(count, prepend=True)
-    model(x)
-    return most
-
-
-def test_memory_grows_by_a_group_per_step_ahead(ranks):
-    assert [ranks.run(2, _most_whole, (ahead, 1))[0] for ahead in (0, 1, 2, 9)] == [1, 2, 3, 4]
+    back = order[::-1]
+    for forward, backward, most_whole in ranks.run(2, _issued, (ahead, ahead_back)):
+        assert forward == [(index, order[: n + 1 + ahead]) for n, index in enumerate(order)]
+        assert backward == [(index, back[: n + 1 + ahead_back]) for n, index in enumerate(back)]
+        assert most_whole == min(1 + ahead, len(order))
 
 
 def _step(model, x):
@@ -215,110 +171,10 @@ def test_a_layer_that_runs_twice_is_gathered_no_more_often(ranks):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def _bytes(prefetch, accumulation, during, checkpointing, bucketing):
-    """Measured bytes per axis of one global batch with a forward without gradients before it, and the prediction."""
-    mesh = build_mesh(MeshSpec(), "hybrid")
-    with build_on_meta():
-        model = training.build_llama(n_layers=3)
-    config = ParallelConfig(
-        "hybrid",
-        bucketing,
-        activation_checkpointing=checkpointing,
-        prefetch=PrefetchConfig(*prefetch),
-    )
-    model = parallelize(model, mesh, config, seed=0, init=model.init_weights)
-    tokens, _ = training.global_batch(0)
-    meter = CommunicationMeter(mesh).install()
-    try:
-        for _ in range(2):
-            with torch.no_grad():
-                model(tokens)
-            meter.start()
-            for _ in accumulate(model, range(accumulation), during):
-                model(tokens).float().square().mean().backward()
-            measured = dict(zip(COMMUNICATION_KEYS, meter.read(), strict=True))
-    finally:
-        meter.remove()
-    predicted = predict_communication(
-        model, mesh, accumulation=accumulation, during_accumulation=during
-    )
-    return {
-        key: (measured[key], value) for key, value in predicted.items() if key.endswith("bytes")
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("accumulation", "during", "checkpointing", "bucketing"), [
-    (2, "reduce_scatter_only", "none", "layer"), (2, "none", "full", "block"), (2, "full", "full", "layer"),
-])  # fmt: skip
-def test_bytes_on_the_wire_do_not_depend_on_prefetch(
-    ranks, accumulation, during, checkpointing, bucketing
-):
-    """With recomputation too, whose forwards would otherwise gather what backward has done with."""
-    for prefetch in ((0, 1), (2, 2)):
-        for key, (measured, predicted) in ranks.run(
-            4, _bytes, prefetch, accumulation, during, checkpointing, bucketing
-        )[0].items():
-            assert measured == pytest.approx(predicted, rel=1e-9), (prefetch, key)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "checkpointing", "accumulation"), [
-    ("zero3", 1, "layer", "full", 2),
-    ("hybrid", 2, "block", "none", 1),
-    ("hybrid_zero2", 1, "size", "selective", 2),
-    ("ddp", 1, "block", "none", 1),
-])  # fmt: skip
-def test_losses_equal_plain_pytorch_with_any_prefetch(
-    ranks, strategy, tensor, bucketing, checkpointing, accumulation
-):
-    bucketing = BucketingConfig("size", 0.02) if bucketing == "size" else bucketing
-    config = {
-        "strategy": strategy,
-        "bucketing": bucketing,
-        "activation_checkpointing": checkpointing,
-        "prefetch": PrefetchConfig(2, 3),
-    }
-    check(ranks, 4, {"tensor": tensor}, config, accumulation=accumulation)
-
-
-def _asynchronous(enabled):
-    """Gradients of two accumulated batches with a validation between, on a model whose gathers block or not."""
-    model, _ = _build((1, 1), strategy="hybrid")
-    if not enabled:
-        model._set_unshard_async_op(False)
-    x = torch.ones(2, 4, requires_grad=True)
-    found = []
-    for _ in range(2):
-        for _ in accumulate(model, range(2)):
-            model(x).square().sum().backward()
-        found += [training.whole(p.grad) for p in model.parameters()]
-        model.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            found.append(model(x).detach())
-        model.train()
-    return found, _groups(model)[0].unshard_async_op
-
-
-def test_asynchronous_gathers_change_no_bit(ranks):
-    for (found, on), (expected, off) in zip(
-        ranks.run(4, _asynchronous, True), ranks.run(4, _asynchronous, False), strict=True
-    ):
-        assert (on, off) == (True, False)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def _said():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("parallel2d.parallelize.prefetch")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    _build((2, 1), strategy="ddp")
-    _build((0, 1), strategy="ddp")
-    logger.removeHandler(handler)
+    with logged("parallel2d.parallelize.prefetch") as lines:
+        _build((2, 1), strategy="ddp")
+        _build((0, 1), strategy="ddp")
     return lines
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -14,7 +13,6 @@ from browser import Browser, find_chromium
 
 from parallel2d.report import __main__ as command
 from parallel2d.report.overview import events_of, tables, text_of
-from parallel2d.report.page import page
 from parallel2d.report.runs import find_runs, read_run
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
@@ -244,20 +242,6 @@ def test_bytes_are_measured_beside_predicted(folder):
     assert moved["shard"] == [2.0] * 4  # MB
     assert moved["shard, predicted"] == [2.0, 2.0, 2.0, 4.0]
     assert moved["replicate, predicted"] == [1.0, 1.0, 0.0, 0.0]
-
-
-@pytest.mark.extras("plotly")
-def test_names_are_no_tags_in_figures(tmp_path):
-    hostile = segment(1, 1, {**FOUR, "strategy": "<b>x</b>"}, words=("<i>word</i></script>",))
-    write_run(tmp_path / "<a href=x>run", [hostile], [row(n, 1, 0.1 * n) for n in range(1, 5)])
-    texts = "".join(figure.to_json() for figure in figures(tmp_path).values())
-    # plotly writes < as \u003c.
-    tags = set(re.findall(r"\\u003c(\w+)", texts))
-    assert "&lt;a href=x&gt;run" in texts
-    assert tags <= {"br"}
-    html = re.sub("<script.*?</script>", "", page(read(tmp_path)), flags=re.DOTALL)
-    for tag in ("<a href", "<i>", "<b>"):
-        assert tag not in html
 
 
 # Right edges of all that is not in a box that scrolls by itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -134,15 +135,23 @@ def test_names_reach_neither_terminal_nor_text_as_they_are(tmp_path, capsys):
 
 
 @pytest.mark.extras("plotly")
-def test_names_are_no_tags_of_a_page(tmp_path):
-    html = page([read_run(str(hostile_run(tmp_path)))])
+def test_names_are_no_tags_of_a_page_or_of_its_figures(tmp_path):
+    from parallel2d.report.drawings import drawings
+
+    hostile = read_run(str(hostile_run(tmp_path)))
+    html = page([hostile])
     assert f'Content-Security-Policy content="{POLICY}"' in html
     assert POLICY.startswith("default-src 'none';")
     assert "\x1b" not in html
-    assert "<b>" not in html
     plain = page([read_run(str(make_run(tmp_path / "plain")))])
     for tag in ("<script", "</script"):
         assert html.count(tag) == plain.count(tag)
+    outside = re.sub("<script.*?</script>", "", html, flags=re.DOTALL)
+    assert "<b>" not in outside
+    texts = "".join(figure.to_json() for figure in drawings([hostile]).values())
+    # plotly writes < as \u003c.
+    assert set(re.findall(r"\\u003c(\w+)", texts)) <= {"br"}
+    assert "&lt;b&gt;" in texts
 
 
 # Loads what a report needs, reads, and prints the bytes that reading took and those of the whole process

@@ -175,10 +175,10 @@ def test_the_hours_between_two_starts_are_not_lost(restarted, begun_ago, lost):
     assert found["goodput/wall_s"] == pytest.approx(4 + lost, abs=5)
 
 
-def test_a_report_has_a_row_for_every_layout_of_a_run(tmp_path):
+def test_a_report_has_a_row_for_every_layout_and_every_start_of_a_run(tmp_path):
     accept_start(job_in(tmp_path), LAYOUT, 0)
     other = {**LAYOUT, "strategy": "zero3", "predicted": {"comm/shard/bytes": 4.0}}
-    accept_start(job_in(tmp_path), other, 2)
+    accept_start(dataclasses.replace(job_in(tmp_path), overrides=("train.steps=20",)), other, 2)
     write_rows(tmp_path)
     first, second = parts_of(read_run(str(tmp_path)))
     assert list(first["step"]) == [1, 2]
@@ -192,23 +192,12 @@ def test_a_report_has_a_row_for_every_layout_of_a_run(tmp_path):
     assert "steps 3 to 3 | zero3" in zero3
     assert "75.0%" in zero3  # 3 of 4 seconds since the row before
     assert any(line.endswith("| 4 B | 4 B | +0.00% |") for line in lines)
-    assert [line.split(" | ")[2] for line in lines if line.startswith(f"| {name} | ")] == [
-        "start"
-    ] * 2
-
-
-def test_a_report_has_the_date_and_the_command_of_each_start(tmp_path):
-    for finished, steps in ((0, 9), (3, 20)):
-        job = dataclasses.replace(job_in(tmp_path), overrides=(f"train.steps={steps}",))
-        accept_start(job, LAYOUT, finished)
-    write_rows(tmp_path)
-    text = markdown([read_run(str(tmp_path))])
     begun = [each.begun for each in read_segments(str(tmp_path))]
-    first, second = [line for line in text.splitlines() if "| start |" in line]
-    assert f"| 1 | start | start 1, {begun[0]}, " in first
-    assert first.endswith("parallel2d train train.steps=9 |")
-    assert f"| 4 | start | start 2, {begun[1]}, " in second
-    assert second.endswith("parallel2d train train.steps=20 |")
+    started = [line for line in lines if "| start |" in line]
+    assert len(started) == 2
+    for number, (step, steps, line) in enumerate(zip((1, 3), (9, 20), started, strict=True)):
+        assert f"| {name} | {step} | start | start {number + 1}, {begun[number]}, " in line
+        assert line.endswith(f"parallel2d train train.steps={steps} |")
 
 
 def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
@@ -225,21 +214,20 @@ def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
     assert f"| {tmp_path.name} | hybrid | 2 x 2 x 1 | yes |" in told
 
 
-def test_a_part_that_was_not_certified_does_not_say_so(tmp_path):
+def test_a_layout_is_certified_and_so_are_workers_that_replace_others_on_it(tmp_path):
     accept_start(job_in(tmp_path, certified=True), LAYOUT, 0)
-    accept_start(job_in(tmp_path), {**LAYOUT, "strategy": "zero3"}, 2)
+    other = {**LAYOUT, "strategy": "zero3"}
+    accept_start(job_in(tmp_path), other, 2)
     write_rows(tmp_path)
     (tmp_path / "certificate.json").write_text('{"passed": true}')
     told = markdown([read_run(str(tmp_path))])
     assert "steps 1 to 2 | hybrid | 2 x 2 x 1 | yes |" in told
     assert "steps 3 to 3 | zero3 | 2 x 2 x 1 | - |" in told
-
-
-def test_workers_that_replace_others_on_a_certified_layout_are_certified(tmp_path):
-    accept_start(job_in(tmp_path, certified=True), LAYOUT, 0)
-    accept_start(job_in(tmp_path, restarted=True), LAYOUT, 2)
-    accept_start(job_in(tmp_path, restarted=True), {**LAYOUT, "strategy": "zero3"}, 3)
-    assert [each.certified for each in read_segments(str(tmp_path))] == [True, True, False]
+    accept_start(job_in(tmp_path, certified=True), LAYOUT, 3)
+    for finished, layout in ((4, LAYOUT), (5, other), (6, other)):
+        accept_start(job_in(tmp_path, restarted=True), layout, finished)
+    certified = [each.certified for each in read_segments(str(tmp_path))]
+    assert certified == [True, False, True, True, False, False]
 
 
 def test_a_run_that_diverged_has_no_finite_objective(tmp_path):

@@ -26,31 +26,25 @@ PROGRAM = Path(__file__).with_name("runtime_runs.py")
 
 def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, Any]]]:
     """Runs functions of `runtime_runs` in fresh processes, by rank and call; ``ranks=0``: in one without any environment."""
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
+    of_ranks = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in of_ranks}
+    kept["OMP_NUM_THREADS"] = "1"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     processes = []
     for rank in range(max(ranks, 1)):
-        env = {**kept, "OMP_NUM_THREADS": "1"}
-        if ranks:
-            env |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         command = [sys.executable, str(PROGRAM), *calls]
-        processes.append(
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+        environment = {**kept, **place, **numbers} if ranks else kept
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
+        processes.append(process)
     answers = []
     try:
         for process in processes:
@@ -184,57 +178,35 @@ def test_the_first_step_may_wait_half_an_hour_or_as_long_as_any():
     assert LaunchConfig(first_step_timeout=900).longest_wait == 900
 
 
-def reductions() -> list[Any]:
+def reductions() -> None:
     rank = dist.get_rank()
     value = torch.tensor([rank, 2.0 * rank])
     before = value.clone()
-    results = [
-        reduce(value, op=op).tolist()
-        for op in ("mean", "avg", "SUM", "max", "min", dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-    ]
+    expected = {"mean": 0.5, "avg": 0.5, "SUM": 1.0, "max": 1.0, "min": 0.0}
+    expected |= {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 0.5}
+    for op, first in expected.items():
+        assert reduce(value, op=op).tolist() == [first, 2 * first], op
     assert torch.equal(value, before)
     counts = torch.tensor([rank, 2**53 - 1])
-    mean = reduce(counts)
+    assert reduce(counts).tolist() == [0.5, float(2**53 - 1)]
+    assert reduce(counts).dtype == torch.float64
+    assert reduce(counts, op="sum")[0].item() == 1
+    assert reduce(counts, op="max").dtype == torch.int64
     flags = torch.tensor([rank == 1, True])
+    assert reduce(flags).tolist() == [0.5, 1.0]
+    assert reduce(flags, op="sum").tolist() == [1, 2]
+    assert reduce(flags, op="max").tolist() == [True, True]
+    assert reduce(flags, op="min").tolist() == [False, True]
     half = torch.full((1,), 40000.0 + rank, dtype=torch.float16)  # a sum in fp16 would be infinite
-    lists = [
-        mean.tolist(),
-        str(mean.dtype),
-        reduce(counts, op="sum")[0].item(),
-        str(reduce(counts, op="max").dtype),
-    ]
-    bools = [
-        reduce(flags).tolist(),
-        reduce(flags, op="sum").tolist(),
-        reduce(flags, op="max").tolist(),
-        reduce(flags, op="min").tolist(),
-    ]
+    assert reduce(half).item() == 40000.0
+    assert reduce(half).dtype == torch.float16
     strided = torch.arange(6.0).view(2, 3).t()
-    return [
-        *results,
-        lists,
-        bools,
-        [reduce(half).item(), str(reduce(half).dtype)],
-        reduce(strided, op="sum").tolist() == (2 * strided).tolist(),
-        [reduce(3.5), reduce("text"), reduce(None)],
-    ]
+    assert torch.equal(reduce(strided, op="sum"), 2 * strided)
+    assert [reduce(3.5), reduce("text"), reduce(None)] == [3.5, "text", None]
 
 
 def test_reduce_keeps_its_input_and_takes_every_operation(ranks):
-    for found in ranks.run(2, reductions):
-        assert found[:7] == [
-            [0.5, 1.0],
-            [0.5, 1.0],
-            [1.0, 2.0],
-            [1.0, 2.0],
-            [0.0, 0.0],
-            [1.0, 2.0],
-            [0.5, 1.0],
-        ]
-        assert found[7] == [[0.5, float(2**53 - 1)], "torch.float64", 1, "torch.int64"]
-        assert found[8] == [[0.5, 1.0], [1, 2], [True, True], [False, True]]
-        assert found[9] == [40000.0, "torch.float16"]
-        assert found[10:] == [True, [3.5, "text", None]]
+    ranks.run(2, reductions)
 
 
 def reduce_in_group() -> Any:

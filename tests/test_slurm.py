@@ -117,14 +117,6 @@ class Batch:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
-    )
-    return tmp_path
-
-
 def live_twice(folder: Path, **variables: str) -> tuple[list[dict], str]:
     """A job that is asked to stop after three steps, and its next life, which is asked too (400 steps would take too long)."""
     first = Batch(folder, 0, **variables)

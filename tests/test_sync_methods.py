@@ -309,10 +309,10 @@ def test_random_numbers_are_those_of_murmurhash():
 # In a loop of one's own
 
 
-def _trained_model(strategy, sync, steps=0, precision="fp64", width=37):
+def _trained_model(strategy, sync, steps=0):
     mesh = build_mesh(MeshSpec(replicate=2, shard=1), strategy)
-    config = ParallelConfig(strategy, precision=precision, sync=SyncConfig(**sync))
-    model = parallelize(sync_runs.small_model(width), mesh, config)
+    config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
+    model = parallelize(sync_runs.small_model(), mesh, config)
     optimizer = sync_runs.adamw(updated_parameters(model))
     attach_optimizer(model, optimizer)
     for step in range(1, steps + 1):

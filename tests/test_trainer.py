@@ -34,14 +34,6 @@ class Breaking(nn.Module):
         return logits
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
-    )
-    return tmp_path
-
-
 def breaking(calls):
     arguments = f"++model.arguments={{rank: 1, calls: {calls}}}"
     return (

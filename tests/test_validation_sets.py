@@ -15,13 +15,10 @@ from parallel2d.errors import ConfigError
 
 
 @pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
-    )
-    (tmp_path / "sums.txt").write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(300)))
-    (tmp_path / "short.txt").write_text("a few words\n")
-    return tmp_path
+def folder(folder):
+    (folder / "sums.txt").write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(300)))
+    (folder / "short.txt").write_text("a few words\n")
+    return folder
 
 
 def data_of(folder: Path, **options):

@@ -7,8 +7,10 @@ because the other ranks may be waiting in a collective, unless every rank raised
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,7 +19,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -249,3 +251,20 @@ class Pools:
     def close(self) -> None:
         while self.pools:
             self.pools.popitem()[1].close()
+
+
+@contextlib.contextmanager
+def logged(name: str, level: int = logging.INFO) -> Iterator[list[str]]:
+    """What the logger ``name`` says inside, from ``level`` on."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
