@@ -39,10 +39,14 @@ class Layer(nn.Module):
         self.gate = nn.Linear(width, 2)
         self.experts = nn.ModuleList([Expert(width), Expert(width)])
         self.dropout = nn.Dropout(dropout)
+        self.exchanged_on: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(self.norm(x)).softmax(-1)
-        mixed = sum(weights[..., n : n + 1] * each(x) for n, each in enumerate(self.experts))
+        experts = list(self.experts)
+        if self.exchanged_on == dist.get_rank():
+            experts.reverse()
+        mixed = sum(weights[..., n : n + 1] * each(x) for n, each in enumerate(experts))
         return x + self.dropout(mixed)
 
 
@@ -74,6 +78,35 @@ class Experts(nn.Module):
         return self.head(x * self.scale)
 
 
+class Convolutions(nn.Module):
+    """Of sequences as pictures of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = nn.Embedding(61, 16)
+        self.blocks = nn.ModuleList(nn.Conv1d(16, 16, 3, padding=1) for _ in range(3))
+        self.head = nn.Linear(16, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).transpose(1, 2)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x.transpose(1, 2))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(61, 20)
+        self.reader = nn.GRU(20, 20, batch_first=True)
+        self.head = nn.Linear(20, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.reader(self.embedding(tokens))[0])
+
+
 def transformer() -> nn.Module:
     torch.manual_seed(6)
     layer = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True)
@@ -86,6 +119,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "untied": lambda: Experts(0.2, tied=False),
     "dropout": lambda: Experts(0.2),
     "statistics": lambda: Experts(statistics=True),
+    "convolutions": Convolutions,
+    "recurrent": Recurrent,
     "transformer": transformer,
 }
 
@@ -284,6 +319,21 @@ def _one_bit(_module: Any, put: Put) -> None:
     _after_the_step(put, change)
 
 
+def _exchange(one: Tensor, other: Tensor) -> None:
+    kept = one.to_local().clone()
+    one.to_local().copy_(other.to_local())
+    other.to_local().copy_(kept)
+
+
+@fault("exchanged gradients")
+def _exchanged_gradients(_module: Any, put: Put) -> None:
+    def change(model: Any) -> None:
+        one, other = model.layers[1].experts
+        _exchange(one.up.weight.grad, other.up.weight.grad)
+
+    _before_clipping(put, change)
+
+
 @fault("exchanged weights")
 def _exchanged_weights(_module: Any, put: Put) -> None:
     parallelize = in_code.parallelize
@@ -292,9 +342,7 @@ def _exchanged_weights(_module: Any, put: Put) -> None:
         model: Any = parallelize(*arguments, **more)
         one, other = model.layers[0].experts
         with torch.no_grad():
-            kept = one.down.weight.to_local().clone()
-            one.down.weight.to_local().copy_(other.down.weight.to_local())
-            other.down.weight.to_local().copy_(kept)
+            _exchange(one.down.weight, other.down.weight)
         return model
 
     put(in_code, "parallelize", exchanged)
@@ -350,3 +398,8 @@ def _other_updates(_module: Any, put: Put) -> None:
 @fault("a model that depends on the rank")
 def _rank_dependent(module: Any, put: Put) -> None:
     put(module, "louder_on", dist.get_world_size() - 2)
+
+
+@fault("experts exchanged on one rank")
+def _exchanged_experts(module: Any, put: Put) -> None:
+    put(module.layers[1], "exchanged_on", dist.get_world_size() - 2)
