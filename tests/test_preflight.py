@@ -329,7 +329,6 @@ def drop_connections(cluster: Cluster, source: int, target: int) -> None:
     ]  # fmt: skip
     port = ["dev", cluster.network.links[f"node{target}"].port]
     tc = ["tc", "-n", cluster.network.namespace("switch")]
-    subprocess.run([*tc, "qdisc", "add", *port, "clsact"], check=True)
     filter_words = ["egress", "pref", "7", "protocol", "all", "bpf", "bytecode"]
     bytecode = ",".join([str(len(code)), *code])
     subprocess.run([*tc, "filter", "add", *port, *filter_words, bytecode, "da"], check=True)
