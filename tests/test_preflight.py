@@ -365,6 +365,7 @@ def test_a_broken_cluster_is_described_node_by_node(tmp_path):
         lines = cluster.log_path(0).read_text().splitlines()
         other = cluster.log_path(3).read_text()
         drop_connections(cluster, 0, 1)
+        drop_connections(cluster, 1, 0)
         assert 0 not in ends_of(cluster, 2, tmp_path, *words, "--timeout=10")
         logs = [cluster.log_path(node).read_text() for node in range(2)]
     failed = [line for line in lines if line.startswith("FAIL")]
