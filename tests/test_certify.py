@@ -260,6 +260,7 @@ def certify_command(words):
     return main(words)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_certified_does_not_begin(folder):
     done = execute(folder, "parallel2d.train", "train.certify=true", "model.arguments.rank=1")
     assert done.returncode == 2

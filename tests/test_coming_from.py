@@ -78,6 +78,7 @@ def test_the_document_was_read():
     assert len(COMMANDS) > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS[:4])
 def test_python(ranks, origin):
     rows = [row for row in PYTHON if row.origin == origin and "setup(" not in row.code[0]]

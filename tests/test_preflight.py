@@ -203,6 +203,7 @@ def checked(folder: str, *words: str, own_run_dir: bool = False) -> tuple[int, s
 GENEROUS = ("--seconds=0.1", "--largest-mib=2")
 
 
+@pytest.mark.slow
 def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
     results = ranks.run(4, checked, str(tmp_path), "--json", "--write=mine.yaml", *GENEROUS)
     assert [code for code, _ in results] == [0] * 4
