@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel2d.files import read_json
+from parallel2d.base.files import read_json
 
 HEADS = ("causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base")
 WORDS = (

@@ -14,11 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallel2d.certification import certify
-    from parallel2d.checkpoint import Checkpointer
-    from parallel2d.chunked_head import ChunkedHead
-    from parallel2d.chunked_loss import cross_entropy_from_hidden
-    from parallel2d.config import (
+    from parallel2d.base.config import (
         BucketingConfig,
         CheckpointConfig,
         MeshConfig,
@@ -29,17 +25,19 @@ if TYPE_CHECKING:
         StrategyConfig,
         SyncConfig,
     )
-    from parallel2d.errors import ConfigError
-    from parallel2d.exchange import reduce
-    from parallel2d.gradients import clip_gradient_norm, clip_gradient_value
-    from parallel2d.hooks import Hook, HookResult, RunView
-    from parallel2d.loss import cross_entropy_sum, token_weight
-    from parallel2d.mesh import MeshSpec, build_mesh, data_coordinate, mesh_shape
-    from parallel2d.optimizer import build_optimizer, set_learning_rate
-    from parallel2d.parallelize import build_on_meta, parallelize
-    from parallel2d.parallelize.context import model_sharded_context
-    from parallel2d.runtime import Runtime, barrier, limit_waiting, setup, teardown
-    from parallel2d.sync import (
+    from parallel2d.base.errors import ConfigError
+    from parallel2d.base.exchange import reduce
+    from parallel2d.base.runtime import Runtime, barrier, limit_waiting, setup, teardown
+    from parallel2d.base.topology import Topology
+    from parallel2d.instruments.certification import certify
+    from parallel2d.parallel.chunked_head import ChunkedHead
+    from parallel2d.parallel.chunked_loss import cross_entropy_from_hidden
+    from parallel2d.parallel.gradients import clip_gradient_norm, clip_gradient_value
+    from parallel2d.parallel.loss import cross_entropy_sum, token_weight
+    from parallel2d.parallel.mesh import MeshSpec, build_mesh, data_coordinate, mesh_shape
+    from parallel2d.parallel.parallelize import build_on_meta, parallelize
+    from parallel2d.parallel.parallelize.context import model_sharded_context
+    from parallel2d.parallel.sync import (
         accumulate,
         attach_optimizer,
         compare_replicas,
@@ -51,77 +49,79 @@ if TYPE_CHECKING:
         set_step,
         updated_parameters,
     )
-    from parallel2d.topology import Topology
-    from parallel2d.weights import load_pretrained, load_state, summon_full_params
-    from parallel2d.weights.states import (
+    from parallel2d.parallel.weights import load_pretrained, load_state, summon_full_params
+    from parallel2d.parallel.weights.states import (
         full_state,
         load_full_state,
         load_sharded_state,
         rekey_optimizer_state,
         sharded_state,
     )
-    from parallel2d.weights.whole_tensors import apply_full, sharded_modules
+    from parallel2d.parallel.weights.whole_tensors import apply_full, sharded_modules
+    from parallel2d.training.checkpoint import Checkpointer
+    from parallel2d.training.hooks import Hook, HookResult, RunView
+    from parallel2d.training.optimizer import build_optimizer, set_learning_rate
 
     __version__: str
 
 _MODULES = {
-    "BucketingConfig": "config",
-    "CheckpointConfig": "config",
-    "Checkpointer": "checkpoint",
-    "ChunkedHead": "chunked_head",
-    "ConfigError": "errors",
-    "Hook": "hooks",
-    "HookResult": "hooks",
-    "MeshSpec": "mesh",
-    "MeshConfig": "config",
-    "OptimizerConfig": "config",
-    "ParallelConfig": "config",
-    "PrecisionConfig": "config",
-    "PrefetchConfig": "config",
-    "StrategyConfig": "config",
-    "SyncConfig": "config",
-    "RunView": "hooks",
-    "Runtime": "runtime",
-    "Topology": "topology",
-    "accumulate": "sync",
-    "apply_full": "weights.whole_tensors",
-    "attach_optimizer": "sync",
-    "barrier": "runtime",
-    "build_mesh": "mesh",
-    "build_on_meta": "parallelize",
-    "build_optimizer": "optimizer",
-    "certify": "certification",
-    "clip_gradient_norm": "gradients",
-    "clip_gradient_value": "gradients",
-    "compare_replicas": "sync",
-    "cross_entropy_from_hidden": "chunked_loss",
-    "cross_entropy_sum": "loss",
-    "data_coordinate": "mesh",
-    "finish_updates": "sync",
-    "full_state": "weights.states",
-    "limit_waiting": "runtime",
-    "load_full_state": "weights.states",
-    "load_pretrained": "weights",
-    "load_sharded_state": "weights.states",
-    "load_state": "weights",
-    "mesh_shape": "mesh",
-    "model_sharded_context": "parallelize.context",
-    "no_sync": "sync",
-    "outer_parameters": "sync",
-    "register_sync_hook": "sync",
-    "replicate_group": "sync",
-    "parallelize": "parallelize",
-    "reduce": "exchange",
-    "rekey_optimizer_state": "weights.states",
-    "set_learning_rate": "optimizer",
-    "set_step": "sync",
-    "setup": "runtime",
-    "sharded_modules": "weights.whole_tensors",
-    "sharded_state": "weights.states",
-    "summon_full_params": "weights",
-    "teardown": "runtime",
-    "token_weight": "loss",
-    "updated_parameters": "sync",
+    "BucketingConfig": "base.config",
+    "CheckpointConfig": "base.config",
+    "Checkpointer": "training.checkpoint",
+    "ChunkedHead": "parallel.chunked_head",
+    "ConfigError": "base.errors",
+    "Hook": "training.hooks",
+    "HookResult": "training.hooks",
+    "MeshSpec": "parallel.mesh",
+    "MeshConfig": "base.config",
+    "OptimizerConfig": "base.config",
+    "ParallelConfig": "base.config",
+    "PrecisionConfig": "base.config",
+    "PrefetchConfig": "base.config",
+    "StrategyConfig": "base.config",
+    "SyncConfig": "base.config",
+    "RunView": "training.hooks",
+    "Runtime": "base.runtime",
+    "Topology": "base.topology",
+    "accumulate": "parallel.sync",
+    "apply_full": "parallel.weights.whole_tensors",
+    "attach_optimizer": "parallel.sync",
+    "barrier": "base.runtime",
+    "build_mesh": "parallel.mesh",
+    "build_on_meta": "parallel.parallelize",
+    "build_optimizer": "training.optimizer",
+    "certify": "instruments.certification",
+    "clip_gradient_norm": "parallel.gradients",
+    "clip_gradient_value": "parallel.gradients",
+    "compare_replicas": "parallel.sync",
+    "cross_entropy_from_hidden": "parallel.chunked_loss",
+    "cross_entropy_sum": "parallel.loss",
+    "data_coordinate": "parallel.mesh",
+    "finish_updates": "parallel.sync",
+    "full_state": "parallel.weights.states",
+    "limit_waiting": "base.runtime",
+    "load_full_state": "parallel.weights.states",
+    "load_pretrained": "parallel.weights",
+    "load_sharded_state": "parallel.weights.states",
+    "load_state": "parallel.weights",
+    "mesh_shape": "parallel.mesh",
+    "model_sharded_context": "parallel.parallelize.context",
+    "no_sync": "parallel.sync",
+    "outer_parameters": "parallel.sync",
+    "register_sync_hook": "parallel.sync",
+    "replicate_group": "parallel.sync",
+    "parallelize": "parallel.parallelize",
+    "reduce": "base.exchange",
+    "rekey_optimizer_state": "parallel.weights.states",
+    "set_learning_rate": "training.optimizer",
+    "set_step": "parallel.sync",
+    "setup": "base.runtime",
+    "sharded_modules": "parallel.weights.whole_tensors",
+    "sharded_state": "parallel.weights.states",
+    "summon_full_params": "parallel.weights",
+    "teardown": "base.runtime",
+    "token_weight": "parallel.loss",
+    "updated_parameters": "parallel.sync",
 }
 
 __all__ = [
@@ -205,20 +205,11 @@ if not TYPE_CHECKING:
 
 
 class _Face(ModuleType):
-    """This module, in which `parallelize` and `certify` are functions whatever was imported before.
+    """This module, in which `certify` is the function whatever was imported before.
 
-    A function and the package that it is in, or the command, have one name here. Python sets a
-    package's attribute when a module inside it is imported, which would hide the function; a
-    property cannot be hidden.
+    The command has the same name. Python sets a package's attribute when a module inside it is
+    imported, which would hide the function; a property cannot be hidden.
     """
-
-    @property
-    def parallelize(self) -> Any:
-        return _load("parallelize")
-
-    @parallelize.setter
-    def parallelize(self, _package: ModuleType) -> None:
-        """What an import of the package sets is not kept; imports find it without."""
 
     @property
     def certify(self) -> Any:
@@ -226,7 +217,7 @@ class _Face(ModuleType):
 
     @certify.setter
     def certify(self, _command: ModuleType) -> None:
-        """As of `parallelize`."""
+        """What an import of the command sets is not kept; imports find it without."""
 
 
 sys.modules[__name__].__class__ = _Face

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel2d.config.information import show, version
-from parallel2d.errors import ConfigError, did_you_mean
-from parallel2d.files import for_terminal
+from parallel2d.base.config.information import show, version
+from parallel2d.base.errors import ConfigError, did_you_mean
+from parallel2d.base.files import for_terminal
 
 
 class Command(NamedTuple):
@@ -25,12 +25,12 @@ COMMANDS = {
     "train": Command("train", "train a model; its words are groups and keys"),
     "certify": Command("certify", "compare a layout of train with one process, step by step"),
     "plan": Command("plan", "find the fastest layout of train that fits, and what it costs"),
-    "report": Command("report.__main__", "write one page about one finished run or several"),
+    "report": Command("report", "write one page about one finished run or several"),
     "dashboard": Command("dashboard", "start TensorBoard on runs"),
-    "checkpoint": Command("checkpoint.__main__", "inspect, verify or convert a checkpoint"),
-    "data": Command("data.__main__", "prepare, inspect or verify a folder of token shards"),
-    "preflight": Command("preflight.__main__", "check whether a cluster is fit to train on"),
-    "launch": Command("launch.__main__", "run a rendezvous store, or make the secret of a job"),
+    "checkpoint": Command("checkpoint", "inspect, verify or convert a checkpoint"),
+    "data": Command("data", "prepare, inspect or verify a folder of token shards"),
+    "preflight": Command("preflight", "check whether a cluster is fit to train on"),
+    "launch": Command("launch", "run a rendezvous store, or make the secret of a job"),
 }
 
 

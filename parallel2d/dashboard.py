@@ -12,8 +12,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from parallel2d.errors import ConfigError
-from parallel2d.files import for_terminal
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import for_terminal
 
 
 def find_boards(paths: Sequence[str]) -> dict[str, str]:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from parallel2d import train
-from parallel2d.config.composition import Composition, compose
-from parallel2d.config.information import information, show
-from parallel2d.errors import ConfigError
-from parallel2d.files import for_terminal
+from parallel2d.base.config.composition import Composition, compose
+from parallel2d.base.config.information import information, show
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import for_terminal
 
 _PURPOSE = (
     "Finds the fastest layout of the job that the words describe that fits on a cluster, and what "
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m paral
 def _search(composition: Composition) -> None:
     import torch
 
-    from parallel2d.planner.layout_search import command_line, fixed_keys, search
-    from parallel2d.planner.plan_text import ranking_json, ranking_lines, summary
+    from parallel2d.instruments.planner.layout_search import command_line, fixed_keys, search
+    from parallel2d.instruments.planner.plan_text import ranking_json, ranking_lines, summary
 
     torch.set_num_threads(1)
     config = composition.config
@@ -64,9 +64,9 @@ def _search(composition: Composition) -> None:
 def _scale(composition: Composition) -> None:
     import torch
 
-    from parallel2d.planner.layout_search import fixed_keys
-    from parallel2d.planner.plan_text import scaling_json, scaling_lines
-    from parallel2d.planner.scaling import scale
+    from parallel2d.instruments.planner.layout_search import fixed_keys
+    from parallel2d.instruments.planner.plan_text import scaling_json, scaling_lines
+    from parallel2d.instruments.planner.scaling import scale
 
     torch.set_num_threads(1)
     config = composition.config

@@ -13,20 +13,20 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parallel2d.config import Job, TrainConfig
-from parallel2d.config.composition import compose
-from parallel2d.errors import ConfigError
-from parallel2d.files import for_terminal
-from parallel2d.launch.agreement import agree_on_job, forget_run, telling_progress
-from parallel2d.launch.failures import failures_told_once
-from parallel2d.launch.processes import end_with_parent
-from parallel2d.rank_environment import RankIdentity, find_rank
-from parallel2d.run_directory import discard_pending, read_segments, summarize
+from parallel2d.base.config import Job, TrainConfig
+from parallel2d.base.config.composition import compose
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import for_terminal
+from parallel2d.base.rank_environment import RankIdentity, find_rank
+from parallel2d.launching.agreement import agree_on_job, forget_run, telling_progress
+from parallel2d.launching.failures import failures_told_once
+from parallel2d.launching.processes import end_with_parent
+from parallel2d.training.run_directory import discard_pending, read_segments, summarize
 
 if TYPE_CHECKING:
-    from parallel2d.certification import Certificate
-    from parallel2d.runtime import Runtime
-    from parallel2d.trainer import Trainer
+    from parallel2d.base.runtime import Runtime
+    from parallel2d.instruments.certification import Certificate
+    from parallel2d.training.trainer import Trainer
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def run_rank(identity: RankIdentity, words: Sequence[str]) -> int:
     if identity.launcher == "torchrun":
         end_with_parent()
     with failures_told_once(identity, None):
-        from parallel2d.runtime import connect
+        from parallel2d.base.runtime import connect
 
         if identity.launcher == "srun":  # the configuration says where the secret is
             composition = compose(words)
@@ -74,7 +74,7 @@ def choose_layout(
     if not config.is_automatic:
         return config
     # Imported here because most jobs need none of it.
-    from parallel2d.planner.automatic import with_chosen_layout
+    from parallel2d.instruments.planner.automatic import with_chosen_layout
 
     config, lines = with_chosen_layout(config, words, nodes, ranks)
     for line in lines:
@@ -83,9 +83,9 @@ def choose_layout(
 
 
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
-    from parallel2d.exchange import check_shared_run_dir
-    from parallel2d.launch import signals
-    from parallel2d.runtime import process_group
+    from parallel2d.base.exchange import check_shared_run_dir
+    from parallel2d.base.runtime import process_group
+    from parallel2d.launching import signals
 
     signals.listen()
     _log_to(job.run_dir, identity)
@@ -120,7 +120,7 @@ def _certify(job: Job, runtime: Runtime) -> Certificate | None:
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
         return None
-    from parallel2d.certification import certify_job
+    from parallel2d.instruments.certification import certify_job
 
     certificate = certify_job(job, runtime)
     if runtime.is_first:
@@ -137,11 +137,11 @@ def _certify(job: Job, runtime: Runtime) -> Certificate | None:
 
 def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | None) -> bool:
     """Trains to the end; returns whether the run was asked to stop before."""
-    from parallel2d.assemble import build_trainer
-    from parallel2d.launch import signals
-    from parallel2d.metrics.out_of_memory import out_of_memory_named
-    from parallel2d.metrics.watch import Watch
-    from parallel2d.runtime import limit_waiting
+    from parallel2d.base.runtime import limit_waiting
+    from parallel2d.launching import signals
+    from parallel2d.training.assemble import build_trainer
+    from parallel2d.training.metrics.out_of_memory import out_of_memory_named
+    from parallel2d.training.metrics.watch import Watch
 
     identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history

@@ -12,15 +12,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from parallel2d import launch
-from parallel2d.config import Job, TrainConfig
-from parallel2d.config.composition import Composition, compose
-from parallel2d.config.information import information, show
-from parallel2d.config.sweep import run_sweep
-from parallel2d.errors import ConfigError
-from parallel2d.files import for_terminal
+from parallel2d import launching
+from parallel2d.base.config import Job, TrainConfig
+from parallel2d.base.config.composition import Composition, compose
+from parallel2d.base.config.information import information, show
+from parallel2d.base.config.sweep import run_sweep
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import for_terminal
 from parallel2d.rank import choose_layout, run_rank
-from parallel2d.run_directory import (
+from parallel2d.training.run_directory import (
     discard_pending,
     note_failure,
     objective_missing,
@@ -44,15 +44,15 @@ def main(
     Returns the exit code: 0 done, 1 failed or planned and too large, 2 a configuration
     that cannot run, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    launch.open_standard_streams()
+    launching.open_standard_streams()
     text: object
     try:
         return _run(words, program, purpose)
     except ConfigError as error:
         text, code = error, 2
-    except launch.Preempted as preempted:
+    except launching.Preempted as preempted:
         text, code = preempted, preempted.exit_code
-    except launch.WorkersFailed as error:
+    except launching.WorkersFailed as error:
         text, code = error, 1
     except KeyboardInterrupt:
         text, code = "interrupted; all workers have ended", 130
@@ -62,7 +62,7 @@ def main(
 
 def _run(words: list[str], program: str, purpose: str) -> int:
     """Does what the words ask for: answers, runs this rank, or starts ranks."""
-    identity = launch.find_rank()
+    identity = launching.find_rank()
     answer = information(words, program, purpose)
     if answer is not None:
         if identity is None or identity.rank == 0:
@@ -86,8 +86,8 @@ def _plan(composition: Composition) -> int:
     """Prints what the job would cost; 1 where it does not fit."""
     import torch
 
-    from parallel2d.planner.layout_cost import cost_of, planned_topology
-    from parallel2d.planner.plan_text import shortage, summary
+    from parallel2d.instruments.planner.layout_cost import cost_of, planned_topology
+    from parallel2d.instruments.planner.plan_text import shortage, summary
 
     torch.set_num_threads(1)
     config = composition.config
@@ -132,17 +132,17 @@ def _launch_locally(job: Job) -> None:
             "nodes start one job"
         )
     _prepare_launch()
-    workers = launch.workers_per_node(job.config.launch)
+    workers = launching.workers_per_node(job.config.launch)
     config = choose_layout(job.config, job.overrides, nodes=1, ranks=workers)
     job = dataclasses.replace(job, config=config)
-    launch.start_workers(job, _check(job.config, nodes=1))
+    launching.start_workers(job, _check(job.config, nodes=1))
 
 
 def _launch_node(config: TrainConfig, words: Sequence[str]) -> None:
     """As `_launch`, for one of several nodes: each checks for itself, rank 0 of the job
     composes."""
     _prepare_launch()
-    launch.start_node(config, words, _check(config, nodes=config.launch.node_range[1]))
+    launching.start_node(config, words, _check(config, nodes=config.launch.node_range[1]))
 
 
 def _prepare_launch() -> None:
@@ -150,18 +150,18 @@ def _prepare_launch() -> None:
     Ctrl-C waits for the imports: some libraries lose an interrupt there, or stay half imported."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        launch.start_server()
-        importlib.import_module("parallel2d.assemble")
+        launching.start_server()
+        importlib.import_module("parallel2d.training.assemble")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _check(config: TrainConfig, nodes: int) -> int:
     """The workers of a node, once the job was checked as far as one process can."""
-    from parallel2d.assemble import check
-    from parallel2d.topology import Topology
+    from parallel2d.base.topology import Topology
+    from parallel2d.training.assemble import check
 
-    workers = launch.workers_per_node(config.launch)
+    workers = launching.workers_per_node(config.launch)
     if config.is_automatic:  # rank 0 of the job chooses a layout, which is checked there
         return workers
     alone = nodes == 1

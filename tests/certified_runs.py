@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, certify
-from parallel2d.certification import in_code, session
-from parallel2d.config import SyncConfig
-from parallel2d.config.job import OPTIMIZERS
-from parallel2d.sync.outer import OuterSync
+from parallel2d.base.config import SyncConfig
+from parallel2d.base.config.job import OPTIMIZERS
+from parallel2d.instruments.certification import in_code, session
+from parallel2d.parallel.sync.outer import OuterSync
 
 SAMPLES = 16
 

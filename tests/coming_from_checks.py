@@ -26,8 +26,8 @@ from parallel2d import (
     parallelize,
     sharded_state,
 )
-from parallel2d import config as config_module
-from parallel2d.config import CheckpointConfig
+from parallel2d.base import config as config_module
+from parallel2d.base.config import CheckpointConfig
 
 
 class AllCollectives(CollectiveCounter):

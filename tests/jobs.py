@@ -23,7 +23,7 @@ def _with_choices(*choices):
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
-    from parallel2d.config.schema import register
+    from parallel2d.base.config.schema import register
 
     register()
     GlobalHydra.instance().clear()
@@ -36,9 +36,9 @@ def config_of(words):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    from parallel2d.config.schema import PRESETS
-    from parallel2d.config.serialization import to_config
-    from parallel2d.config.words import hydra_words
+    from parallel2d.base.config.schema import PRESETS
+    from parallel2d.base.config.serialization import to_config
+    from parallel2d.base.config.words import hydra_words
 
     choices = [
         word
@@ -62,7 +62,7 @@ def config_of(words):
 
 def build(folder, run_dir, words, hooks=()):
     """The trainer of this rank."""
-    from parallel2d.assemble import build_trainer
+    from parallel2d.training.assemble import build_trainer
 
     return build_trainer(*job_of(folder, run_dir, words), hooks=hooks)
 
@@ -72,10 +72,10 @@ def job_of(folder, run_dir, words):
     import torch
     import torch.distributed as dist
 
-    from parallel2d.config import Job
-    from parallel2d.launch import RankIdentity
-    from parallel2d.mesh import Topology
-    from parallel2d.runtime import Runtime
+    from parallel2d.base.config import Job
+    from parallel2d.base.runtime import Runtime
+    from parallel2d.launching import RankIdentity
+    from parallel2d.parallel.mesh import Topology
 
     os.chdir(folder)
     dropped = ("model.",) if {"model=custom", "model=hf"} & set(words) else ()
@@ -95,7 +95,7 @@ def run(folder, run_dir, words, steps, after_step=None):
     """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on.
 
     ``after_step(trainer)`` runs on each rank after each step."""
-    from parallel2d.data import BatchFeed
+    from parallel2d.training.data import BatchFeed
 
     trainer = build(folder, run_dir, words)
     begun = trainer.progress.step

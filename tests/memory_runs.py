@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 from checkpoint_runs import Heard, build, train_step
 
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import CheckpointConfig
-from parallel2d.recovery import buffer as buffers
-from parallel2d.recovery import memory_copies
-from parallel2d.recovery.place import VARIABLE
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.recovery import buffer as buffers
+from parallel2d.training.recovery import memory_copies
+from parallel2d.training.recovery.place import VARIABLE
 
 FP64 = {"strategy": "hybrid", "precision": "fp64"}
 

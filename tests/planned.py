@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, mesh_shape, parallelize
-from parallel2d.config import OptimizerConfig
-from parallel2d.cost.fake_group import fake_process_group
-from parallel2d.cost.state_memory import StateBytes
-from parallel2d.cost.traffic import predict_communication
+from parallel2d.base.config import OptimizerConfig
+from parallel2d.base.topology import Topology
 from parallel2d.models import llama
-from parallel2d.optimizer import build_optimizer, update_bytes
-from parallel2d.sync.gradient_sync import gradient_syncs
-from parallel2d.topology import Topology
+from parallel2d.parallel.cost.fake_group import fake_process_group
+from parallel2d.parallel.cost.state_memory import StateBytes
+from parallel2d.parallel.cost.traffic import predict_communication
+from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.training.optimizer import build_optimizer, update_bytes
 
 WIDTH = 13
 LLAMA = {
@@ -164,7 +164,7 @@ def measured(
 ) -> Measured:
     """Parallelizes ``model``, makes a step, and looks at every tensor that is left."""
     # Nothing arrives from the first rank, with whose model the others would compare theirs.
-    alone = mock.patch("parallel2d.weights.source.check_same_structure")
+    alone = mock.patch("parallel2d.parallel.weights.source.check_same_structure")
     with fake_mesh(sizes, config.strategy.name, rank) as (mesh, topology), alone:
         model = parallelize(
             model, mesh, config, seed=0, tensor_plan=plan_of(model, sizes[2]), topology=topology

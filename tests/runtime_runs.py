@@ -43,9 +43,9 @@ def one_run() -> float:
         setup,
         teardown,
     )
-    from parallel2d.config import OPTIMIZERS
-    from parallel2d.metrics.communication import CommunicationMeter
-    from parallel2d.optimizer import build_optimizer
+    from parallel2d.base.config import OPTIMIZERS
+    from parallel2d.training.metrics.communication import CommunicationMeter
+    from parallel2d.training.optimizer import build_optimizer
 
     runtime = setup(timeout_s=60)
     mesh = build_mesh(strategy="hybrid")
@@ -107,7 +107,7 @@ def soak(times: str) -> dict[str, object]:
 def alone() -> dict[str, object]:
     """Without any environment."""
     from parallel2d import barrier, reduce, setup, teardown
-    from parallel2d.errors import ConfigError
+    from parallel2d.base.errors import ConfigError
 
     runtime = setup()
     barrier("alone")
@@ -177,7 +177,7 @@ def signals() -> dict[str, object]:
     import signal
 
     from parallel2d import setup, teardown
-    from parallel2d.launch import signals as ours
+    from parallel2d.launching import signals as ours
 
     before = [
         signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

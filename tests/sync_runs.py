@@ -23,14 +23,14 @@ from parallel2d import (
     set_step,
     updated_parameters,
 )
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import CheckpointConfig, SyncConfig
-from parallel2d.sync.blocks import RoundingKeys
-from parallel2d.sync.outer import ExpectedOuter
-from parallel2d.sync.owned_parameters import expected_copy
-from parallel2d.sync.reduction import expected_gradient
-from parallel2d.sync.updates import outer_sync
-from parallel2d.weights.geometry import Region
+from parallel2d.base.config import CheckpointConfig, SyncConfig
+from parallel2d.parallel.sync.blocks import RoundingKeys
+from parallel2d.parallel.sync.outer import ExpectedOuter
+from parallel2d.parallel.sync.owned_parameters import expected_copy
+from parallel2d.parallel.sync.reduction import expected_gradient
+from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.weights.geometry import Region
+from parallel2d.training.checkpoint import Checkpointer
 
 ROWS = 8  # of a global batch
 CLIP = 0.5

@@ -8,7 +8,7 @@ import training
 from test_parity import check
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel2d.config import (
+from parallel2d.base.config import (
     ActivationCheckpointingConfig,
     BucketingConfig,
     CompileConfig,
@@ -16,11 +16,14 @@ from parallel2d.config import (
     PrecisionConfig,
     PrefetchConfig,
 )
-from parallel2d.config.checks import validated
-from parallel2d.errors import ConfigError
-from parallel2d.model_structure import find_blocks
-from parallel2d.parallelize.activation_checkpointing import checkpoint_activations, kept_operators
-from parallel2d.parallelize.compilation import compile_blocks
+from parallel2d.base.config.checks import validated
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize.activation_checkpointing import (
+    checkpoint_activations,
+    kept_operators,
+)
+from parallel2d.parallel.parallelize.compilation import compile_blocks
 
 AOT = CompileConfig("block", "aot_eager")
 

@@ -15,13 +15,13 @@ from test_library_export import drawn, loaded, logits
 from test_models_library import MODELS
 
 from parallel2d import build_on_meta
-from parallel2d.checkpoint import Checkpoint
-from parallel2d.checkpoint.__main__ import main
-from parallel2d.config import HuggingFaceModel
-from parallel2d.errors import ConfigError
-from parallel2d.model_families import build_model
-from parallel2d.model_structure import find_blocks
-from parallel2d.weights.initial_values import plan_weights
+from parallel2d.base.config import HuggingFaceModel
+from parallel2d.base.errors import ConfigError
+from parallel2d.checkpoint import main
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.weights.initial_values import plan_weights
+from parallel2d.training.checkpoint import Checkpoint
+from parallel2d.training.model_families import build_model
 
 pytestmark = pytest.mark.extras("peft")
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}

@@ -122,7 +122,7 @@ def test_no_name_of_a_class_or_module_exists_twice():
         (
             "hydra",
             {
-                f"parallel2d.config.{name}"
+                f"parallel2d.base.config.{name}"
                 for name in (
                     "composition",
                     "explanation",
@@ -147,7 +147,7 @@ def test_a_library_is_imported_in_its_own_place_alone(library, where):
 
 def test_configuration_is_loaded_without_torch():
     for name, path in MODULES.items():
-        if name.startswith(("parallel2d.config", "parallel2d.errors")):
+        if name.startswith(("parallel2d.base.config", "parallel2d.base.errors")):
             assert "torch" not in {target.partition(".")[0] for target in imported(name, path)}
 
 

@@ -10,9 +10,9 @@ from dataclasses import asdict
 import jobs
 import pytest
 
-from parallel2d.errors import ConfigError
-from parallel2d.hooks import Hook
-from parallel2d.progress import (
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.hooks import Hook
+from parallel2d.training.progress import (
     BestMetric,
     Progress,
     WatchedMetrics,

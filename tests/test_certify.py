@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from parallel2d import ParallelConfig, certify, train
-from parallel2d.certification import training_job
-from parallel2d.certification.collective_audit import CollectiveAudit
-from parallel2d.config import LlamaModel
-from parallel2d.metrics.communication import LoggedCollective
+from parallel2d.base.config import LlamaModel
+from parallel2d.instruments.certification import training_job
+from parallel2d.instruments.certification.collective_audit import CollectiveAudit
+from parallel2d.training.metrics.communication import LoggedCollective
 
 HYBRID = {"replicate": 2, "shard": 2}
 ZERO = {"replicate": 1, "shard": 4}
@@ -209,7 +209,7 @@ CHUNKED = ("train.loss_chunk=9", "train.z_loss=0.01")
 
 def certificate_of_job(folder, other_samples):
     """What is wrong with a job, one of whose ranks may read other samples."""
-    from parallel2d.data.stream import SampleStream
+    from parallel2d.training.data.stream import SampleStream
 
     read = SampleStream.read
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint_hostile import Bomb, content_digest
 from training import LLAMA, build_llama, optimizer_of
 
-from parallel2d.checkpoint import Checkpoint, Checkpointer
-from parallel2d.checkpoint.__main__ import main
-from parallel2d.checkpoint.convert import torch_file
-from parallel2d.config import CheckpointConfig
-from parallel2d.files.tensor_file import DTYPES
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.files.tensor_file import DTYPES
+from parallel2d.checkpoint import main
+from parallel2d.training.checkpoint import Checkpoint, Checkpointer
+from parallel2d.training.checkpoint.convert import torch_file
 
 ARGUMENTS = {**LLAMA, "norm_eps": 1e-5, "rope_theta": 500000.0}
 TRANSFORMERS = pytest.mark.extras("transformers")
@@ -393,7 +393,7 @@ def test_verify_names_the_damaged_file(tmp_path, capsys):
 
 MEASURED = """
 import resource, sys, time
-from parallel2d.checkpoint.__main__ import main
+from parallel2d.checkpoint import main
 import torch._dynamo  # what fake tensors load at first use is no tensor
 before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
 codes = [main(arguments.split()) for arguments in sys.argv[1:]]

@@ -23,10 +23,10 @@ import pytest
 import torch
 from test_checkpoint_policy import Small
 
-from parallel2d.checkpoint.__main__ import main
-from parallel2d.checkpoint.manifest import check_tiling, content_digest
-from parallel2d.errors import ConfigError
-from parallel2d.weights.geometry import Region
+from parallel2d.base.errors import ConfigError
+from parallel2d.checkpoint import main
+from parallel2d.parallel.weights.geometry import Region
+from parallel2d.training.checkpoint.manifest import check_tiling, content_digest
 
 DATA = "rank-00000.safetensors"
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from workers import Pool, Pools
 
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import CheckpointConfig
-from parallel2d.weights.geometry import local_part
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.training.checkpoint import Checkpointer
 
 INTERVAL = 2
 SHAPES = {"a": (257, 64), "b": (3, 5), "c": (1000,), "d": (2, 128, 33)}

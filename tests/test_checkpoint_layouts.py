@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_runs import run
 
-from parallel2d.checkpoint import Checkpoint
+from parallel2d.training.checkpoint import Checkpoint
 
 STEPS = 8
 
@@ -104,7 +104,7 @@ def test_nothing_is_written_twice_and_work_is_spread(ranks, tmp_path, world, mes
 def plans(nodes):
     """What this rank writes of a tensor of 64 MiB that all ranks hold, and of small ones."""
     from parallel2d import MeshSpec, build_mesh
-    from parallel2d.checkpoint.save import plan_writes
+    from parallel2d.training.checkpoint.save import plan_writes
 
     mesh = build_mesh(MeshSpec(replicate=4), "ddp")
     large, small = torch.empty(8, 2**21), torch.empty(100)

@@ -15,13 +15,13 @@ import pytest
 from memory_runs import life
 from workers import WorkerError
 
-from parallel2d.checkpoint.manifest import content_digest
-from parallel2d.config import SyncConfig
-from parallel2d.files import private_folders as folders
-from parallel2d.files.tensor_file import DamagedCheckpointError
-from parallel2d.recovery import place
-from parallel2d.recovery.buffer import RECORD, find_copies
-from parallel2d.recovery.lineage import Lineage
+from parallel2d.base.config import SyncConfig
+from parallel2d.base.files import private_folders as folders
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.training.checkpoint.manifest import content_digest
+from parallel2d.training.recovery import place
+from parallel2d.training.recovery.buffer import RECORD, find_copies
+from parallel2d.training.recovery.lineage import Lineage
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
 
@@ -353,10 +353,10 @@ def _busy(run_dir, node):
     import torch.distributed as dist
     from checkpoint_runs import build, train_step
 
-    from parallel2d.checkpoint import Checkpointer
-    from parallel2d.config import CheckpointConfig
-    from parallel2d.recovery import memory_copies
-    from parallel2d.recovery.buffer import Buffer
+    from parallel2d.base.config import CheckpointConfig
+    from parallel2d.training.checkpoint import Checkpointer
+    from parallel2d.training.recovery import memory_copies
+    from parallel2d.training.recovery.buffer import Buffer
 
     asked, seal = threading.Event(), Buffer.seal
 

@@ -14,9 +14,9 @@ from checkpoint_runs import Heard, run, steps_in
 from safetensors.torch import load_file
 from workers import WorkerError
 
-from parallel2d.checkpoint import Checkpoint, Checkpointer, CheckpointError
-from parallel2d.config import CheckpointConfig
-from parallel2d.errors import ConfigError
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.checkpoint import Checkpoint, Checkpointer, CheckpointError
 
 HYBRID = {"strategy": "hybrid"}
 MESH = {"replicate": 1, "shard": 2}
@@ -123,7 +123,7 @@ def test_preemption_returns_only_when_the_checkpoint_is_published(tmp_path):
 
 
 def test_a_running_save_is_awaited_and_has_the_values_of_its_step(tmp_path, monkeypatch):
-    from parallel2d.checkpoint import checkpointer as module
+    from parallel2d.training.checkpoint import checkpointer as module
 
     write, release = module.write_checkpoint, threading.Event()
 
@@ -329,7 +329,7 @@ def fail_on_one_rank(folder):
     """Rank 1's disk is full for the first save: all ranks count the failure and none hangs."""
     import torch.distributed as dist
 
-    from parallel2d.checkpoint.storage import LocalStore
+    from parallel2d.training.checkpoint.storage import LocalStore
 
     write = LocalStore.write
     if dist.get_rank() == 1:

@@ -10,9 +10,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from test_checkpoint_policy import Small
 
-from parallel2d.checkpoint import Checkpoint
-from parallel2d.checkpoint.__main__ import main
-from parallel2d.errors import ConfigError
+from parallel2d.base.errors import ConfigError
+from parallel2d.checkpoint import main
+from parallel2d.training.checkpoint import Checkpoint
 
 
 class Bucket(LocalFileSystem):

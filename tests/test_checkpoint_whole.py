@@ -28,10 +28,10 @@ from parallel2d import (
     sharded_modules,
     sharded_state,
 )
-from parallel2d.config import OPTIMIZERS
-from parallel2d.errors import ConfigError
-from parallel2d.optimizer import build_optimizer
-from parallel2d.weights.geometry import local_part
+from parallel2d.base.config import OPTIMIZERS
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.training.optimizer import build_optimizer
 
 LAYOUTS = [
     (4, {"replicate": 2, "shard": 2}, {"strategy": "hybrid"}, "name"),

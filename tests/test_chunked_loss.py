@@ -42,8 +42,8 @@ from parallel2d import (
     token_weight,
     updated_parameters,
 )
-from parallel2d.chunked_head import find_head
-from parallel2d.config import CompileConfig
+from parallel2d.base.config import CompileConfig
+from parallel2d.parallel.chunked_head import find_head
 
 ROWS, DIM, VOCAB = 37, 6, 11
 EAGER = CompileConfig("block", "eager")

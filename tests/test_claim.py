@@ -9,9 +9,9 @@ import shutil
 import jobs
 import pytest
 
-from parallel2d.hooks import Hook
-from parallel2d.metrics.row_file import set_aside_after
-from parallel2d.run_directory.start import RunClaim, RunTakenOver
+from parallel2d.training.hooks import Hook
+from parallel2d.training.metrics.row_file import set_aside_after
+from parallel2d.training.run_directory.start import RunClaim, RunTakenOver
 
 
 def test_the_first_start_is_told_who_took_over(tmp_path):

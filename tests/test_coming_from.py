@@ -24,7 +24,7 @@ import torch.distributed as dist
 from coming_from_checks import CHECKS, run_cells
 
 import parallel2d
-from parallel2d.config import TrainConfig
+from parallel2d.base.config import TrainConfig
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
 ORIGINS = ("thunder", "FullySharded", "fully_shard", "Lightning", "transformers", "torchtitan")
@@ -214,9 +214,9 @@ def test_the_torchtitan_config_as_a_command(folder):
     layout = json.loads((folder / "torchtitan" / "layout.json").read_text())
     assert layout["mesh"] == {"replicate": 2, "shard": 2, "tensor": 1}
 
-    from parallel2d.checkpoint.__main__ import main
+    from parallel2d.checkpoint import main
 
-    command, source, target = words_of("convert", "parallel2d.checkpoint")
+    command, source, target = words_of("convert", "parallel2d.training.checkpoint")
     assert main([command, str(folder / "torchtitan"), str(folder / target)]) == 0
     state = torch.load(folder / target, weights_only=True)
     assert sum(tensor.numel() for tensor in state.values()) == layout["parameters"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallel2d import ConfigError
-from parallel2d.config.composition import compose
-from parallel2d.config.sweep import run_sweep
+from parallel2d.base.config.composition import compose
+from parallel2d.base.config.sweep import run_sweep
 
 MODELS = "custom, hf, llama_15m, llama_160m, llama_1b, llama_405b, llama_70b, llama_8b, llama_debug"
 

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from images import CLASSES, EACH, Image, opened, write_images
 
-from parallel2d.config import DataConfig
-from parallel2d.data import BatchFeed, BatchPlan, open_data
-from parallel2d.data.batch import token_sequences
-from parallel2d.data.images import SUFFIXES, find_images
-from parallel2d.data.order import Order, Schedule
-from parallel2d.data.stream import SampleStream
-from parallel2d.errors import ConfigError
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.data import BatchFeed, BatchPlan, open_data
+from parallel2d.training.data.batch import token_sequences
+from parallel2d.training.data.images import SUFFIXES, find_images
+from parallel2d.training.data.order import Order, Schedule
+from parallel2d.training.data.stream import SampleStream
 
 pytestmark = pytest.mark.extras("PIL")
 

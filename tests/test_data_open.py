@@ -15,11 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from parallel2d.config import DataConfig
-from parallel2d.data import BatchFeed, BatchPlan, EndOfData, OpenData, SampleStream, open_data
-from parallel2d.data.__main__ import main
-from parallel2d.data.token_shards import ShardWriter
-from parallel2d.errors import ConfigError
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.data import main
+from parallel2d.training.data import (
+    BatchFeed,
+    BatchPlan,
+    EndOfData,
+    OpenData,
+    SampleStream,
+    open_data,
+)
+from parallel2d.training.data.token_shards import ShardWriter
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from parallel2d.data import BatchPlan
-from parallel2d.data.order import MAXIMUM_SIZE, Order
-from parallel2d.errors import ConfigError
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.data import BatchPlan
+from parallel2d.training.data.order import MAXIMUM_SIZE, Order
 
 
 def test_every_epoch_is_a_permutation() -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel2d.config import DataConfig
-from parallel2d.data import prepare as preparation
-from parallel2d.data import reading
-from parallel2d.data import token_shards as store
-from parallel2d.data.__main__ import main
-from parallel2d.data.token_shards import ShardWriter, TokenStore, read_manifest, verify
-from parallel2d.errors import ConfigError
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.data import main
+from parallel2d.training.data import prepare as preparation
+from parallel2d.training.data import reading
+from parallel2d.training.data import token_shards as store
+from parallel2d.training.data.token_shards import ShardWriter, TokenStore, read_manifest, verify
 
 END = 256
 
@@ -469,6 +469,6 @@ def test_the_command_reports_one_message_and_a_code(tmp_path, capsys):
 
 def test_preparing_does_not_load_torch():
     """Every worker process would pay for it, in seconds and in memory."""
-    code = "import sys, parallel2d.data.__main__; print('torch' in sys.modules)"
+    code = "import sys, parallel2d.data; print('torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from parallel2d.data import IGNORED, Batch
-from parallel2d.data.batch import SampleHash, token_sequences
-from parallel2d.data.order import MAXIMUM_PERIOD, Schedule
-from parallel2d.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
-from parallel2d.data.token_shards import ShardWriter, TokenSplit
-from parallel2d.errors import ConfigError
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.data import IGNORED, Batch
+from parallel2d.training.data.batch import SampleHash, token_sequences
+from parallel2d.training.data.order import MAXIMUM_PERIOD, Schedule
+from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
+from parallel2d.training.data.token_shards import ShardWriter, TokenSplit
 
 END = 256
 Documents = list[list[int]]
@@ -198,7 +198,7 @@ def test_the_end_is_exact(tmp_path, policy, batches, missing, repeated):
 
 
 def test_a_shard_that_falls_out_of_the_open_maps_is_opened_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel2d.data.token_shards._OPEN_FILES", 2)
+    monkeypatch.setattr("parallel2d.training.data.token_shards._OPEN_FILES", 2)
     split = write_split(tmp_path, [[[number] * 9] for number in range(6)])
     stream = packed_stream(split, seq_len=5)
     first, again = (stream.read(range(len(stream))) for _ in range(2))

@@ -156,7 +156,7 @@ def test_pages_load_nothing_from_elsewhere(site):
 
 @pytest.mark.extras("sphinx", "myst_parser", "furo")
 def test_every_key_and_public_name_has_an_entry(site):
-    from parallel2d.config.help_page import sections
+    from parallel2d.base.config.help_page import sections
 
     reference = (site / "configuration.html").read_text()
     text = re.sub(r"<[^>]+>", "", reference)

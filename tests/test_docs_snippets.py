@@ -15,7 +15,7 @@ from torch import nn
 
 import parallel2d
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, parallelize
-from parallel2d import config as config_module
+from parallel2d.base import config as config_module
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from parallel2d.config.composition import compose
+from parallel2d.base.config.composition import compose
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

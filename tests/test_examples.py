@@ -112,7 +112,7 @@ def test_a_pattern_of_fresh_parameters_that_matches_nothing_is_refused(small_lla
 @pytest.mark.extras("transformers")
 def test_a_saved_model_is_fine_tuned_by_the_train_command(ranks, small_llama, tmp_path):
     """Its vocabulary is enlarged for the bytes; the checkpoint becomes a folder that the library reads."""
-    from parallel2d.checkpoint.__main__ import main
+    from parallel2d.checkpoint import main
 
     model = load(small_llama)
     model.resize_token_embeddings(320, mean_resizing=False)

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel2d import exchange
-from parallel2d.checkpoint.manifest import StoredFile
-from parallel2d.errors import ConfigError
-from parallel2d.files.tensor_file import DamagedCheckpointError
-from parallel2d.store.address import PortTaken
-from parallel2d.weights.geometry import Region
-from parallel2d.weights.states import TensorEntry
+from parallel2d.base import exchange
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.base.store.address import PortTaken
+from parallel2d.parallel.weights.geometry import Region
+from parallel2d.parallel.weights.states import TensorEntry
+from parallel2d.training.checkpoint.manifest import StoredFile
 
 VALUES = (
     None, True, 0, -(2**70), 1.5, float("-inf"), "", "ü\n", b"\0\xff", [], [1, [2]], (), (1, ("a", b"b")), {}, {1: {2: 3}, "a": (None,)},

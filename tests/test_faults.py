@@ -41,7 +41,7 @@ WORDS = (
 # Leaves the cores to those that start, and few steps to do again without faults.
 SLOWLY = """
 import time
-from parallel2d.hooks import Hook
+from parallel2d.training.hooks import Hook
 
 class Slowly(Hook):
     def step(self, run, step, metrics):

@@ -24,15 +24,15 @@ import torch
 from test_checkpoint_hostile import DATA, reseal
 from test_checkpoint_policy import Small
 
-from parallel2d.checkpoint.__main__ import main as checkpoint_command
-from parallel2d.config import DataConfig
-from parallel2d.data import OpenData, open_data
-from parallel2d.data.token_shards import verify
-from parallel2d.errors import ConfigError
-from parallel2d.metrics.goodput import Goodput
-from parallel2d.metrics.writer import MetricsWriter
-from parallel2d.report.page import markdown, page
-from parallel2d.report.runs import read_run
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.checkpoint import main as checkpoint_command
+from parallel2d.instruments.report.page import markdown, page
+from parallel2d.instruments.report.runs import read_run
+from parallel2d.training.data import OpenData, open_data
+from parallel2d.training.data.token_shards import verify
+from parallel2d.training.metrics.goodput import Goodput
+from parallel2d.training.metrics.writer import MetricsWriter
 
 MUTATIONS = 60  # of each kind
 REPORTS = (markdown,)
@@ -287,7 +287,7 @@ def _record(folder: Path) -> None:
 
 
 def _prepare(folder: Path) -> None:
-    from parallel2d.data.__main__ import main as data_command
+    from parallel2d.data import main as data_command
 
     for number in range(20):
         (folder / f"{number}.txt").write_text(f"document {number} " * 20)

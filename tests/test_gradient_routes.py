@@ -20,9 +20,9 @@ from parallel2d import (
     parallelize,
     updated_parameters,
 )
-from parallel2d.config import BucketingConfig, PrecisionConfig
-from parallel2d.mesh import mesh_shape
-from parallel2d.model_structure import updated_as
+from parallel2d.base.config import BucketingConfig, PrecisionConfig
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.model_structure import updated_as
 
 FP64 = PrecisionConfig("fp64", "fp64", "fp64", "fp64")
 STEPS = 2

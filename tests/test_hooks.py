@@ -18,9 +18,9 @@ import torch.distributed as dist
 from training import whole
 from workers import WorkerError
 
-from parallel2d.config.checks import validated
-from parallel2d.errors import ConfigError
-from parallel2d.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
+from parallel2d.base.config.checks import validated
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
 
 
 @pytest.fixture
@@ -241,11 +241,11 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     [
         (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
         (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
-        (["test_hooks:folder"], "is no class derived from parallel2d.hooks.Hook"),
+        (["test_hooks:folder"], "is no class derived from parallel2d.training.hooks.Hook"),
         ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
         ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
         (
-            [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
+            [{"hook": "parallel2d.training.hooks:SampleText", "every": 0}],
             r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
         ),
     ],
@@ -265,7 +265,7 @@ def test_an_entry_of_another_form_is_refused_with_the_configuration():
 
 def count_exchanges(folder, run_dir, words, hooks):
     """How many exchanges and how many collectives of the whole world the steps make."""
-    from parallel2d import hooks as module
+    from parallel2d.training import hooks as module
 
     exchanged = []
     plain = module.all_gather
@@ -449,7 +449,7 @@ def test_a_failure_of_one_rank_inside_a_collective_is_told_once(folder):
 @pytest.mark.slow
 def test_samples_and_the_failure_of_a_hook_are_on_the_console_and_in_the_log(folder):
     hooks = (
-        "{hook: 'parallel2d.hooks:SampleText', every: 2, prompt: '12 times', tokens: 4}",
+        "{hook: 'parallel2d.training.hooks:SampleText', every: 2, prompt: '12 times', tokens: 4}",
         "{hook: 'test_hooks:Failing', method: end}",
     )
     words = (f"train.hooks=[{','.join(hooks)}]", "launch.nproc_per_node=2", "train.steps=4")

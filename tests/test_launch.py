@@ -24,21 +24,21 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from parallel2d.config import LaunchConfig
-from parallel2d.errors import ConfigError
-from parallel2d.files import private_folders as folders
-from parallel2d.launch import agreement, elastic_internals
-from parallel2d.launch.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launch.elastic_internals import ElasticAgent, goes_on_without_this_node
-from parallel2d.launch.rendezvous import find_rendezvous, from_json, own_rendezvous, to_json
-from parallel2d.mesh import MeshSpec, Topology
-from parallel2d.metrics import watch
-from parallel2d.rank_environment import AGENT
-from parallel2d.store import client as store_client
-from parallel2d.store.address import answered_within
-from parallel2d.store.client import StoreClient
-from parallel2d.store.secret import new_secret
-from parallel2d.store.server import StoreServer
+from parallel2d.base.config import LaunchConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import private_folders as folders
+from parallel2d.base.rank_environment import AGENT
+from parallel2d.base.store import client as store_client
+from parallel2d.base.store.address import answered_within
+from parallel2d.base.store.client import StoreClient
+from parallel2d.base.store.secret import new_secret
+from parallel2d.base.store.server import StoreServer
+from parallel2d.launching import agreement, elastic_internals
+from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
+from parallel2d.launching.elastic_internals import ElasticAgent, goes_on_without_this_node
+from parallel2d.launching.rendezvous import find_rendezvous, from_json, own_rendezvous, to_json
+from parallel2d.parallel.mesh import MeshSpec, Topology
+from parallel2d.training.metrics import watch
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (

@@ -14,10 +14,10 @@ import torch
 from test_checkpoint_hostile import reseal
 from test_models_library import LIBRARY, MODELS, batch
 
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.checkpoint.__main__ import main
-from parallel2d.config import CheckpointConfig, HuggingFaceModel
+from parallel2d.base.config import CheckpointConfig, HuggingFaceModel
+from parallel2d.checkpoint import main
 from parallel2d.models import huggingface
+from parallel2d.training.checkpoint import Checkpointer
 
 pytestmark = LIBRARY
 AUTO = {
@@ -308,7 +308,7 @@ def test_peak_memory_is_that_of_one_file(tmp_path):
 
 PEAK = """
 import sys
-from parallel2d.checkpoint.__main__ import main
+from parallel2d.checkpoint import main
 import transformers.models.mixtral.modeling_mixtral
 
 def peak():

@@ -7,8 +7,8 @@ import pytest
 import torch
 import training
 
-from parallel2d.model_families import build_model
 from parallel2d.models.llama import rotary_angles, rotate, tensor_plan
+from parallel2d.training.model_families import build_model
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel2d import loss as loss_module
-from parallel2d.loss import cross_entropy_sum, token_weight
-from parallel2d.mesh import MeshSpec, build_mesh
+from parallel2d.parallel import loss as loss_module
+from parallel2d.parallel.loss import cross_entropy_sum, token_weight
+from parallel2d.parallel.mesh import MeshSpec, build_mesh
 
 
 def case(dtype, rows=37, vocab=11):

@@ -20,11 +20,11 @@ from parallel2d import (
     data_coordinate,
     mesh_shape,
 )
-from parallel2d.config import OPTIMIZERS, SyncConfig
-from parallel2d.errors import ConfigError
-from parallel2d.optimizer import Muon, matrix_owners, muon
-from parallel2d.optimizer.matrix_owners import MatrixOwners
-from parallel2d.parallelize import parallelize
+from parallel2d.base.config import OPTIMIZERS, SyncConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.parallelize import parallelize
+from parallel2d.training.optimizer import Muon, matrix_owners, muon
+from parallel2d.training.optimizer.matrix_owners import MatrixOwners
 
 STEPS = 2
 SAMPLES = 12

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel2d.config import STRATEGY_NAMES
-from parallel2d.errors import ConfigError
-from parallel2d.mesh import MeshSpec, Topology, build_mesh, check_placement, draw_mesh
+from parallel2d.base.config import STRATEGY_NAMES
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh import MeshSpec, Topology, build_mesh, check_placement, draw_mesh
 
 
 def resolve(strategy="hybrid", hosts=(4,), **sizes):
@@ -124,7 +124,7 @@ def test_picture_shows_which_rank_sits_where():
 def _axes(host_ids):
     import torch.distributed as dist
 
-    from parallel2d.mesh import data_coordinate
+    from parallel2d.parallel.mesh import data_coordinate
 
     topology = Topology.gather(host_ids[dist.get_rank()] if host_ids else None)
     mesh = build_mesh(MeshSpec(), "hybrid", topology=topology)

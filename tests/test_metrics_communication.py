@@ -28,15 +28,15 @@ from parallel2d import (
     parallelize,
     updated_parameters,
 )
-from parallel2d.config import BucketingConfig, PrecisionConfig, PrefetchConfig, SyncConfig
-from parallel2d.cost.collectives import sent_bytes
-from parallel2d.cost.tensor_twin import count_tensor_axis, tensor_twin
-from parallel2d.cost.traffic import predict_communication
-from parallel2d.data.batch import token_sequences
-from parallel2d.metrics.communication import CommunicationMeter
-from parallel2d.metrics.keys import COMMUNICATION_KEYS
-from parallel2d.metrics.recorder import Deviation
+from parallel2d.base.config import BucketingConfig, PrecisionConfig, PrefetchConfig, SyncConfig
 from parallel2d.models.llama import tensor_plan
+from parallel2d.parallel.cost.collectives import sent_bytes
+from parallel2d.parallel.cost.tensor_twin import count_tensor_axis, tensor_twin
+from parallel2d.parallel.cost.traffic import predict_communication
+from parallel2d.training.data.batch import token_sequences
+from parallel2d.training.metrics.communication import CommunicationMeter
+from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
+from parallel2d.training.metrics.recorder import Deviation
 from tools.cluster import Cluster, why_not
 
 LLAMA = {

@@ -14,7 +14,7 @@ import pytest
 from browser import Browser, find_chromium
 from test_command_line import SMALL, environment, execute, folder  # noqa: F401
 
-from parallel2d.metrics.writer import BETWEEN_REPLICAS, COMPARED, LAYOUT
+from parallel2d.training.metrics.writer import BETWEEN_REPLICAS, COMPARED, LAYOUT
 
 # Everything below ``node``, shadow trees and slots included
 DEEP = """

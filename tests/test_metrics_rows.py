@@ -18,17 +18,17 @@ import pytest
 from torch import nn
 
 from parallel2d import build_on_meta, cross_entropy_sum, dashboard
-from parallel2d.cost.flops import count_flops
-from parallel2d.data.batch import token_sequences
-from parallel2d.errors import ConfigError
-from parallel2d.metrics import goodput
-from parallel2d.metrics.console import describe, wrap
-from parallel2d.metrics.goodput import Goodput
-from parallel2d.metrics.keys import COMMUNICATION_KEYS
-from parallel2d.metrics.recorder import WINDOW, Recorder, Stragglers
-from parallel2d.metrics.watch import describe_late
-from parallel2d.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
-from parallel2d.progress import Progress, RankReport, StepOutcome
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.cost.flops import count_flops
+from parallel2d.training.data.batch import token_sequences
+from parallel2d.training.metrics import goodput
+from parallel2d.training.metrics.console import describe, wrap
+from parallel2d.training.metrics.goodput import Goodput
+from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
+from parallel2d.training.metrics.recorder import WINDOW, Recorder, Stragglers
+from parallel2d.training.metrics.watch import describe_late
+from parallel2d.training.metrics.writer import LAYOUT, OF_AN_AXIS, MetricsWriter
+from parallel2d.training.progress import Progress, RankReport, StepOutcome
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
 
@@ -144,7 +144,7 @@ def on_a_terminal(mode, row):
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     script = (
-        "from parallel2d.metrics.console import ConsoleDisplay\n"
+        "from parallel2d.training.metrics.console import ConsoleDisplay\n"
         f"display = ConsoleDisplay({mode!r}, 200000)\n"
         "display.begin(0)\n"
         f"display.step({{**{row!r}, 'step': 1}}, 43200.0, 3700.0)\n"

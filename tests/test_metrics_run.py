@@ -21,7 +21,7 @@ from test_command_line import SMALL, command, environment, execute, folder, rows
 from torch import nn
 from workers import logged
 
-from parallel2d.run_directory import read_segments
+from parallel2d.training.run_directory import read_segments
 
 
 def records(run_dir):
@@ -232,7 +232,7 @@ def train_without_room(folder, run_dir, fault):  # noqa: F811
 
     words = ("checkpoint.enabled=false", "metrics.tensorboard=true", "train.steps=6")
     try:
-        with logged("parallel2d.metrics.writer", logging.WARNING) as said:
+        with logged("parallel2d.training.metrics.writer", logging.WARNING) as said:
             jobs.run(folder, run_dir, words, 6, after_step)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -284,7 +284,7 @@ def train_paced(folder, slow, name="run"):  # noqa: F811
     """What the recorder of rank 0 warned of, in a run of 20 steps."""
     words = ("model=custom", f"model.target={__name__}:Paced", f"+model.arguments.slow={slow}")
     words += ("checkpoint.enabled=false", "strategy=zero3", "bucketing=layer")
-    with logged("parallel2d.metrics.recorder", logging.WARNING) as said:
+    with logged("parallel2d.training.metrics.recorder", logging.WARNING) as said:
         jobs.run(folder, str(folder / name), [*words, "train.steps=20"], 20)
     return said
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel2d.metrics.communication import StreamWaits, seconds_between
+from parallel2d.training.metrics.communication import StreamWaits, seconds_between
 
 
 class Event:

@@ -25,8 +25,8 @@ from parallel2d import (
     parallelize,
     token_weight,
 )
-from parallel2d.config import BucketingConfig, PrecisionConfig
-from parallel2d.parallelize.sharding import check_offload
+from parallel2d.base.config import BucketingConfig, PrecisionConfig
+from parallel2d.parallel.parallelize.sharding import check_offload
 
 
 def _sharded(sizes=None):

@@ -25,15 +25,15 @@ from parallel2d import (
     mesh_shape,
     parallelize,
 )
-from parallel2d.config import HuggingFaceModel, TrainConfig
-from parallel2d.errors import ConfigError
-from parallel2d.gradients import clip_gradient_norm
-from parallel2d.mesh import MeshShape
-from parallel2d.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
-from parallel2d.model_structure import find_blocks
+from parallel2d.base.config import HuggingFaceModel, TrainConfig
+from parallel2d.base.errors import ConfigError
 from parallel2d.models import huggingface
-from parallel2d.weights import load_pretrained
-from parallel2d.weights.initial_values import plan_weights
+from parallel2d.parallel.gradients import clip_gradient_norm
+from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.weights import load_pretrained
+from parallel2d.parallel.weights.initial_values import plan_weights
+from parallel2d.training.model_families import _given_plan, _own_plan, build_model, plan_tensor_axis
 
 LIBRARY = pytest.mark.extras("transformers")
 HEADS = {

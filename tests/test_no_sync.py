@@ -17,7 +17,7 @@ from parallel2d import (
     data_coordinate,
     parallelize,
 )
-from parallel2d.sync import no_sync
+from parallel2d.parallel.sync import no_sync
 
 MICRO_BATCHES = 3
 

@@ -21,16 +21,16 @@ from parallel2d import (
     launch,
     parallelize,
 )
-from parallel2d.config import PrecisionConfig
-from parallel2d.config.checks import validated
-from parallel2d.errors import ConfigError
-from parallel2d.model_structure import find_blocks
-from parallel2d.parallelize.bucketing import bucket_modules
-from parallel2d.parallelize.float8 import check_float8, convert_to_float8
-from parallel2d.parallelize.precision import Precision
-from parallel2d.parallelize.sharding import check_offload, shard
+from parallel2d.base.config import PrecisionConfig
+from parallel2d.base.config.checks import validated
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize.bucketing import bucket_modules
+from parallel2d.parallel.parallelize.float8 import check_float8, convert_to_float8
+from parallel2d.parallel.parallelize.precision import Precision
+from parallel2d.parallel.parallelize.sharding import check_offload, shard
+from parallel2d.parallel.weights.initial_values import allocate
 from parallel2d.train import main
-from parallel2d.weights.initial_values import allocate
 
 
 @pytest.mark.parametrize(("word", "reason"), [

@@ -11,7 +11,7 @@ import training
 from torch import Tensor, nn
 
 from parallel2d import ParallelConfig, accumulate, build_mesh, parallelize
-from parallel2d.mesh import MeshSpec
+from parallel2d.parallel.mesh import MeshSpec
 
 WIDTH = 8
 

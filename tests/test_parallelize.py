@@ -27,10 +27,10 @@ from parallel2d import (
     parallelize,
     updated_parameters,
 )
-from parallel2d.config import BucketingConfig
-from parallel2d.errors import ConfigError
-from parallel2d.gradients import clip_gradient_norm
-from parallel2d.model_structure import find_blocks
+from parallel2d.base.config import BucketingConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.gradients import clip_gradient_norm
+from parallel2d.parallel.model_structure import find_blocks
 
 
 class Gate(nn.Module):

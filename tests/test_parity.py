@@ -59,8 +59,8 @@ CHEAPEST = [
 @lru_cache(maxsize=8)
 def initial_model(kind: type[training.Llama] = training.Llama) -> torch.nn.Module:
     """The model with the weights that seed 0 and its names give, built without mesh or process group."""
-    from parallel2d.model_structure import find_blocks
-    from parallel2d.weights.initial_values import build_on_meta, plan_weights
+    from parallel2d.parallel.model_structure import find_blocks
+    from parallel2d.parallel.weights.initial_values import build_on_meta, plan_weights
 
     with build_on_meta():
         model = training.build_llama(kind)
@@ -74,7 +74,7 @@ def reference(dtype: torch.dtype, steps: int) -> dict[str, Any]:
 
 
 def layout(strategy: str, bucketing: str, engine: str = "parallel2d") -> dict[str, Any]:
-    from parallel2d.config import BucketingConfig, SyncConfig
+    from parallel2d.base.config import BucketingConfig, SyncConfig
 
     return {
         "strategy": strategy,
@@ -177,7 +177,7 @@ def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
 
 @pytest.mark.slow
 def test_compiled_blocks_change_nothing(ranks):
-    from parallel2d.config import CompileConfig
+    from parallel2d.base.config import CompileConfig
 
     check(ranks, 4, {}, {"compile": CompileConfig("block", "aot_eager")})
 
@@ -236,7 +236,7 @@ ROUNDED = {"losses": 1.5e-4, "norm": 1e-3, "weights": 3e-2}
 def test_every_precision_field_computes_what_plain_pytorch_does_in_the_same_dtypes(
     ranks, field, layout
 ):
-    from parallel2d.config import PrecisionConfig
+    from parallel2d.base.config import PrecisionConfig
 
     fields, without = FIELDS[field]
     strategy, world, tensor, parts = LAYOUTS[layout]
@@ -280,7 +280,7 @@ FIRST_STEP = 1e-6
     ["zero3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("hybrid", "tensor"))],
 )
 def test_low_precision_stays_within_its_measured_bound(ranks, precision, layout):
-    from parallel2d.config import PRECISIONS
+    from parallel2d.base.config import PRECISIONS
 
     strategy, world, tensor, parts = LAYOUTS[layout]
     config = {"strategy": strategy, "precision": precision}

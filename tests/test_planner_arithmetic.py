@@ -10,20 +10,20 @@ import torch
 from planned import MODELS, fake_mesh, measured, plan_of, small_llama
 
 from parallel2d import ConfigError, ParallelConfig, build_on_meta
-from parallel2d.config import (
+from parallel2d.base.config import (
     OPTIMIZERS,
     BucketingConfig,
     OptimizerConfig,
     PrecisionConfig,
     SyncConfig,
 )
-from parallel2d.cost.fake_group import fake_process_group
-from parallel2d.cost.layout import Layout
-from parallel2d.cost.model_shapes import ModelShapes, collect_shapes
-from parallel2d.cost.state_memory import StateBytes, state_bytes
-from parallel2d.cost.update_traffic import predict_updates
-from parallel2d.mesh import MeshShape
-from parallel2d.optimizer import muon_names
+from parallel2d.parallel.cost.fake_group import fake_process_group
+from parallel2d.parallel.cost.layout import Layout
+from parallel2d.parallel.cost.model_shapes import ModelShapes, collect_shapes
+from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
+from parallel2d.parallel.cost.update_traffic import predict_updates
+from parallel2d.parallel.mesh import MeshShape
+from parallel2d.training.optimizer import muon_names
 
 ADAMW = OPTIMIZERS["adamw"]
 HYBRID = (2, 3, 1)

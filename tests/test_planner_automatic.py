@@ -9,12 +9,12 @@ import torch
 from test_command_line import SMALL, execute, folder, rows  # noqa: F401
 
 from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, plan, train
-from parallel2d.config import StrategyConfig
-from parallel2d.config.composition import compose
-from parallel2d.cost.fake_group import fake_process_group
-from parallel2d.parallelize.preconditions import check_arguments
-from parallel2d.planner.automatic import with_chosen_layout
-from parallel2d.topology import Topology
+from parallel2d.base.config import StrategyConfig
+from parallel2d.base.config.composition import compose
+from parallel2d.base.topology import Topology
+from parallel2d.instruments.planner.automatic import with_chosen_layout
+from parallel2d.parallel.cost.fake_group import fake_process_group
+from parallel2d.parallel.parallelize.preconditions import check_arguments
 
 # 80,000 parameters: 1.3 MB of states in one piece.
 JOB = (
@@ -67,7 +67,7 @@ def test_without_figures_of_the_machines_nothing_is_chosen():
     with pytest.raises(ConfigError) as caught:
         with_chosen_layout(composition.config, words, 1, 2)
     assert str(caught.value).startswith("auto: layouts cannot be ranked: cluster.")
-    assert "parallel2d.preflight --write" in str(caught.value)
+    assert "parallel2d.instruments.preflight --write" in str(caught.value)
     with pytest.raises(ConfigError, match="5 ranks on 2 nodes are not equally many"):
         chosen(2, 5)
 

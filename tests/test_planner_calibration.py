@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from parallel2d.config import ClusterConfig, LinkConfig
-from parallel2d.config.composition import compose
-from parallel2d.cost.collectives import GroupPlacement, collective_seconds
-from parallel2d.cost.step_time import GroupSeconds, StepSchedule, step_seconds
-from parallel2d.errors import ConfigError
-from parallel2d.preflight.rank_measurement import CollectiveSample, fit_link
+from parallel2d.base.config import ClusterConfig, LinkConfig
+from parallel2d.base.config.composition import compose
+from parallel2d.base.errors import ConfigError
+from parallel2d.instruments.preflight.rank_measurement import CollectiveSample, fit_link
+from parallel2d.parallel.cost.collectives import GroupPlacement, collective_seconds
+from parallel2d.parallel.cost.step_time import GroupSeconds, StepSchedule, step_seconds
 
 BETWEEN = GroupPlacement(ranks=4, hosts=4, groups_per_host=1)
 

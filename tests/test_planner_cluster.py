@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel2d.config import ClusterConfig
-from parallel2d.config.composition import compose
-from parallel2d.errors import ConfigError
+from parallel2d.base.config import ClusterConfig
+from parallel2d.base.config.composition import compose
+from parallel2d.base.errors import ConfigError
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "cluster"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from parallel2d import ConfigError, plan, train
-from parallel2d.config.composition import compose
-from parallel2d.planner.layout_cost import cost_of
-from parallel2d.planner.plan_text import shortage, summary
+from parallel2d.base.config.composition import compose
+from parallel2d.instruments.planner.layout_cost import cost_of
+from parallel2d.instruments.planner.plan_text import shortage, summary
 
 # A model whose gathered blocks, logits and activations are all of about a size.
 SMALL = (

@@ -10,13 +10,13 @@ import torch
 from planned import Odd, small_llama
 from torch import nn
 
-from parallel2d.config.composition import compose
-from parallel2d.cost import flops as flop_counts
-from parallel2d.cost.equal_blocks import by_blocks, find_equal_blocks
-from parallel2d.cost.flops import count_flops
-from parallel2d.data.batch import token_sequences
-from parallel2d.loss import cross_entropy_sum
-from parallel2d.planner.layout_cost import JobCosts
+from parallel2d.base.config.composition import compose
+from parallel2d.instruments.planner.layout_cost import JobCosts
+from parallel2d.parallel.cost import flops as flop_counts
+from parallel2d.parallel.cost.equal_blocks import by_blocks, find_equal_blocks
+from parallel2d.parallel.cost.flops import count_flops
+from parallel2d.parallel.loss import cross_entropy_sum
+from parallel2d.training.data.batch import token_sequences
 from tools.bench.predicted_peaks import LAYOUTS, MODELS, error_of
 
 EXAMPLE = functools.partial(token_sequences(8).example, 1)

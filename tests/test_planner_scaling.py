@@ -8,10 +8,10 @@ import json
 import pytest
 
 from parallel2d import ConfigError, plan
-from parallel2d.config.composition import compose
-from parallel2d.planner.layout_search import fixed_keys, search
-from parallel2d.planner.plan_text import scaling_lines
-from parallel2d.planner.scaling import COMPARED, ScalingPoint, scale, wait_between_hosts
+from parallel2d.base.config.composition import compose
+from parallel2d.instruments.planner.layout_search import fixed_keys, search
+from parallel2d.instruments.planner.plan_text import scaling_lines
+from parallel2d.instruments.planner.scaling import COMPARED, ScalingPoint, scale, wait_between_hosts
 
 # Two nodes of eight ranks, one sequence each.
 JOB = (

@@ -9,10 +9,15 @@ import shlex
 import pytest
 
 from parallel2d import ConfigError, plan, train
-from parallel2d.config.composition import compose
-from parallel2d.planner.layout_cost import cost_of
-from parallel2d.planner.layout_search import SearchResult, command_line, fixed_keys, search
-from parallel2d.planner.plan_text import ranking_lines
+from parallel2d.base.config.composition import compose
+from parallel2d.instruments.planner.layout_cost import cost_of
+from parallel2d.instruments.planner.layout_search import (
+    SearchResult,
+    command_line,
+    fixed_keys,
+    search,
+)
+from parallel2d.instruments.planner.plan_text import ranking_lines
 
 # Two nodes of four ranks. Activations are most of what a rank needs.
 JOB = (

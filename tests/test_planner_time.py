@@ -6,21 +6,21 @@ import functools
 
 import pytest
 
-from parallel2d.config import ClusterConfig, LinkConfig
-from parallel2d.config.composition import compose
-from parallel2d.cost.collectives import collective_seconds, placement_of, sent_bytes
-from parallel2d.cost.step_time import (
+from parallel2d.base.config import ClusterConfig, LinkConfig
+from parallel2d.base.config.composition import compose
+from parallel2d.base.topology import Topology
+from parallel2d.instruments.planner.layout_cost import JobCosts, LayoutCost
+from parallel2d.instruments.planner.plan_text import summary
+from parallel2d.parallel.cost.collectives import collective_seconds, placement_of, sent_bytes
+from parallel2d.parallel.cost.step_time import (
     GroupSeconds,
     StepEstimate,
     StepSchedule,
     exchange_seconds,
     step_seconds,
 )
-from parallel2d.mesh import MeshShape
-from parallel2d.planner.layout_cost import JobCosts, LayoutCost
-from parallel2d.planner.plan_text import summary
-from parallel2d.sync.bucket import fill_buckets
-from parallel2d.topology import Topology
+from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.sync.bucket import fill_buckets
 
 REPLICATE, SHARD = 0, 1
 

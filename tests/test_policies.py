@@ -8,13 +8,13 @@ from test_parallelize import Nine, count
 from workers import WorkerError, logged
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
-from parallel2d.config import BucketingConfig, PrecisionConfig
-from parallel2d.config.checks import validated
-from parallel2d.errors import ConfigError
-from parallel2d.gradients import clip_gradient_norm
-from parallel2d.loss import cross_entropy_sum
-from parallel2d.model_structure import find_blocks
-from parallel2d.parallelize.tensor_parallel import resolve_plan
+from parallel2d.base.config import BucketingConfig, PrecisionConfig
+from parallel2d.base.config.checks import validated
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.gradients import clip_gradient_norm
+from parallel2d.parallel.loss import cross_entropy_sum
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize.tensor_parallel import resolve_plan
 
 
 def ends_with_one(module, name):
@@ -85,7 +85,7 @@ def _with_words(tensor):
         model = training.build_llama()
     plan = WORDS if tensor > 1 else None
     config = ParallelConfig("zero3", precision="fp64")
-    with logged("parallel2d.parallelize.tensor_parallel") as lines:
+    with logged("parallel2d.parallel.parallelize.tensor_parallel") as lines:
         model = parallelize(model, mesh, config, seed=0, init=model.init_weights, tensor_plan=plan)
     tokens, targets = training.global_batch(0)
     loss = cross_entropy_sum(model(tokens), targets)
@@ -104,7 +104,7 @@ def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):
 
 
 def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
-    from parallel2d.config.composition import compose
+    from parallel2d.base.config.composition import compose
 
     words = ", ".join(f"{pattern}: {word}" for pattern, word in WORDS.items())
     with pytest.raises(

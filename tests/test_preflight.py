@@ -18,28 +18,28 @@ import torch.distributed as dist
 from workers import WorkerError
 
 import parallel2d
-from parallel2d.config.composition import compose
-from parallel2d.errors import ConfigError
-from parallel2d.launch import RankIdentity
-from parallel2d.launch.network_interface import (
-    choose_interface,
-    is_loopback,
-    list_interfaces,
-    matches_nccl,
-)
-from parallel2d.planner.layout_cost import cost_of
-from parallel2d.preflight.__main__ import main, understand
-from parallel2d.preflight.check import ClusterCheck
-from parallel2d.preflight.verdict import (
+from parallel2d.base.config.composition import compose
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.runtime import Runtime
+from parallel2d.base.store.address import split_endpoint
+from parallel2d.base.topology import Topology
+from parallel2d.instruments.planner.layout_cost import cost_of
+from parallel2d.instruments.preflight.check import ClusterCheck
+from parallel2d.instruments.preflight.verdict import (
     Finding,
     NodeFacts,
     code_digest,
     judge_nodes,
     judge_speeds,
 )
-from parallel2d.runtime import Runtime
-from parallel2d.store.address import split_endpoint
-from parallel2d.topology import Topology
+from parallel2d.launching import RankIdentity
+from parallel2d.launching.network_interface import (
+    choose_interface,
+    is_loopback,
+    list_interfaces,
+    matches_nccl,
+)
+from parallel2d.preflight import main, understand
 from tools.cluster import Cluster, why_not
 
 NO_CLUSTER = why_not()
@@ -286,7 +286,7 @@ def test_options_are_words_of_train_and_the_job_is_that_of_the_words():
 
 
 def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
-    monkeypatch.setattr("parallel2d.launch.start_server", lambda: None)
+    monkeypatch.setattr("parallel2d.launching.start_server", lambda: None)
     assert main(["--nnodes=2", "--endpoint=nowhere.invalid:1", "--timeout=1"]) == 1
     assert "host name nowhere.invalid does not resolve on" in capsys.readouterr().err
     addresses = [each.address for each in list_interfaces() if ":" not in each.address]

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel2d.launch import rank_processes
-from parallel2d.launch.rank_processes import LOST, PRELOADED, RankProcess, start_rank
+from parallel2d.launching import rank_processes
+from parallel2d.launching.rank_processes import LOST, PRELOADED, RankProcess, start_rank
 
 MAIN = "test_rank_processes:rank_main"
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -173,7 +173,7 @@ def test_signals_to_every_process_of_a_job_do_not_end_the_server_and_its_end_is_
 
 LAUNCHER = """
 import os, psutil, sys, time
-from parallel2d.launch import rank_processes
+from parallel2d.launching import rank_processes
 way, rank_processes.PRELOADED = sys.argv[1], tuple(sys.argv[2:])
 rank_processes.start_server()
 if not rank_processes.PRELOADED:
@@ -228,7 +228,9 @@ def test_nothing_is_left_of_a_launcher_that_ended(tmp_path, way):
 def test_a_server_whose_launcher_has_ended_before_ends_before_it_imports_anything():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    program = f"from parallel2d.launch.rank_processes import serve; serve(0, {ended.pid}, ['this'])"
+    program = (
+        f"from parallel2d.launching.rank_processes import serve; serve(0, {ended.pid}, ['this'])"
+    )
     late = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
     assert (late.returncode, late.stdout, late.stderr) == (1, b"", b"")
 

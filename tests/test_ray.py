@@ -65,7 +65,7 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
 
     sent = pickle.loads(pickle.dumps(parallelize))
     assert sent is parallelize
-    assert sent is sys.modules["parallel2d.parallelize"].parallelize
+    assert sent is sys.modules["parallel2d.parallel.parallelize"].parallelize
 
 
 @pytest.mark.parametrize(("workers", "shard"), [

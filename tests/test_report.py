@@ -11,9 +11,9 @@ import sys
 import pytest
 from browser import Browser, find_chromium
 
-from parallel2d.report import __main__ as command
-from parallel2d.report.overview import events_of, tables, text_of
-from parallel2d.report.runs import find_runs, read_run
+from parallel2d.instruments.report import __main__ as command
+from parallel2d.instruments.report.overview import events_of, tables, text_of
+from parallel2d.instruments.report.runs import find_runs, read_run
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
 FOUR = {
@@ -80,7 +80,7 @@ def read(folder):
 
 
 def figures(folder):
-    from parallel2d.report.drawings import drawings
+    from parallel2d.instruments.report.drawings import drawings
 
     return drawings(read(folder))
 
@@ -183,7 +183,7 @@ def test_settings_that_differ_are_shown(folder):
 def test_without_plotly_one_message_says_how_to_install_it(folder):
     # A module that cannot be imported, as if it were not there
     words = (
-        "import sys; sys.modules['plotly'] = None; from parallel2d.report.__main__ import main; "
+        "import sys; sys.modules['plotly'] = None; from parallel2d.report import main; "
         f"sys.exit(main([{str(folder)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)

@@ -11,9 +11,9 @@ import sys
 import pytest
 from test_report import FOUR, row, segment, write_run
 
-from parallel2d.report.__main__ import main as report
-from parallel2d.report.page import POLICY, markdown, page
-from parallel2d.report.runs import COLUMNS, NOT_FINITE, read_run
+from parallel2d.instruments.report.page import POLICY, markdown, page
+from parallel2d.instruments.report.runs import COLUMNS, NOT_FINITE, read_run
+from parallel2d.report import main as report
 
 
 def make_run(folder):
@@ -136,7 +136,7 @@ def test_names_reach_neither_terminal_nor_text_as_they_are(tmp_path, capsys):
 
 @pytest.mark.extras("plotly")
 def test_names_are_no_tags_of_a_page_or_of_its_figures(tmp_path):
-    from parallel2d.report.drawings import drawings
+    from parallel2d.instruments.report.drawings import drawings
 
     hostile = read_run(str(hostile_run(tmp_path)))
     html = page([hostile])
@@ -157,7 +157,7 @@ def test_names_are_no_tags_of_a_page_or_of_its_figures(tmp_path):
 # Loads what a report needs, reads, and prints the bytes that reading took and those of the whole process
 MEASURE = """
 import resource, sys
-from parallel2d.report.__main__ import main
+from parallel2d.report import main
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 assert main([sys.argv[1], "--markdown"]) == 0

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from parallel2d.report import findings
-from parallel2d.report.runs import COLUMNS, NOT_FINITE, Run
+from parallel2d.instruments.report import findings
+from parallel2d.instruments.report.runs import COLUMNS, NOT_FINITE, Run
 
 
 def run(name="run", hosts=(), **columns):

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from test_command_line import SMALL, execute, folder, rows  # noqa: F401
 
-from parallel2d.config import Job, LlamaModel, TrainConfig
-from parallel2d.config.sweep import Outcome, outcomes, table
-from parallel2d.metrics.goodput import Goodput
-from parallel2d.report.page import markdown
-from parallel2d.report.runs import parts_of, read_run
-from parallel2d.run_directory import (
+from parallel2d.base.config import Job, LlamaModel, TrainConfig
+from parallel2d.base.config.sweep import Outcome, outcomes, table
+from parallel2d.instruments.report.page import markdown
+from parallel2d.instruments.report.runs import parts_of, read_run
+from parallel2d.training.metrics.goodput import Goodput
+from parallel2d.training.run_directory import (
     Segment,
     accept_start,
     changes_since,
@@ -28,7 +28,7 @@ from parallel2d.run_directory import (
     start,
     summarize,
 )
-from parallel2d.run_directory.end import objective_missing
+from parallel2d.training.run_directory.end import objective_missing
 
 LAYOUT = {"strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "predicted": {"comm/shard/bytes": 8.0}}  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_a_run_ends_with_a_summary(tmp_path):
     assert "loss        4.0000 at the end, best 3.0000 at step 2" in told
     assert "validation  3.7500 at the end, best 3.5000 at step 2" in told
     assert f"train.steps=6 hydra.run.dir={tmp_path}" in told
-    assert f"parallel2d.report {tmp_path}" in told
+    assert f"parallel2d.instruments.report {tmp_path}" in told
     assert checkpoint in told
     assert read_objective(str(tmp_path)) == 3.75
     told = summarize(job, stopped=False, checkpoint=checkpoint, best="b/step-2", reason="no better")

@@ -17,9 +17,9 @@ from test_command_line import SMALL, execute, folder, rows  # noqa: F401
 from workers import WorkerError
 
 from parallel2d import reduce, teardown
-from parallel2d.config import LaunchConfig
-from parallel2d.errors import ConfigError
-from parallel2d.runtime import setup
+from parallel2d.base.config import LaunchConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.runtime import setup
 
 PROGRAM = Path(__file__).with_name("runtime_runs.py")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from parallel2d.files import private_folders as folders
+from parallel2d.base.files import private_folders as folders
 
 # tools/ stands beside tests/ and is not installed
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))

@@ -19,7 +19,7 @@ from parallel2d import (
     model_sharded_context,
     parallelize,
 )
-from parallel2d.errors import ConfigError
+from parallel2d.base.errors import ConfigError
 from parallel2d.models.llama import tensor_plan
 
 

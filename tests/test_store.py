@@ -20,17 +20,17 @@ import torch.distributed as dist
 from listening import in_table, listeners
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from parallel2d.config import LaunchConfig
-from parallel2d.errors import ConfigError
-from parallel2d.launch import rendezvous
-from parallel2d.launch.__main__ import main
-from parallel2d.store import channel as channel_module
-from parallel2d.store import secret as secrets
-from parallel2d.store import server as server_module
-from parallel2d.store.address import PortTaken
-from parallel2d.store.channel import ANSWER, CODE, GREETING, HELLO, NUMBER, Channel
-from parallel2d.store.client import StoreClient
-from parallel2d.store.server import StoreServer
+from parallel2d.base.config import LaunchConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.store import channel as channel_module
+from parallel2d.base.store import secret as secrets
+from parallel2d.base.store import server as server_module
+from parallel2d.base.store.address import PortTaken
+from parallel2d.base.store.channel import ANSWER, CODE, GREETING, HELLO, NUMBER, Channel
+from parallel2d.base.store.client import StoreClient
+from parallel2d.base.store.server import StoreServer
+from parallel2d.launch import main
+from parallel2d.launching import rendezvous
 
 SECRET = "the members of this job know this"
 
@@ -245,7 +245,7 @@ def test_without_descriptors_strangers_make_way_for_members():
     words = """
 import resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
-from parallel2d.store.server import StoreServer
+from parallel2d.base.store.server import StoreServer
 server = StoreServer.at("127.0.0.1", 0, sys.argv[1])
 print(server.port, flush=True)
 sys.stdin.read(1)

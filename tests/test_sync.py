@@ -30,8 +30,8 @@ from parallel2d import (
     register_sync_hook,
     replicate_group,
 )
-from parallel2d.config import PrecisionConfig, SyncConfig
-from parallel2d.mesh import mesh_shape
+from parallel2d.base.config import PrecisionConfig, SyncConfig
+from parallel2d.parallel.mesh import mesh_shape
 
 HYBRID = MeshSpec(replicate=2, shard=2)
 

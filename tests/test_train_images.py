@@ -14,11 +14,10 @@ from images import opened, write_images
 from torch import nn
 from workers import WorkerError
 
-from parallel2d import launch
-from parallel2d.config import DataConfig, HuggingFaceModel
-from parallel2d.model_families import build_model
+from parallel2d.base.config import DataConfig, HuggingFaceModel
 from parallel2d.train import main
-from parallel2d.training_data import fit_images
+from parallel2d.training.model_families import build_model
+from parallel2d.training.training_data import fit_images
 
 pytestmark = pytest.mark.extras("PIL", "transformers")
 
@@ -57,9 +56,9 @@ class Perceptron(nn.Module):
 def _plain_losses(path: str, steps: int) -> list[float]:
     """The same job without any of our code in its loop: one process, the whole global batch, torch's loss and optimizer."""
     from parallel2d import build_on_meta
-    from parallel2d.model_structure import find_blocks
     from parallel2d.models import huggingface
-    from parallel2d.weights.initial_values import plan_weights
+    from parallel2d.parallel.model_structure import find_blocks
+    from parallel2d.parallel.weights.initial_values import plan_weights
 
     with build_on_meta():
         model = huggingface.build(architecture="vit", arguments=SIZES)

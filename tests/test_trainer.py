@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from workers import WorkerError
 
-from parallel2d.config import SchedulerConfig
-from parallel2d.optimizer import LossScaler, learning_rate
+from parallel2d.base.config import SchedulerConfig
+from parallel2d.training.optimizer import LossScaler, learning_rate
 
 
 class Breaking(nn.Module):

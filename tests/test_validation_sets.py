@@ -8,10 +8,10 @@ import jobs
 import pytest
 from images import Image, write_images
 
-from parallel2d.config import DataConfig
-from parallel2d.data import open_data
-from parallel2d.data.__main__ import main as prepare
-from parallel2d.errors import ConfigError
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.data import main as prepare
+from parallel2d.training.data import open_data
 
 
 @pytest.fixture

@@ -28,13 +28,13 @@ from parallel2d import (
     parallelize,
     summon_full_params,
 )
-from parallel2d.config import SyncConfig
-from parallel2d.errors import ConfigError
-from parallel2d.files.tensor_file import Entry
+from parallel2d.base.config import SyncConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.tensor_file import Entry
 from parallel2d.models.huggingface import StoredForm
-from parallel2d.weights.geometry import Region, local_region
-from parallel2d.weights.pretrained import _put_together
-from parallel2d.weights.whole_tensors import PIECE_BYTES
+from parallel2d.parallel.weights.geometry import Region, local_region
+from parallel2d.parallel.weights.pretrained import _put_together
+from parallel2d.parallel.weights.whole_tensors import PIECE_BYTES
 
 
 class Tabled(nn.Module):

@@ -75,7 +75,7 @@ class MeshGroups:
         dist.new_group = self._kept_or_new
 
     def _kept_or_new(self, ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
-        from parallel2d.sync.engine import GROUP_NAME
+        from parallel2d.parallel.sync.engine import GROUP_NAME
 
         key: tuple[Any, ...] = (tuple(ranks or ()), options.get("backend"))
         name = options.get("group_desc") or ""
@@ -92,7 +92,7 @@ class MeshGroups:
         """Ends the groups that are not kept. All ranks have answered by now, so none is inside a collective."""
         import torch.distributed as dist
 
-        from parallel2d.runtime import release_groups
+        from parallel2d.base.runtime import release_groups
 
         self._taken.clear()
         kept = [dist.group.WORLD, *self.kept.values()]
@@ -211,7 +211,7 @@ class Pools:
         "torch._dynamo",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
-        "parallel2d.assemble",
+        "parallel2d.training.assemble",
     ]
 
     most_faults = 3  # of native code, in a session

@@ -27,7 +27,7 @@ import torch.multiprocessing
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel2d.fsdp_internals import AllGather, set_asynchronous_gathers
+from parallel2d.parallel.fsdp_internals import AllGather, set_asynchronous_gathers
 
 WORLD, SEQ, BATCH = 4, 64, 2
 LLAMA = {
@@ -107,7 +107,7 @@ def cpu_seconds() -> float:
 
 def build(bucketing: Any, forward: int, backward: int) -> torch.nn.Module:
     from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
-    from parallel2d.config import PrefetchConfig
+    from parallel2d.base.config import PrefetchConfig
     from parallel2d.models.llama import Llama
 
     with build_on_meta():
@@ -165,7 +165,7 @@ def take_turns(
 
 
 def bucketing_table(tokens: torch.Tensor, rounds: int, say: Any) -> None:
-    from parallel2d.config import BucketingConfig
+    from parallel2d.base.config import BucketingConfig
 
     cases = {
         "none": "none",

@@ -26,10 +26,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from parallel2d import MeshSpec, build_mesh
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import CheckpointConfig
-from parallel2d.recovery import memory_copies
-from parallel2d.recovery.place import VARIABLE, used
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.recovery import memory_copies
+from parallel2d.training.recovery.place import VARIABLE, used
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -> None:

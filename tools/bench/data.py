@@ -31,12 +31,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel2d.config import DataConfig
-from parallel2d.data import BatchFeed, BatchPlan, open_data
-from parallel2d.data.order import Order
-from parallel2d.data.prepare import folder_lock, prepare
-from parallel2d.data.reading import find_units, read_unit
-from parallel2d.data.tokenizer import load_tokenizer
+from parallel2d.base.config import DataConfig
+from parallel2d.training.data import BatchFeed, BatchPlan, open_data
+from parallel2d.training.data.order import Order
+from parallel2d.training.data.prepare import folder_lock, prepare
+from parallel2d.training.data.reading import find_units, read_unit
+from parallel2d.training.data.tokenizer import load_tokenizer
 
 ROUNDS = 5
 

@@ -81,11 +81,11 @@ class Ours:
     """The trainer as ``python -m parallel2d.train`` builds it, everything it measures and writes included."""
 
     def __init__(self, run_dir: str, words: list[str], identity: Any) -> None:
-        from parallel2d.assemble import build_trainer
-        from parallel2d.config import Job
-        from parallel2d.data import BatchFeed
-        from parallel2d.mesh import Topology
-        from parallel2d.runtime import Runtime
+        from parallel2d.base.config import Job
+        from parallel2d.base.runtime import Runtime
+        from parallel2d.parallel.mesh import Topology
+        from parallel2d.training.assemble import build_trainer
+        from parallel2d.training.data import BatchFeed
 
         runtime = Runtime(identity, torch.device("cpu"), Topology.gather())
         self.trainer = build_trainer(Job(compose_config(words), run_dir, ()), runtime)
@@ -107,8 +107,8 @@ class Ours:
 def compose_config(words: list[str]) -> Any:
     from hydra import compose, initialize_config_module
 
-    from parallel2d.config.schema import register
-    from parallel2d.config.serialization import to_config
+    from parallel2d.base.config.schema import register
+    from parallel2d.base.config.serialization import to_config
 
     register()
     with initialize_config_module("parallel2d.conf", version_base="1.3"):
@@ -117,11 +117,11 @@ def compose_config(words: list[str]) -> Any:
 
 def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> Any:
     """The loop of this process, in the process group of its kind."""
-    from parallel2d.assemble import plan_batches
-    from parallel2d.launch import RankIdentity
-    from parallel2d.mesh import MeshShape
-    from parallel2d.model_families import build_model
-    from parallel2d.training_data import open_training_data
+    from parallel2d.launching import RankIdentity
+    from parallel2d.parallel.mesh import MeshShape
+    from parallel2d.training.assemble import plan_batches
+    from parallel2d.training.model_families import build_model
+    from parallel2d.training.training_data import open_training_data
 
     words = [
         "train.steps=1000000", "train.validate_every=0", "metrics.console=silent",

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from parallel2d.config.composition import compose
-from parallel2d.cost.predicted_peak import PredictedMemory
-from parallel2d.planner.layout_cost import LayoutCost, cost_of
+from parallel2d.base.config.composition import compose
+from parallel2d.instruments.planner.layout_cost import LayoutCost, cost_of
+from parallel2d.parallel.cost.predicted_peak import PredictedMemory
 
 _JOB = (
     "train.seq_len=128", "train.micro_batch_size=2", "train.global_batch_size=64", "cluster.device.type=cpu",

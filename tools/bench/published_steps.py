@@ -12,8 +12,8 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
-from parallel2d.config.composition import compose
-from parallel2d.planner.layout_cost import JobCosts
+from parallel2d.base.config.composition import compose
+from parallel2d.instruments.planner.layout_cost import JobCosts
 
 SEQ_8192 = (
     "model=llama_8b",

@@ -52,7 +52,7 @@ def build() -> nn.Module:
 def stepper(strategy: str, engine: str) -> Callable[[], None]:
     """One training step of the model in this layout."""
     from parallel2d import MeshSpec, ParallelConfig, build_mesh, parallelize
-    from parallel2d.config import SyncConfig
+    from parallel2d.base.config import SyncConfig
 
     mesh = build_mesh(MeshSpec(), strategy, allow_cross_node=True)
     settings = ParallelConfig(strategy, sync=SyncConfig(engine=engine), allow_cross_node=True)

@@ -58,9 +58,9 @@ class Bench:
             parallelize,
             updated_parameters,
         )
-        from parallel2d.config import SyncConfig
-        from parallel2d.cost.traffic import exact_bytes, predict_communication
-        from parallel2d.metrics.communication import CommunicationMeter
+        from parallel2d.base.config import SyncConfig
+        from parallel2d.parallel.cost.traffic import exact_bytes, predict_communication
+        from parallel2d.training.metrics.communication import CommunicationMeter
 
         words = {"every": EVERY, **words} if words.get("name") == "diloco" else words
         mesh = build_mesh(MeshSpec(), strategy, allow_cross_node=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from parallel2d.store.secret import VARIABLE, new_secret
+from parallel2d.base.store.secret import VARIABLE, new_secret
 from tools.cluster import leftovers
 from tools.cluster.job import LAUNCHERS, PORT, Job
 from tools.cluster.network import (

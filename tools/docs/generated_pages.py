@@ -17,8 +17,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import parallel2d
-from parallel2d.config import help_page
-from parallel2d.config.options import REQUIRED
+from parallel2d.base.config import help_page
+from parallel2d.base.config.options import REQUIRED
 
 # reStructuredText ends a code word at a space or a punctuation mark alone.
 _PLURAL = re.compile(r"(?<=\w`)(?=s\b)")

@@ -32,7 +32,7 @@ from parallel2d import (
     parallelize,
     token_weight,
 )
-from parallel2d.config import CheckpointConfig, OptimizerConfig
+from parallel2d.base.config import CheckpointConfig, OptimizerConfig
 from parallel2d.models.llama import Llama
 
 WARM_UP = 3

@@ -30,10 +30,10 @@ from parallel2d import (
     cross_entropy_sum,
     parallelize,
 )
-from parallel2d.config import PrecisionConfig, SyncConfig
-from parallel2d.cost.fake_group import fake_process_group
+from parallel2d.base.config import PrecisionConfig, SyncConfig
 from parallel2d.models.llama import Llama
-from parallel2d.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.cost.fake_group import fake_process_group
+from parallel2d.parallel.sync.gradient_sync import gradient_syncs
 
 
 class EngineVariant(NamedTuple):

@@ -38,10 +38,10 @@ from parallel2d import (
     parallelize,
     token_weight,
 )
-from parallel2d.config import CompileConfig, OptimizerConfig, PrecisionConfig
-from parallel2d.cost.flops import count_flops, peak_flops
+from parallel2d.base.config import CompileConfig, OptimizerConfig, PrecisionConfig
 from parallel2d.models.llama import Llama
-from parallel2d.parallelize.float8 import CAPABILITY
+from parallel2d.parallel.cost.flops import count_flops, peak_flops
+from parallel2d.parallel.parallelize.float8 import CAPABILITY
 
 LARGE = {
     "dim": 2048,

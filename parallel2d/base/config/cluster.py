@@ -1,0 +1,92 @@
+"""The ``cluster`` and ``plan`` sections: the machines that a job is planned for, whose presets are
+in ``conf/cluster``, and how it is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parallel2d.base.config.options import option
+
+
+@dataclass
+class PeakConfig:
+    """Peak TFLOP/s (1e12 per second) of one device for dense matrix products, by the dtype of the
+    inputs. ``null``: not known, or not supported."""
+
+    fp64: float | None = option(None, "TFLOP/s of products in fp64", above=0)
+    fp32: float | None = option(None, "TFLOP/s of products in fp32, without TF32", above=0)
+    bf16: float | None = option(None, "TFLOP/s of products in bf16", above=0)
+    fp16: float | None = option(None, "TFLOP/s of products in fp16", above=0)
+
+
+@dataclass
+class DeviceConfig:
+    """One device. ``null``: not known; what needs it is not computed."""
+
+    name: str = option("unknown", "Its name; that of a GPU chooses the efficiency of compute")
+    type: str = option(
+        "auto", "Decides which collectives there are", choices=("auto", "cuda", "cpu")
+    )
+    memory_gib: float | None = option(None, "All its memory, in 2^30 bytes", above=0)
+    memory_gb_per_s: float | None = option(
+        None, "Bandwidth of its own memory, in 1e9 bytes per second", above=0
+    )
+    peak_tflops: PeakConfig = field(default_factory=PeakConfig)
+    efficiency: float | None = option(
+        None, "Share of the peak that training reaches; null: as published", above=0, maximum=1
+    )
+
+
+@dataclass
+class LinkConfig:
+    """One end's connection. Both directions can be used at once. ``null``: not known."""
+
+    up_gbit: float | None = option(None, "1e9 bits per second that one end can send", above=0)
+    down_gbit: float | None = option(None, "1e9 bits per second that one end can receive", above=0)
+    latency_us: float | None = option(
+        None, "Microseconds between ends, for a step of a collective", minimum=0
+    )
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """What a collective can use: its ranks send as much as they receive, so the slower
+        direction decides. None where it is not known."""
+        if self.up_gbit is None or self.down_gbit is None:
+            return None
+        return min(self.up_gbit, self.down_gbit) * 1e9 / 8
+
+
+@dataclass
+class ClusterConfig:
+    """The machines that `python -m parallel2d.plan` plans for. Training takes the machines that it
+    finds."""
+
+    name: str = option("local", "What reports call these machines")
+    nodes: int | str = option(
+        "auto", "Number of nodes; auto = the largest number of launch.nnodes", minimum=1
+    )
+    ranks_per_node: int | str = option(
+        "auto", "Ranks of each node; auto = launch.nproc_per_node", minimum=1
+    )
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    inside_node: LinkConfig = field(default_factory=LinkConfig)  # of one rank
+    between_nodes: LinkConfig = field(default_factory=LinkConfig)  # of a node: its ranks share it
+
+
+@dataclass
+class PlanConfig:
+    """What `python -m parallel2d.plan` does, and ``train`` instead of training."""
+
+    dry_run: bool = option(
+        False, "Print what this command would do, and start nothing: mesh, memory, bytes per axis"
+    )
+    verify: bool = option(False, "Trace the peak of the parallelized model too; up to a minute")
+    json: str | None = option(None, "A new file for all layouts of a search, as JSON")
+    scaling: str | None = option(
+        None,
+        "Best layouts on 8 to 16,384 ranks, the global batch growing or not",
+        choices=("weak", "strong"),
+    )
+    free_memory: float = option(
+        0.1, "Share of memory left free: for its context, NCCL and fragments", between=(0, 0.9)
+    )

@@ -1,0 +1,179 @@
+"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
+
+`compose` composes one job, `survey` what words choose and might choose; `parallel2d.base.config.sweep`
+leaves several jobs, or ``--cfg``, to Hydra. `parallel2d.base.config.words` has what happens to the words
+before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import run_job
+from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel2d.base import files
+from parallel2d.base.config.explanation import explain
+from parallel2d.base.config.job import Job, TrainConfig
+from parallel2d.base.config.schema import choices_by_group, initialized
+from parallel2d.base.config.serialization import to_config
+from parallel2d.base.config.words import command_options, hydra_words, job_options, may_sweep
+from parallel2d.base.errors import ConfigError
+
+_FOLDER = re.compile(r"\+*hydra\.(run|sweep)\.dir=(?P<path>.*)")
+
+Task = Callable[[Job], float | None]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One composed job. It leaves no trace until `start`."""
+
+    config: TrainConfig
+    words: tuple[str, ...]
+    _composed: DictConfig  # with Hydra's own part
+    _config_name: str
+    _options: tuple[str, ...] = ()  # that the words need to mean the same again
+
+    def start(self, task: Task) -> None:
+        """Makes the run directory, with Hydra's records, and calls ``task``. Raises `ConfigError`
+        for a directory that cannot be made."""
+        for word in self.words:
+            check_run_dir(word)
+        failures: list[Exception] = []
+
+        def call(_composed: DictConfig) -> None:
+            try:
+                task(job_here(self.config, self._options))
+            except Exception as error:  # kept from Hydra, which would print it in its own way
+                failures.append(error)
+
+        # What `hydra.main` does after it has composed.
+        callbacks = Callbacks(self._composed)
+        callbacks.on_run_start(config=self._composed, config_name=self._config_name)
+        with initialized(), folder_errors_explained():
+            result = run_job(
+                task_function=call,
+                config=self._composed,
+                job_dir_key="hydra.run.dir",
+                job_subdir_key=None,
+                hydra_context=HydraContext(GlobalHydra.instance().config_loader(), callbacks),
+            )
+        callbacks.on_run_end(
+            config=self._composed, config_name=self._config_name, job_return=result
+        )
+        if failures:
+            raise failures[0]
+
+
+def compose(arguments: Sequence[str]) -> Composition | None:
+    """What ``arguments`` compose to, without a run directory or any other trace.
+
+    None where they are no single job: ``-m``, ``--cfg``, several values for a key.
+    Raises `ConfigError` for anything wrong with the words.
+    """
+    words = hydra_words(arguments)
+    parsed = job_options(words)
+    if parsed is None:
+        return None
+    name = parsed.config_name or "train"
+    try:
+        with initialized(parsed.config_dir) as hydra_instance:
+            composed = hydra_instance.compose_config(name, parsed.overrides, run_mode=RunMode.RUN)
+        if composed.hydra.mode == RunMode.MULTIRUN:
+            return None
+        composed.hydra.mode = RunMode.RUN
+        task = composed.copy()
+        with open_dict(task):
+            del task["hydra"]
+        options = place_options(parsed.config_dir, parsed.config_name)
+        return Composition(to_config(task), tuple(words), composed, name, options)
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if may_sweep(parsed.overrides):
+            return None
+        raise ConfigError(explain(words, error)) from None
+
+
+def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """What ``arguments`` choose, as plain data with ``???`` where a value must be given, and the
+    choices of each group. Values are not checked, and words with several values for a sweep are
+    left out. Raises `ConfigError` for words that do not compose."""
+    words = hydra_words(arguments)
+    parsed = command_options(words)
+    if parsed is None:
+        raise ConfigError(f"{' '.join(words)} cannot be read; --help alone lists all options")
+    chosen = [word for word in parsed.overrides if not may_sweep([word])]
+    try:
+        with initialized(parsed.config_dir) as hydra_instance:
+            name = parsed.config_name or "train"
+            composed = hydra_instance.compose_config(name, chosen, RunMode.RUN)
+            groups = choices_by_group(hydra_instance.config_loader)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explain(words, error)) from None
+    plain: Any = OmegaConf.to_container(composed, resolve=False)
+    return plain, groups
+
+
+def place_options(config_dir: str | None, config_name: str | None) -> tuple[str, ...]:
+    """The options that say where the configuration is; none for what was not given."""
+    given = {"--config-dir": config_dir, "--config-name": config_name}
+    return tuple(itertools.chain(*((name, value) for name, value in given.items() if value)))
+
+
+def job_here(config: TrainConfig, options: tuple[str, ...] = ()) -> Job:
+    """The job in the run directory that Hydra has just made."""
+    settings = HydraConfig.get()
+    run_dir = os.path.abspath(settings.runtime.output_dir)
+    _check_links(run_dir)
+    words = (*options, *settings.overrides.task)
+    return Job(config, run_dir, words, records=settings.output_subdir or "")
+
+
+@contextlib.contextmanager
+def folder_errors_explained() -> Iterator[None]:
+    """Turns errors of the run directory into a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HydraException):  # a config that does not exist is both
+            raise
+        raise ConfigError(
+            f"hydra.run.dir: the run directory cannot be made or written: {error}"
+        ) from None
+
+
+def check_run_dir(word: str) -> None:
+    """Raises `ConfigError` when ``word`` names a run directory that is empty, or in which another
+    user has placed links."""
+    named = _FOLDER.fullmatch(word)
+    if named is None:
+        return
+    path = named["path"].strip(" '\"")
+    if not path:
+        raise ConfigError(
+            "hydra.run.dir is empty: it would be the current folder; name one, or omit it for "
+            "a new one"
+        )
+    _check_links(path)
+
+
+def _check_links(folder: str) -> None:
+    try:
+        files.check_no_planted_links(folder)
+    except OSError as error:
+        where = files.printable(error.filename, 500)
+        raise ConfigError(f"hydra.run.dir: {where}: {error.strerror}") from None

@@ -1,0 +1,237 @@
+"""What ``--help`` of the train command shows: `help_page`. `sections` has the meaning of every key,
+also for the documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parallel2d.base.config.composition import survey
+from parallel2d.base.config.job import TrainConfig
+from parallel2d.base.config.options import REQUIRED, bounds, default_of
+from parallel2d.base.config.serialization import FAMILIES
+
+WIDTH = 100
+_COLUMN = 34  # where texts begin
+_OPTIONS = {
+    "-h, --help": "this page; its values are those that the other words give",
+    "-m, --multirun": "run one job per combination of values: -m strategy=ddp,zero3 train.seed=1,2",
+    "--cfg job": "print the composed configuration as YAML and end; --resolve fills in references",
+    "--config-dir DIR": "a folder of your own files: DIR/experiment/big.yaml is experiment=big",
+    "--config-name NAME": "compose DIR/NAME.yaml, which builds on ours: defaults: [train, _self_]",
+    "-sc install=SHELL": "Hydra's code that completes words with TAB in bash, zsh or fish",
+    "--version": "the version of parallel2d",
+    "--hydra-help": "further options, which are Hydra's own",
+}
+_EXAMPLES = (
+    "strategy=zero3 precision=bf16 train.steps=1000",
+    "data=text data.path='src/**/*.py' optimizer.lr=3e-4",
+    "model=hf model.architecture=qwen3 mesh.tensor=2",
+    "--help model=hf strategy=zero3",
+)
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "None": "null",
+    "Any": "anything",
+    "list": "a list [a,b]",
+    "dict": "a mapping {a: b}",
+}
+_SENTENCE_END = re.compile(r"(?<=[.])\s+")
+_READ_ON = (
+    "docs/command-line.md (experiments, sweeps), docs/launching.md (several nodes), "
+    "docs/models.md, docs/data.md; docs/coming-from.md has the words of other frameworks."
+)
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A key such as ``train.steps``, or the section of one dataclass, such as ``train``: the keys
+    that stand alone have an empty one."""
+
+    key: str
+    text: str  # what it means, whole
+    allowed: str = ""  # of a key, its type and constraint in words: "a whole number, at least 1"
+    choices: tuple[str, ...] = ()  # every value that it may have; empty where there are too many
+    default: Any = None  # `REQUIRED` where a value must be given
+    family: str = ""  # of the models that have these keys, for the section `model`
+    keys: tuple[Documented, ...] = ()  # of a section
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of ``text``, without its full stop."""
+        return _SENTENCE_END.split(self.text, maxsplit=1)[0].rstrip(".")
+
+
+def sections() -> list[Documented]:
+    """Every section of `TrainConfig`, in its order; ``model`` is there once per family."""
+    return list(_sections(TrainConfig, "", ""))
+
+
+def _sections(kind: type, key: str, family: str) -> Iterator[Documented]:
+    """The section of the dataclass ``kind``, then those inside of it."""
+    types = typing.get_type_hints(kind)
+    keys: list[Documented] = []
+    inside: list[Documented] = []
+    for item in dataclasses.fields(kind):
+        name = f"{key}.{item.name}" if key else item.name
+        if name == "model":
+            for each, schema in FAMILIES.items():
+                inside += _sections(schema, name, each)
+        elif dataclasses.is_dataclass(types[item.name]):
+            inside += _sections(types[item.name], name, family)
+        else:
+            keys.append(_key(name, item))
+    # In one line, and without the marks of reStructuredText.
+    text = " ".join((inspect.getdoc(kind) or "").replace("``", "`").split())
+    yield Documented(key, text, family=family, keys=tuple(keys))
+    yield from inside
+
+
+def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
+    choices = tuple(map(str, item.metadata.get("choices", ())))
+    text = item.metadata["text"]
+    if not text and choices:
+        text = f"Set by the group: {name.removesuffix('.name')}={choices[-1]}"
+    # Where few of the choices read the key they stand first, else behind it.
+    readers = item.metadata.get("read_by", ())
+    if item.metadata.get("of", "name") == "name" and readers:
+        few = len(readers) <= 2
+        text = f"{', '.join(readers)}: {text}" if few else f"{text}. Read by {', '.join(readers)}"
+    return Documented(name, text, _allowed(item), choices, default_of(item))
+
+
+def _allowed(item: dataclasses.Field[Any]) -> str:
+    """``int | str`` with ``minimum=1``: ``a whole number, at least 1, or auto``."""
+    kinds = [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
+    choices = list(map(str, item.metadata.get("choices", ())))
+    if choices:
+        return _either([*choices, "null"] if "None" in kinds else choices)
+    limits = bounds(item.metadata)
+    parts = [limits] if limits else []
+    if item.metadata.get("infinite"):
+        parts.append("or inf")
+    if limits and "str" in kinds:
+        kinds.remove("str")
+        parts.append("or auto")
+    # A number may be written as a whole one.
+    if "float" in kinds and "int" in kinds:
+        kinds.remove("int")
+    return ", ".join([_either([_KINDS[kind] for kind in kinds]), *parts])
+
+
+def _either(words: list[str]) -> str:
+    """``a, b or c``."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def help_page(words: Sequence[str], program: str, purpose: str) -> str:
+    """The page, at most `WIDTH` columns wide. Its values are those that ``words`` compose to.
+
+    ``program``: how the command was called. ``purpose``: what it does, in a sentence. Raises
+    `ConfigError` for words that do not compose.
+    """
+    values, groups = survey(words)
+    return "\n".join(
+        [
+            f"usage: {program} [OPTION ...] [GROUP=CHOICE ...] [KEY=VALUE ...]",
+            "",
+            *textwrap.wrap(purpose, WIDTH),
+            "",
+            "Examples:",
+            *(f"  {program} {example}" for example in _EXAMPLES),
+            "",
+            "Options:",
+            *_table(_OPTIONS.items()),
+            "",
+            "Groups, each with its choices; a choice sets the keys of its group:",
+            *_table(_groups(values["hydra"]["runtime"]["choices"], groups)),
+            "",
+            "Keys, each with the value that it has:",
+            *_keys(values),
+            "",
+            *textwrap.wrap(f"Read on: {_READ_ON}", WIDTH),
+        ]
+    )
+
+
+def _groups(
+    chosen: Mapping[str, str], groups: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str]]:
+    for group, choices in groups.items():
+        if group in chosen:
+            yield f"{group}={chosen[group]}", " ".join(choices)
+
+
+def _keys(values: Mapping[str, Any]) -> Iterator[str]:
+    for section in sections():
+        if section.family in ("", values["model"]["family"]):
+            title = f"{section.key}: {section.summary}" if section.key else "Without a section"
+            yield ""
+            yield from textwrap.wrap(title, WIDTH)
+            yield from _table((_setting(each, values), _meaning(each)) for each in section.keys)
+
+
+def _setting(documented: Documented, values: Mapping[str, Any]) -> str:
+    value: Any = values
+    for name in documented.key.split("."):
+        value = value[name]
+    if value == REQUIRED:
+        return f"{documented.key} (required)"
+    return f"{documented.key}={as_word(value)}"
+
+
+def _meaning(documented: Documented) -> str:
+    """One line; with the values that are allowed where the line before does not list them."""
+    is_choice_of_group = documented.key.endswith(".name")
+    if is_choice_of_group or not documented.choices:
+        return documented.summary
+    return f"{documented.summary} ({documented.allowed})"
+
+
+def as_word(value: Any) -> str:
+    """A value as it is written on a command line: ``null``, ``true``, ``[a,b]``, ``{a: b}``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(as_word, value))}]"
+    if isinstance(value, dict):
+        inside = [f"{key}: {as_word(each)}" for key, each in value.items()]
+        return f"{{{', '.join(inside)}}}"
+    return str(value)
+
+
+def _table(rows: Any) -> Iterator[str]:
+    """Lines of two columns; a first column that is too long has lines of its own."""
+    indent = " " * _COLUMN
+    for left, right in rows:
+        texts = textwrap.wrap(
+            right, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        )
+        first = f"  {left}"
+        if len(first) + 2 <= _COLUMN:
+            yield first.ljust(_COLUMN) + texts[0].lstrip()
+            yield from texts[1:]
+        else:
+            yield from _broken(first)
+            yield from texts
+
+
+def _broken(line: str) -> list[str]:
+    """A line of at most `WIDTH` columns, or several, broken after commas."""
+    spaced = line.replace(",", ", ") if len(line) > WIDTH else line
+    return textwrap.wrap(
+        spaced.strip(), WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )

@@ -1,0 +1,293 @@
+"""The ``model`` and ``data`` sections of a configuration: which model is trained on which data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from parallel2d.base.config.options import default_of, field_problems, is_read, option
+from parallel2d.base.errors import did_you_mean
+
+
+@dataclass
+class LlamaModel:
+    """A Llama-3-style decoder (`parallel2d.models.llama`)."""
+
+    family: str = option("llama", "Set by the group: model=llama_8b")
+    dim: int = option(128, "Width of the hidden states", minimum=1)
+    n_layers: int = option(
+        4, "Number of blocks, each attention and feed-forward", between=(1, 10000)
+    )
+    n_heads: int = option(8, "Number of attention heads; divides dim", minimum=1)
+    n_kv_heads: int = option(
+        4, "Key and value heads; fewer than n_heads: grouped-query attention", minimum=1
+    )
+    hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", minimum=1)
+    vocab_size: int = option(
+        320, "Rows of the embedding; those behind the tokenizer's are no targets", minimum=1
+    )
+    max_seq_len: int = option(2048, "Longest sequence, in tokens", minimum=1)
+    norm_eps: float = option(1e-05, "Added to the mean square inside RMSNorm", above=0)
+    rope_theta: float = option(500000.0, "Base of the rotary position embedding", above=0)
+    tie_embeddings: bool = option(False, "Use the embedding's weight in the output layer too")
+
+
+@dataclass
+class CustomModel:
+    """Your own ``nn.Module``: ``model=custom model.target=package.module:factory``."""
+
+    family: str = option("custom", "Set by the group: model=custom")
+    target: str = option(
+        "???",
+        "package.module:factory; called with `arguments`, returns an nn.Module",
+        reference=True,
+    )
+    arguments: dict[str, Any] = option(
+        {}, "Keyword arguments of the factory: model.arguments.depth=12"
+    )
+    init: str | None = option(
+        None,
+        "package.module:function(module, name), sets its tensors; null: reset_parameters",
+        reference=True,
+    )
+    loss: str | None = option(
+        None,
+        "package.module:function(output, targets) -> summed loss; null: cross-entropy",
+        reference=True,
+    )
+    tensor_plan: Any = option(
+        None,
+        "With mesh.tensor: {module pattern: word}, such as {layers.*.up: colwise}. Or "
+        "package.module:function(model) -> {module pattern: ParallelStyle or word}; words: "
+        "TENSOR_WORDS",
+    )
+
+
+@dataclass
+class HuggingFaceModel:
+    """A ``transformers`` model from a configuration, without download:
+    ``model=hf model.path=FOLDER`` or
+    ``model=hf model.architecture=qwen3 model.arguments.num_hidden_layers=4``."""
+
+    family: str = option("hf", "Set by the group: model=hf")
+    path: str | None = option(
+        None, "Local folder with config.json; safetensors weights in it are loaded"
+    )
+    architecture: str | None = option(
+        None, "Instead of path, a model type of the library: qwen3; weights come from the seed"
+    )
+    arguments: dict[str, Any] = option(
+        {}, "Set on the model's configuration: model.arguments.num_hidden_layers=4"
+    )
+    head: str = option(
+        "auto",
+        "Which of the library's models is built; auto: that of config.json, or the first",
+        choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base"),
+    )
+    load_weights: bool = option(
+        True, "Load the weights of the folder; false: weights come from the seed all the same"
+    )
+    loss: str | None = option(
+        None,
+        "package.module:function(output, targets) -> summed loss; null: cross-entropy",
+        reference=True,
+    )
+    tensor_plan: Any = option(
+        None, "As of model=custom; null: the plan that the library ships with the model, if any"
+    )
+    adapter: Any = option(
+        None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
+    )
+
+
+_hf = partial(option, read_by=("hf",))
+_images = partial(option, read_by=("images",))
+_rows = partial(option, read_by=("text", "hf"))
+_prepared = partial(option, read_by=("stdlib", "text", "hf"))
+_held_out = partial(option, read_by=("stdlib", "text", "hf", "images"))
+_sequences = partial(option, read_by=("stdlib", "text", "tokens", "hf"))
+
+
+@dataclass
+class DataConfig:
+    """What is read and how documents become sequences. Global batch k is a function of seed, data
+    and k alone."""
+
+    name: str = option(
+        "stdlib",
+        "Set by the group: data=text",
+        choices=("stdlib", "text", "tokens", "hf", "images"),
+    )
+    path: str | None = option(
+        None,
+        "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
+        "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
+        "a saved one; images: a folder whose subfolders are the classes",
+        read_by=("text", "tokens", "hf", "images"),
+    )
+    mixture: list[Any] = option(
+        [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
+    )
+    tokenizer: str = _prepared(
+        "bytes", "bytes, or the path of a tokenizer.json; the model's vocabulary must hold its ids"
+    )
+    end_token: str | None = _prepared(
+        None, "Token that ends a document; null: the tokenizer.json's usual one, or one id more"
+    )
+    text_field: str = _rows(
+        "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
+    )
+    document_kib: int = option(
+        64,
+        "KiB from which text files are cut at a line end into documents",
+        minimum=1,
+        read_by=("text",),
+    )
+    subset: str | None = _hf(None, "The data set's configuration")
+    split: str = _hf("train", "The part that is read; documents are held out of it by hash")
+    validation_fraction: float = _held_out(
+        0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
+    )
+    max_bad_rows: int = _rows(
+        0, "Rows that may be unreadable; more of them are an error with file and line", minimum=0
+    )
+    packing: str = _sequences(
+        "packed",
+        "Documents one behind the other, or one per sequence",
+        choices=("packed", "padded"),
+    )
+    intra_document_masking: bool = _sequences(
+        False, "No attention and no target crosses into another document"
+    )
+    validation: dict[str, Any] = option(
+        {},
+        "Further sets to validate on, whole: {wiki: {path: A, name: text}}, with keys of this "
+        "section",
+    )
+    epochs: int = option(
+        0, "Times that the data is read, and the run then ends; 0: without end", minimum=0
+    )
+    end: str = option(
+        "drop",
+        "Last global batch that is not full: omitted, padded with weight zero, or filled from the "
+        "start",
+        choices=("drop", "pad", "wrap"),
+        needs="epochs",
+    )
+    workers: int | str = _held_out(
+        "auto", "Processes that prepare data, or threads of a rank that decode images", minimum=1
+    )
+    cache_dir: str | None = _prepared(
+        None, "Where prepared data are; null: parallel2d in the user's cache folder"
+    )
+    image_size: int | None = _images(
+        None, "Pixels of a side, scaled and cropped; null: as the model has it", minimum=1
+    )
+    channels: int | None = _images(
+        None, "3 (RGB) or 1 (grey); null: as the model's configuration, else 3", choices=(1, 3)
+    )
+
+
+# Keys that an entry of data.validation cannot have: such a set is read once, in the form in which
+# the model reads the training data.
+_NOT_IN_ENTRIES = (
+    "validation",
+    "epochs",
+    "end",
+    "intra_document_masking",
+    "image_size",
+    "channels",
+)
+ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_ENTRIES)
+
+
+def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
+    """The data of one entry of ``data.validation``: its own keys, and those of ``data`` that are
+    not given and that its kind of data reads."""
+    own = replace(
+        data,
+        name=entry.get("name", data.name),
+        validation={},
+        epochs=0,
+        validation_fraction=0.0,
+        end=DataConfig().end,
+    )
+    for item in fields(own):
+        if not is_read(own, item):
+            setattr(own, item.name, default_of(item))
+    # Either of the two says what is read.
+    if "path" in entry:
+        own.mixture = []
+    elif "mixture" in entry:
+        own.path = None
+    return replace(own, **entry)
+
+
+_PATHS = {
+    "text": "a file, folder or glob",
+    "hf": "a data set's name, or the folder of a saved one",
+    "images": "a folder whose subfolders are the classes",
+}
+_SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+# What the values of an entry of data.validation may be, by the annotation of the field.
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "int | str": (int, str),
+    "float": (int, float),
+    "list[Any]": (list,),
+}
+
+
+def data_problems(data: DataConfig) -> Iterator[str]:
+    """Yields a line for each contradiction between keys of ``data``, and for each problem of a set
+    of ``data.validation``."""
+    if data.name in _PATHS and not data.path:
+        yield f"data.path is required with data={data.name}: {_PATHS[data.name]}"
+    if data.name == "tokens" and bool(data.path) == bool(data.mixture):
+        yield (
+            "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
+            "weight: 0.7}, ...]"
+        )
+    for entry in data.mixture:
+        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
+            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
+    if data.packing == "padded" and data.intra_document_masking:
+        yield (
+            "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
+            "holds one document"
+        )
+    for name, entry in data.validation.items():
+        yield from _validation_set_problems(data, f"data.validation.{name}", str(name), entry)
+
+
+def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any) -> Iterator[str]:
+    if not _SET_NAME.fullmatch(name):
+        yield f"{where}: a set's name has letters, digits, '_', '.' and '-' alone"
+    if not isinstance(entry, dict):
+        yield f"{where}={entry} must have the form {{path: PATH, name: text}}, with keys of data.*"
+        return
+    of_keys = list(_entry_problems(data, where, entry))
+    yield from of_keys
+    if of_keys:
+        return
+    own = validation_set(data, entry)
+    if (own.name == "images") != (data.name == "images"):
+        yield f"{where}.name={own.name} and data={data.name}: a model reads images or tokens"
+    yield from field_problems(own, where + ".")
+    for problem in data_problems(own):
+        yield f"{where}: {problem}"
+
+
+def _entry_problems(data: DataConfig, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    kinds = {item.name: str(item.type) for item in fields(data) if item.name in ENTRY_KEYS}
+    for key, value in entry.items():
+        if key not in kinds:
+            near = did_you_mean(key, ENTRY_KEYS)
+            yield f"{where}.{key}: a set may have {', '.join(ENTRY_KEYS)}{near}"
+        elif not isinstance(value, _KINDS[kinds[key]]):
+            yield f"{where}.{key}={value} is no value of data.{key}"

@@ -1,0 +1,450 @@
+"""How a model is laid over the ranks: mesh, strategy, bucketing, precision, recomputation.
+
+`ParallelConfig` is what `parallel2d.parallel.parallelize` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, TypeVar
+
+from parallel2d.base.config.options import option, refuse_unknown
+from parallel2d.base.errors import ConfigError, did_you_mean
+
+AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
+# What a tensor-parallel plan may say of a module; see parallelize/tensor_parallel.py. The last four
+# are Hugging Face's words.
+TENSOR_WORDS = (
+    "colwise",
+    "rowwise",
+    "sequence",
+    "replicate",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+)
+
+
+@dataclass
+class MeshConfig:
+    """Sizes of the mesh axes, outermost to innermost. ``auto`` is resolved against the machines
+    that are found."""
+
+    replicate: int | str = option(
+        "auto", "Whole copies of the model; only reduced gradients cross this axis", minimum=1
+    )
+    shard: int | str = option(
+        "auto", "Ranks that split parameters, gradients and optimizer state of one copy", minimum=1
+    )
+    tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", minimum=1)
+    allow_cross_node: bool = option(
+        False, "Accept a shard or tensor group across hosts that would fit in one: up to 4x traffic"
+    )
+
+
+WHOLE, SPLIT = "whole", "split"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What each rank of one mesh axis holds: all of it (``whole``) or a part (``split``)."""
+
+    parameters: str  # between forward and backward
+    gradients: str  # when they are reduced
+    optimizer_state: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters, gradients and optimizer state are: by axis. None: the axis has one rank."""
+
+    replicate: Held | None
+    shard: Held | None
+
+
+_EVERYTHING_WHOLE = Held(WHOLE, WHOLE, WHOLE)
+_EVERYTHING_SPLIT = Held(SPLIT, SPLIT, SPLIT)
+_PARAMETERS_WHOLE = Held(WHOLE, SPLIT, SPLIT)
+PLACEMENTS = {
+    "ddp": Placement(_EVERYTHING_WHOLE, None),
+    "zero2": Placement(None, _PARAMETERS_WHOLE),
+    "zero3": Placement(None, _EVERYTHING_SPLIT),
+    "hybrid_zero2": Placement(_EVERYTHING_WHOLE, _PARAMETERS_WHOLE),
+    "hybrid": Placement(_EVERYTHING_WHOLE, _EVERYTHING_SPLIT),
+    "hybrid_full": Placement(_PARAMETERS_WHOLE, _EVERYTHING_SPLIT),
+}
+STRATEGY_NAMES = tuple(PLACEMENTS)
+AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build anything
+
+
+@dataclass
+class StrategyConfig:
+    """What each mesh axis does to parameters, gradients and optimizer state.
+
+    `PLACEMENTS` has it as a table. ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters
+    over all ranks and frees them after each module's forward; ``zero2`` keeps them gathered until
+    backward is done (fewer all-gathers, more memory). The hybrids do the same inside the shard axis
+    and all-reduce the sharded gradient over the replicate axis. ``hybrid_full`` also splits the
+    gradients and the optimizer state over the replicas, for the same bytes: gradients are reduced
+    to the replica that updates them, and the updated parameters are gathered. ``auto`` is the one
+    that the planner finds, with its mesh; `parallelize` does not take it.
+    """
+
+    name: str = option("hybrid", choices=(*STRATEGY_NAMES, AUTOMATIC))
+
+    @property
+    def placement(self) -> Placement:
+        """What is whole and what is split. Raises `ConfigError` for ``auto``."""
+        if self.name == AUTOMATIC:
+            raise ConfigError(
+                "strategy=auto was not resolved: the train command does that; in code, name one of "
+                f"{', '.join(STRATEGY_NAMES)}"
+            )
+        return PLACEMENTS[self.name]
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there may be several whole copies: ``mesh.replicate`` may be above 1."""
+        return self.placement.replicate is not None
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters, gradients and optimizer state are split: ``mesh.shard`` may be above
+        1."""
+        return self.placement.shard is not None
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward, the root group's
+        included."""
+        shard = self.placement.shard
+        return shard is not None and shard.parameters == SPLIT
+
+    @property
+    def splits_updates(self) -> bool:
+        """Whether each replica updates its own part of the parameters."""
+        replicate = self.placement.replicate
+        return replicate is not None and replicate.optimizer_state == SPLIT
+
+    @property
+    def with_both_axes(self) -> str:
+        """The name of the strategy that does the same and has a shard and a replicate axis."""
+        return "hybrid" if self.reshard_after_forward else "hybrid_zero2"
+
+
+@dataclass
+class BucketingConfig:
+    """Which parameters travel in one collective.
+
+    ``layer``: one group per module that owns parameters (most calls, least memory). ``block``: one
+    group per repeated block and the root group for all else. ``size``: consecutive modules up to
+    ``size_mib``. ``none``: the finest the engine allows, which is ``layer``; said in the log.
+    """
+
+    name: str = option("block", choices=("none", "layer", "block", "size"))
+    size_mib: float = option(
+        25.0,
+        "MiB of parameters in a group. inf puts the whole model into the root group",
+        above=0,
+        infinite=True,
+        read_by=("size",),
+    )
+    blocks: list[str] = option(
+        [], "Class names that are blocks; empty: repeated structure is detected"
+    )
+    policy: Any = option(
+        None,
+        "Which modules are blocks: package.module:function(module, name) -> bool",
+        reference=True,
+    )
+
+
+@dataclass
+class PrefetchConfig:
+    """How early parameters are gathered: how many groups ahead of the one that computes, in the
+    order in which they run.
+
+    A group costs one all-gather whenever it is issued; each step ahead keeps one more group's whole
+    parameters in memory. A number larger than that of the groups means all of them. Nothing is
+    gathered, and so nothing prefetched, without a shard axis.
+    """
+
+    forward: int = option(
+        0, "Groups gathered ahead in forward; 0: each when it is reached", minimum=0
+    )
+    backward: int = option(
+        1, "Groups gathered ahead in backward; 0: each when its backward begins", minimum=0
+    )
+
+
+@dataclass
+class PrecisionConfig:
+    """The dtype of every tensor that mixed precision decides about."""
+
+    name: str = option("fp32", "Set by the group: precision=bf16")
+    storage: str = option(
+        "fp32", "Dtype of sharded parameters, gradients, optimizer state", choices=DTYPES
+    )
+    param: str = option("fp32", "Dtype of gathered parameters and activations", choices=DTYPES)
+    reduce: str = option(
+        "fp32", "Dtype of gradients between ranks; rounds the sums", choices=DTYPES
+    )
+    loss_scaling: bool = option(
+        False, "Dynamic loss scaling against underflow", read_by=("fp16",), of="param"
+    )
+    output: str | None = option(
+        None, "Dtype of the root's outputs; null: as computed", choices=DTYPES
+    )
+    buffers: str | None = option(
+        None, "Dtype of buffers; null: as built, fp64 with storage=fp64", choices=DTYPES
+    )
+    cast_forward_inputs: bool = option(
+        True, "Cast floating-point inputs to `param`; false: the model must match dtypes itself"
+    )
+    keep_low_precision_gradients: bool = option(
+        False,
+        "Leave gradients in `reduce` instead of casting them to `storage`. For optimizers of your "
+        "own that read such gradients, at half the memory",
+    )
+    fp32_modules: list[str] = option(
+        [],
+        "Class names that compute in fp32 all the same, each instance its own group",
+        read_by=("bf16", "fp16"),
+        of="param",
+    )
+    float8: str = option(
+        "none",
+        "Matrix products of Linear layers inside blocks in 8-bit floats, with a scale per tensor "
+        "or row. Rows are more accurate and slower. Needs torchao, a GPU of capability 8.9 and "
+        "compile=block",
+        choices=("none", "tensorwise", "rowwise"),
+    )
+    float8_exclude: list[str] = option(
+        [],
+        "Patterns of module names that stay out of float8, such as *.attention.*",
+        read_by=("tensorwise", "rowwise"),
+        of="float8",
+    )
+
+
+PRECISIONS = {
+    "fp64": PrecisionConfig("fp64", "fp64", "fp64", "fp64"),
+    "fp32": PrecisionConfig("fp32"),
+    "bf16": PrecisionConfig("bf16", "fp32", "bf16", "fp32"),
+    "bf16_reduce_bf16": PrecisionConfig("bf16_reduce_bf16", "fp32", "bf16", "bf16"),
+    "fp16": PrecisionConfig("fp16", "fp32", "fp16", "fp32", loss_scaling=True),
+}
+
+
+KEPT_OPERATORS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "scaled_dot_product_*",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+)
+
+
+_blocks = partial(option, read_by=("full", "selective"))
+
+
+@dataclass
+class ActivationCheckpointingConfig:
+    """What backward recomputes instead of keeping. ``full`` keeps only block inputs; ``selective``
+    keeps the results of the operators in ``keep`` too and recomputes the cheap rest. ``budget``
+    lets the compiler choose what fits in ``memory_budget``."""
+
+    name: str = option("none", choices=("none", "full", "selective", "budget"))
+    every: int = _blocks(
+        1, "Every how many blocks one is checkpointed; 2: half the saving, half the cost", minimum=1
+    )
+    keep: list[str] = option(
+        list(KEPT_OPERATORS),
+        "Operators whose results stay in memory. By default those that are expensive to compute, "
+        "small against what they save",
+        read_by=("selective",),
+    )
+    memory_budget: float = option(
+        0.5,
+        "Share of the activations that is kept; 0 recomputes all, 1 nothing",
+        between=(0, 1),
+        read_by=("budget",),
+    )
+    blocks: list[str] = _blocks(
+        [], "Class names of what is checkpointed, if not the blocks of bucketing"
+    )
+    policy: Any = _blocks(
+        None,
+        "Which modules are checkpointed, as bucketing.policy, instead of blocks",
+        reference=True,
+    )
+
+    @property
+    def compiler_budget(self) -> float | None:
+        """The share of activations that the compiler may keep; None where it does not choose."""
+        return self.memory_budget if self.name == "budget" else None
+
+
+@dataclass
+class CompileConfig:
+    """Which parts of the model torch.compile compiles. ``block``: each repeated block on its own
+    (one compilation serves all equal blocks)."""
+
+    name: str = option("none", choices=("none", "block"))
+    backend: str = option(
+        "inductor", "A backend of torch.compile; inductor needs a C++ compiler", read_by=("block",)
+    )
+
+
+SYNC_NAMES = ("every_step", "diloco")
+SYNC_WIRES = ("auto", "fp32", "bf16", "int8", "int4")
+
+
+_diloco = partial(option, read_by=("diloco",))
+
+
+@dataclass
+class SyncConfig:
+    """What crosses the replicate axis, and when; docs/sync.md says which one for which network.
+
+    ``every_step``: the gradients of every global batch. ``diloco`` (Douillard et al. 2023): each
+    replica trains on its own, and every ``every`` steps the change of its parameters is averaged
+    and applied to the parameters that all replicas share.
+    """
+
+    name: str = option(
+        "every_step",
+        choices=SYNC_NAMES,
+        gone={"auto": "name a method: sync=every_step, or sync=diloco for a slow network"},
+    )
+    wire: str = option(
+        "auto",
+        "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
+        "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
+        "at random in blocks of 256. With diloco also int4 = an eighth",
+        choices=SYNC_WIRES,
+        gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
+    )
+    every: int = _diloco(30, "Steps between two exchanges of the same parameters", minimum=1)
+    fragments: int = _diloco(
+        1, "Parts of the model that are exchanged in turn instead of all at once", minimum=1
+    )
+    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", minimum=0)
+    mix: float | int | str = _diloco(
+        "auto",
+        "Share kept of a replica's own parameters; auto = 0, or 0.5 with a delay",
+        between=(0, 1),
+    )
+    outer_lr: float | int | str = _diloco(
+        "auto", "Learning rate of the outer Nesterov step; auto = 0.7", above=0
+    )
+    outer_momentum: float | int | str = _diloco(
+        "auto", "Momentum of the outer Nesterov step; auto = 0.6", between=(0, 1)
+    )
+    compare_every: int = option(
+        50, "Steps between comparisons of the replicas, which must be equal; 0: never", minimum=0
+    )
+    during_accumulation: str = option(
+        "reduce_scatter_only",
+        "What each micro-batch reduces. full = over both axes (most bytes); reduce_scatter_only = "
+        "over shards; none = nothing before the last one (whole gradients in memory)",
+        choices=("full", "reduce_scatter_only", "none"),
+    )
+    engine: str = option(
+        "parallel2d",
+        "What reduces over the replicate axis. parallel2d = by parameter, for any routing of "
+        "data, added in fp32 at least; torch = the second axis of fully_shard, for comparison",
+        choices=("parallel2d", "torch"),
+    )
+    bucket_mib: float = option(
+        4.0, "MiB of small groups' gradients that cross the replicate axis at once", above=0
+    )
+
+
+STRATEGIES = {name: StrategyConfig(name) for name in STRATEGY_NAMES}
+_Section = TypeVar("_Section")
+
+
+@dataclass(init=False)
+class ParallelConfig:
+    """Everything `parallel2d.parallel.parallelize` needs to know beside the model and the mesh.
+
+    The first five also take a preset's name: ``ParallelConfig("zero3", precision="bf16")``. Raises
+    `ConfigError` for an unknown name or option, and for a section of another type.
+    """
+
+    strategy: StrategyConfig
+    bucketing: BucketingConfig
+    precision: PrecisionConfig
+    activation_checkpointing: ActivationCheckpointingConfig
+    compile: CompileConfig
+    prefetch: PrefetchConfig
+    sync: SyncConfig
+    # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the
+    # optimizer runs there; a step is slower by both copies and by the CPU's optimizer
+    cpu_offload: bool
+    allow_cross_node: bool  # as MeshConfig.allow_cross_node
+
+    def __init__(
+        self,
+        strategy: StrategyConfig | str = "hybrid",
+        bucketing: BucketingConfig | str = "block",
+        precision: PrecisionConfig | str = "fp32",
+        activation_checkpointing: ActivationCheckpointingConfig | str = "none",
+        compile: CompileConfig | str = "none",
+        prefetch: PrefetchConfig | None = None,
+        sync: SyncConfig | None = None,
+        cpu_offload: bool = False,
+        allow_cross_node: bool = False,
+        **unknown: object,
+    ) -> None:
+        refuse_unknown(unknown, "ParallelConfig", [item.name for item in fields(self)])
+        if not isinstance(cpu_offload, bool):
+            raise ConfigError(f"cpu_offload={cpu_offload} must be True or False")
+        self.strategy = named_strategy(strategy)
+        self.bucketing = _section("bucketing", bucketing, BucketingConfig)
+        self.precision = _section("precision", precision, PrecisionConfig, PRECISIONS)
+        self.activation_checkpointing = _section(
+            "activation_checkpointing", activation_checkpointing, ActivationCheckpointingConfig
+        )
+        self.compile = _section("compile", compile, CompileConfig)
+        self.prefetch = _section("prefetch", prefetch or PrefetchConfig(), PrefetchConfig)
+        self.sync = _section("sync", sync or SyncConfig(), SyncConfig)
+        self.cpu_offload = cpu_offload
+        self.allow_cross_node = allow_cross_node
+
+
+def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
+    """The strategy of that name. Raises `ConfigError` for an unknown one."""
+    return _section("strategy", strategy, StrategyConfig, STRATEGIES)
+
+
+def presets(kind: type[_Section]) -> dict[str, _Section]:
+    """One section of ``kind`` for each choice of its name, with every other key at its default."""
+    names = [item.metadata.get("choices", ()) for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
+    return {name: kind(name) for name in itertools.chain.from_iterable(names)}  # type: ignore[call-arg]
+
+
+def _section(
+    key: str, value: object, kind: type[_Section], named: Mapping[str, _Section] | None = None
+) -> _Section:
+    """``value``, or a copy of the preset that it names. Raises `ConfigError` for anything else."""
+    if named is None:
+        named = presets(kind)
+    if isinstance(value, str) and named:
+        if value not in named:
+            near = did_you_mean(value, named, alike=0.5)
+            raise ConfigError(f"{key}={value!r} is not one of {', '.join(named)}{near}")
+        return dataclasses.replace(named[value])  # type: ignore[type-var]
+    if not isinstance(value, kind):
+        allowed = f"a preset name or {kind.__name__}" if named else kind.__name__
+        raise ConfigError(f"{key} must be {allowed}, got {type(value).__name__}")
+    return value

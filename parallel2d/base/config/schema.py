@@ -1,0 +1,99 @@
+"""What Hydra knows of ours: presets, schemas, and where files of configuration are
+(`initialized`)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+
+from parallel2d.base.config.cluster import ClusterConfig
+from parallel2d.base.config.job import (
+    OPTIMIZERS,
+    CheckpointConfig,
+    LaunchConfig,
+    MetricsConfig,
+    ProfileConfig,
+    SchedulerConfig,
+    TrainConfig,
+)
+from parallel2d.base.config.parallel import (
+    PRECISIONS,
+    ActivationCheckpointingConfig,
+    BucketingConfig,
+    CompileConfig,
+    StrategyConfig,
+    SyncConfig,
+    presets,
+)
+from parallel2d.base.config.serialization import FAMILIES
+from parallel2d.base.errors import ConfigError
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "strategy": presets(StrategyConfig),
+    "bucketing": presets(BucketingConfig),
+    "precision": dict(PRECISIONS),
+    "activation_checkpointing": presets(ActivationCheckpointingConfig),
+    "compile": presets(CompileConfig),
+    "sync": presets(SyncConfig),
+    "optimizer": dict(OPTIMIZERS),
+    "scheduler": presets(SchedulerConfig),
+    "checkpoint": {"default": CheckpointConfig()},
+    "metrics": {"default": MetricsConfig()},
+    "profile": {"default": ProfileConfig()},
+    "launch": {"local": LaunchConfig()},
+}
+# What the files in conf/ build on, in a group of their own, from which nobody chooses.
+_SCHEMA_GROUP = "schema"
+_SCHEMAS = {"train": TrainConfig, "cluster": ClusterConfig, **FAMILIES}
+
+
+@functools.cache
+def register() -> None:
+    """Makes the schema and the presets known to Hydra, once per process."""
+    store = ConfigStore.instance()
+    for group, choices in {**PRESETS, _SCHEMA_GROUP: _SCHEMAS}.items():
+        for name, node in choices.items():
+            store.store(group=group, name=name, node=node)
+
+
+@contextlib.contextmanager
+def initialized(config_dir: str | None = None) -> Iterator[Any]:
+    """Hydra with our configuration on its search path until the end of the block, and behind it the
+    files of ``config_dir``, as Hydra's own command line has them. Raises `ConfigError` for a
+    ``config_dir`` that is no folder."""
+    register()
+    search_path = create_config_search_path("pkg://parallel2d.conf")
+    if config_dir:
+        if not os.path.isdir(config_dir):
+            raise ConfigError(f"--config-dir={config_dir} is no folder")
+        search_path.prepend(
+            provider="command-line",
+            path=f"file://{os.path.abspath(config_dir)}",
+            anchor=SearchPathQuery(provider="schema"),
+        )
+    GlobalHydra.instance().clear()
+    version.setbase("1.3")
+    try:
+        yield Hydra.create_main_hydra2("train", search_path)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def choices_by_group(loader: Any) -> dict[str, tuple[str, ...]]:
+    """What there is to choose from. ``loader``: Hydra's."""
+    return {
+        name: tuple(loader.get_group_options(name))
+        for name in loader.get_group_options("", ObjectType.GROUP)
+        if name not in ("hydra", _SCHEMA_GROUP)
+    }

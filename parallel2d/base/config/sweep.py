@@ -1,0 +1,252 @@
+"""Several jobs of one command, by Hydra: `run_sweep`, and the table of what became of them.
+
+A sweep's launcher may run jobs in other processes or on other machines. So each job leaves its
+`Outcome` in its run directory, and the command reads them from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel2d.base import files
+from parallel2d.base.config.composition import (
+    Task,
+    check_run_dir,
+    folder_errors_explained,
+    job_here,
+    place_options,
+)
+from parallel2d.base.config.explanation import explain
+from parallel2d.base.config.job import Job
+from parallel2d.base.config.schema import register
+from parallel2d.base.config.serialization import to_config
+from parallel2d.base.config.words import hydra_words
+from parallel2d.base.errors import ConfigError, EndsSweep
+
+_IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's own, without a plugin
+_OUTCOME = "sweep_job.json"
+_DEEPEST = 3  # folders between that of the sweep and that of a job
+_LONGEST_ERROR = 4000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``words``: of the command line, of this job; ``value``: of its objective, None where it
+    failed."""
+
+    number: int
+    words: tuple[str, ...]
+    value: float | None
+    error: str | None
+    run_dir: str
+
+    def write(self) -> None:
+        """Into the run directory. Raises OSError."""
+        known = {
+            "number": self.number,
+            "words": self.words,
+            "value": self.value,
+            "error": None if self.error is None else self.error[:_LONGEST_ERROR],
+        }
+        files.replace(os.path.join(self.run_dir, _OUTCOME), json.dumps(known))
+
+
+class SweepFolder(Callback):
+    """Hydra calls it when a sweep begins: afterwards `folder` is where its jobs are."""
+
+    folder: str | None = None
+    descending = False
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Of Hydra's callbacks. ``config``: with Hydra's own part."""
+        SweepFolder.folder = os.path.abspath(config.hydra.sweep.dir)
+        directions = str(config.hydra.sweeper.get("direction", ""))
+        SweepFolder.descending = "maximize" in directions.lower()
+
+
+def run_sweep(arguments: Sequence[str], task: Task) -> None:
+    """Lets Hydra compose ``arguments`` and calls ``task`` once per job, each with a run directory
+    of its own. What it returns is the job's objective. Prints a table of the jobs, best first.
+    Raises `ConfigError` for anything wrong with the words, and the error of a job that failed."""
+    register()
+    words = hydra_words(arguments)
+    if any(word.startswith("--experimental-rerun") for word in words):
+        raise ConfigError("--experimental-rerun is refused: it executes what the file contains")
+    for word in words:
+        check_run_dir(word)
+    failures: list[Exception] = []
+    begun, SweepFolder.folder = time.time() - 1, None  # file systems round times
+
+    def call(composed: DictConfig) -> float | None:
+        return _sweep_job(composed, task, failures)
+
+    main = hydra.main(config_path="pkg://parallel2d.conf", config_name="train", version_base="1.3")
+    try:
+        with _command_line(words), folder_errors_explained():
+            main(call)()
+    # ValueError: precision=32, compile=true
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(explain(words, error)) from None
+    except _SweepEnded as ended:
+        raise ended.cause from None
+    finally:
+        told = _tell_sweep(begun)
+    if len(told) > 1:
+        raise ConfigError("\n".join(told))
+    if failures:
+        raise failures[0]
+
+
+def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> float | None:
+    """One job of a sweep, in whatever process Hydra's launcher runs it."""
+    settings = HydraConfig.get()
+    number, words = int(settings.job.num or 0), tuple(settings.overrides.task)
+    run_dir = os.path.abspath(settings.runtime.output_dir)
+    value, error = None, None
+    try:
+        value = task(_job(composed, settings))
+    except Exception as failure:
+        error = failure
+    if isinstance(error, EndsSweep) and _is_own(settings.launcher):
+        raise _SweepEnded(error)
+    text = None if error is None else str(error)
+    Outcome(number, words, value, text, run_dir).write()
+    if error is None:
+        return value
+    if _is_own(settings.sweeper) and _is_own(settings.launcher):
+        # kept from Hydra, which would print it in its own way; the other jobs still run
+        failures.append(error)
+        return None
+    raise error
+
+
+def _job(composed: DictConfig, settings: Any) -> Job:
+    """The job of a sweep. Its words mean the same in a command of its own."""
+    config_dir = None
+    for source in settings.runtime.config_sources:
+        # Hydra's name for what --config-dir adds.
+        if source.provider == "command-line":
+            config_dir = source.path
+    name = settings.job.config_name
+    options = place_options(config_dir, None if name == "train" else name)
+    job = job_here(to_config(composed), options)
+    if settings.mode != RunMode.MULTIRUN:
+        return job
+    # A launcher of a plugin may run several jobs at once.
+    label = "" if _is_own(settings.launcher) else f"[#{settings.job.num}]"
+    return dataclasses.replace(job, label=label, is_judged=not _is_own(settings.sweeper))
+
+
+class _SweepEnded(BaseException):
+    """Not an Exception, since Hydra goes on to the next job after one."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _is_own(part: DictConfig) -> bool:
+    """Whether it is what Hydra has without a plugin."""
+    return str(part.get("_target_", "")).endswith(_IN_TURN)
+
+
+def _tell_sweep(begun: float) -> list[str]:
+    """Prints the table of a sweep's jobs; returns the errors of those that failed, with their
+    words."""
+    if SweepFolder.folder is None:
+        return []
+    jobs = outcomes(SweepFolder.folder, begun)
+    if len(jobs) > 1 and any(job.error is None for job in jobs):
+        lines = table(jobs, "objective", descending=SweepFolder.descending)
+        print("\n".join(map(files.for_terminal, lines)), file=sys.stderr, flush=True)
+    return [f"[{' '.join(job.words)}] {job.error}" for job in jobs if job.error is not None]
+
+
+@contextlib.contextmanager
+def _command_line(words: Sequence[str]) -> Iterator[None]:
+    """Gives `hydra.main` its words, and has it hand on its exceptions instead of printing them."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *words]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def outcomes(folder: str, since: float) -> list[Outcome]:
+    """Of the jobs below ``folder`` that ended after ``since`` (seconds as of `time.time`), in the
+    order of the sweep."""
+    found: list[Outcome] = []
+    for run_dir in _folders(folder, _DEEPEST):
+        path = os.path.join(run_dir, _OUTCOME)
+        try:
+            if os.stat(path).st_mtime < since:
+                continue
+            known = files.read_json(path)
+            words = tuple(map(str, known["words"]))
+            value = None if known["value"] is None else float(known["value"])
+            found.append(Outcome(int(known["number"]), words, value, known["error"], run_dir))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return sorted(found, key=lambda outcome: outcome.number)
+
+
+def _folders(folder: str, deepest: int) -> Iterator[str]:
+    if not os.path.isdir(folder):
+        return
+    yield folder
+    if deepest:
+        with os.scandir(folder) as entries:
+            inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        for path in inside:
+            yield from _folders(path, deepest - 1)
+
+
+def table(jobs: Sequence[Outcome], objective: str, *, descending: bool = False) -> list[str]:
+    """Lines for people, the best job first, those without a value last. Words that all jobs share
+    are left out."""
+    shared = set(jobs[0].words).intersection(*(job.words for job in jobs[1:]))
+    sign = -1.0 if descending else 1.0
+
+    def place(job: Outcome) -> tuple[bool, float]:
+        if job.value is None or math.isnan(job.value):
+            return True, 0.0
+        return False, sign * job.value
+
+    rows = [("job", objective, "settings", "run directory")]
+    rows += [_row(job, shared) for job in sorted(jobs, key=place)]
+    number, value, settings, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    # The last column is not filled up: lines have no spaces at their end.
+    return [f"{row[0]:{number}}  {row[1]:{value}}  {row[2]:{settings}}  {row[3]}" for row in rows]
+
+
+def _row(job: Outcome, shared: set[str]) -> tuple[str, str, str, str]:
+    value = "failed" if job.error is not None else "-"
+    if job.value is not None:
+        value = f"{job.value:.6g}"
+    own = " ".join(word for word in job.words if word not in shared) or "-"
+    return f"#{job.number}", value, own, os.path.relpath(job.run_dir)

@@ -1,0 +1,346 @@
+"""Collectives of small Python values, sent as JSON: `all_gather`, `gather` and `broadcast`; checks
+that all ranks have the same folder and data; `reduce` for a tensor of one's own loop.
+
+torch's object collectives pickle, and a pickle from the network runs code. Here values are None,
+booleans, numbers, strings, bytes, lists, tuples, sets, dictionaries, dtypes, small tensors, and the
+dataclasses and errors that `sendable` has registered. Another rank receives the same types.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# the names in torch.distributed may be wrapped, to count bytes
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base.errors import ConfigError, did_you_mean
+
+_Class = TypeVar("_Class", bound=type)
+
+_sendable: dict[str, type] = {}
+
+
+def sendable(kind: _Class) -> _Class:
+    """Lets values of a dataclass, a named tuple or an exception of one argument be sent. A
+    decorator."""
+    _sendable[_name(kind)] = kind
+    return kind
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks, by rank in ``group`` (default: all). Collective. Raises TypeError
+    for what cannot be sent."""
+    own, lengths = _padded(value, group)
+    received = [torch.empty_like(own) for _ in lengths]
+    c10d.all_gather(received, own, group=group)
+    return _unpadded(received, lengths)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> list[Any]:
+    """As `all_gather`, on global rank ``to`` alone; empty elsewhere."""
+    own, lengths = _padded(value, group)
+    if dist.get_rank() != to:
+        c10d.gather(own, None, dst=to, group=group)
+        return []
+    received = [torch.empty_like(own) for _ in lengths]
+    c10d.gather(own, received, dst=to, group=group)
+    return _unpadded(received, lengths)
+
+
+def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The value of global rank ``source``, on every rank. Collective. Raises TypeError for what
+    cannot be sent."""
+    device = _device(group)
+    # Receivers must know the size before they can make room for the data.
+    if dist.get_rank() == source:
+        data = _encoded(value, device)
+        c10d.broadcast(torch.tensor([data.numel()], device=device), source, group=group)
+        c10d.broadcast(data, source, group=group)
+        return value
+    length = torch.tensor([0], device=device)
+    c10d.broadcast(length, source, group=group)
+    data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    c10d.broadcast(data, source, group=group)
+    return _decoded(data)
+
+
+def encode(value: Any) -> str:
+    """The value as JSON. Raises TypeError for what cannot be sent."""
+    return json.dumps(_plain(value))
+
+
+def decode(text: str | bytes) -> Any:
+    """The value from which `encode` made ``text``."""
+    return json.loads(text, object_hook=_restored)
+
+
+def raise_together(problem: str | None, source: int) -> None:
+    """Raises `ConfigError` on every rank with the ``problem`` that global rank ``source`` has
+    found; None: nothing is wrong. What other ranks pass is ignored. Collective."""
+    problem = broadcast(problem, source)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """The encoded value, uint8, filled up with zeros to the length of the longest of all ranks, and
+    the length of each rank's own. Collective."""
+    device = _device(group)
+    data = _encoded(value, device)
+    ranks = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    c10d.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
+    sizes = [int(length) for length in lengths]
+    # Gathering needs tensors of one shape.
+    own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    own[: data.numel()] = data
+    return own, sizes
+
+
+def _unpadded(received: list[Tensor], lengths: list[int]) -> list[Any]:
+    return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """The CPU where the group can send from it, else this rank's accelerator."""
+    cpu = torch.device("cpu")
+    group = group or c10d._get_default_group()
+    if cpu in group._device_types:
+        return cpu
+    return torch.device(torch.accelerator.current_accelerator() or cpu)
+
+
+def _encoded(value: Any, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(encode(value).encode()), dtype=torch.uint8).to(device)
+
+
+def _decoded(data: Tensor) -> Any:
+    return decode(data.cpu().numpy().tobytes())
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in JSON's types; what JSON lacks becomes a dictionary of one entry, the kind and
+    its parts."""
+    if isinstance(value, _SCALARS):
+        return value
+    if type(value) is list:
+        return _items(value)
+    if isinstance(value, ConfigError) and _name(type(value)) not in _sendable:
+        # A subclass that nobody registered arrives as the ConfigError that it also is.
+        value = ConfigError(str(value))
+    name = _name(type(value))
+    if name in _sendable:
+        return {name: _items(_arguments(value))}
+    for kind, converter in _KINDS.items():
+        if type(value) in converter.classes:
+            return {kind: converter.to_json(value)}
+    raise TypeError(f"a {name} cannot be sent to other ranks")
+
+
+def _restored(entry: dict[str, Any]) -> Any:
+    """The value of a dictionary that `_plain` made; its parts are restored already."""
+    ((kind, parts),) = entry.items()
+    if kind in _sendable:
+        return _sendable[kind](*parts)
+    return _KINDS[kind].from_json(parts)
+
+
+def _arguments(value: Any) -> list[Any]:
+    """The arguments with which the class of a registered ``value`` makes an equal one."""
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+    if isinstance(value, BaseException):
+        return [str(value)]
+    return list(value)
+
+
+def _items(value: Iterable[Any]) -> list[Any]:
+    return [_plain(item) for item in value]
+
+
+def _pairs(value: dict[Any, Any]) -> list[Any]:
+    # Pairs, since a key of JSON's own dictionaries is always a string.
+    return [[_plain(key), _plain(item)] for key, item in value.items()]
+
+
+def _tensor_parts(value: Tensor) -> list[Any]:
+    if value.layout != torch.strided:
+        raise TypeError(f"a {value.layout} tensor cannot be sent to other ranks")
+    # A conjugated or negated view holds the bytes of its base.
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [_plain(value.dtype), list(value.shape), _plain(data)]
+
+
+def _tensor(parts: list[Any]) -> Tensor:
+    dtype, shape, data = parts
+    # `frombuffer` refuses an empty buffer, and shares the memory of the one that it is given.
+    buffer = bytearray(data) or bytearray(1)
+    flat = torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
+    return flat.view(dtype).reshape(shape)
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {
+    _dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+# The values that JSON has itself.
+_SCALARS = (type(None), bool, int, float, str)
+
+
+class _Converter(NamedTuple):
+    """How values of some classes become JSON and are restored from it."""
+
+    classes: tuple[type, ...]
+    to_json: Callable[[Any], Any]
+    from_json: Callable[[Any], Any]
+
+
+_KINDS = {
+    "dict": _Converter((dict,), _pairs, dict),
+    "tuple": _Converter((tuple,), _items, tuple),
+    "set": _Converter((set,), _items, set),
+    "frozenset": _Converter((frozenset,), _items, frozenset),
+    "bytes": _Converter((bytes,), _base64, base64.b64decode),
+    "size": _Converter((torch.Size,), list, torch.Size),
+    "dtype": _Converter((torch.dtype,), _dtype_name, _DTYPES.__getitem__),
+    "tensor": _Converter((Tensor, torch.nn.Parameter), _tensor_parts, _tensor),
+}
+
+sendable(ConfigError)
+
+
+def check_shared_run_dir(run_dir: str) -> None:
+    """Raises `ConfigError`, on every rank, naming the nodes that do not see rank 0's run directory.
+    Collective."""
+    # A new name, so that no file of an earlier start is taken for rank 0's.
+    name = broadcast(uuid.uuid4().hex)
+    path = os.path.join(run_dir, f".shared-{name}")
+    if dist.get_rank() == 0:
+        with open(path, "w"):
+            pass
+    dist.barrier()
+    try:
+        _refuse_where(
+            not os.path.exists(path),
+            f"run directory {run_dir} is not the one that rank 0 sees: it must be shared",
+        )
+    finally:
+        if dist.get_rank() == 0:
+            os.unlink(path)
+
+
+def check_same_data(fingerprint: str) -> None:
+    """Raises `ConfigError`, on every rank, naming the nodes whose data differ from rank 0's.
+    Collective."""
+    _refuse_where(
+        fingerprint != broadcast(fingerprint),
+        "data differ from those of rank 0 (other files, or another Python's library)",
+    )
+
+
+def _refuse_where(wrong: bool, what: str) -> None:
+    """Raises `ConfigError`, on every rank, naming the hosts of the ranks that pass true.
+    Collective."""
+    answers = all_gather(socket.gethostname() if wrong else None)
+    hosts = sorted({host for host in answers if host is not None})
+    if hosts:
+        raise ConfigError(f"on {', '.join(hosts)}: {what}")
+
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def reduce(
+    value: Any, group: dist.ProcessGroup | None = None, op: str | dist.ReduceOp | Any = "mean"
+) -> Any:
+    """``value`` reduced over the ranks of ``group`` (default: all), a new tensor equal on each of
+    them. Collective.
+
+    Args:
+        op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or one of
+            ``dist.ReduceOp``'s.
+
+    ``value`` keeps its dtype, device and contents, with two exceptions: a mean of integers or
+    booleans is fp64, because a rounded one is hardly ever meant, and a sum of booleans is int64.
+    bf16 and fp16 are added in fp32. What is no tensor is returned as it is; without a process group
+    a tensor is returned as a copy. Raises `ConfigError` for another ``op`` and for a `DTensor`.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor):
+        raise ConfigError(
+            "reduce: a DTensor is one tensor over all its ranks; give its .to_local() or take "
+            ".full_tensor()"
+        )
+    operation, is_mean = _operation_of(op)
+    sums, kept = _dtypes_of(value.dtype, operation, is_mean)
+    result = value.detach().clone().to(sums)
+    if dist.is_initialized():
+        result = result.contiguous()
+        dist.all_reduce(result, operation, group)
+        if is_mean:
+            result /= dist.get_world_size(group)
+    return result.to(kept)
+
+
+def _operation_of(op: str | dist.ReduceOp | Any) -> tuple[Any, bool]:
+    """torch's operation for ``op``, and whether the result is then divided by the ranks."""
+    word = op.lower() if isinstance(op, str) else op
+    # gloo has no mean of its own.
+    if word in ("mean", "avg", dist.ReduceOp.AVG):
+        return dist.ReduceOp.SUM, True
+    if not isinstance(word, str):
+        return word, False
+    if word not in _OPERATIONS:
+        hint = did_you_mean(word, ["mean", "avg", *_OPERATIONS], alike=0.4)
+        raise ConfigError(
+            f"reduce: op={op} is not one of mean, avg, {', '.join(_OPERATIONS)}{hint}"
+        )
+    return _OPERATIONS[word], False
+
+
+def _dtypes_of(
+    dtype: torch.dtype, operation: Any, is_mean: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes in which `reduce` reduces a tensor of ``dtype`` and in which it returns it."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return torch.float32, dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return dtype, dtype
+    if is_mean:
+        return torch.float64, torch.float64
+    if dtype != torch.bool:
+        return dtype, dtype
+    # The sum of booleans is a number; their maximum and minimum are booleans again.
+    is_sum = operation == dist.ReduceOp.SUM
+    return torch.int64, torch.int64 if is_sum else torch.bool

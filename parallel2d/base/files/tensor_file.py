@@ -1,0 +1,249 @@
+"""Writes, checks and reads safetensors files: 8 bytes of header length, a JSON header, packed
+values. Start at `encode` to write one and at `read_header` to read one.
+
+The library does neither, because blocks are hashed on their way to any storage, and because a rank
+needs ranges of rows, from object stores too. Every number in a header is treated as hostile.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import sendable
+from parallel2d.base.files import is_count, parse, printable
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_DIMS = 16
+MAX_NAME = 1024
+
+
+@sendable
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint that is incomplete, altered, or not as its manifest describes it. The message
+    names the file and the fault."""
+
+
+class ByteSource(Protocol):
+    """A file. ``buffer`` returns a writable buffer with the bytes ``begin`` to ``end``."""
+
+    size: int
+
+    def buffer(self, begin: int, end: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: dtype by safetensors name, shape, and its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The values of a contiguous CPU tensor, without a copy."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():  # which has no address
+        return memoryview(b"")
+    # A single value counts as contiguous whatever its stride, and `view` needs a stride of 1.
+    flat = flat.as_strided(flat.shape, (1,))
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def encode_header(
+    entries: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None
+) -> bytes:
+    """The head of a file whose tensors, (name, dtype name, shape), follow packed in this order."""
+    header: dict[str, Any] = {}
+    if metadata:
+        header["__metadata__"] = metadata
+    position = 0
+    for name, dtype, shape in entries:
+        end = position + _packed_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces up to a multiple of 8 bytes, so that the values that follow are aligned.
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def encode(
+    tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yields the blocks of a file that holds ``tensors`` (contiguous, on CPU), widest dtypes first
+    so that each is aligned."""
+    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape) for name, tensor in ordered]
+    yield encode_header(entries, metadata)
+    for _, tensor in ordered:
+        yield tensor_bytes(tensor)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """For making millions of objects, through which the collector would look again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """A JSON object. Raises `DamagedCheckpointError` for all else, repeated keys included."""
+    try:
+        value = parse(data, unique=True)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{what}: not valid JSON ({printable(error)})") from None
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"{what}: not a JSON object")
+    return value
+
+
+def check_description(name: str, dtype: Any, shape: Any, what: str) -> None:
+    """Raises `DamagedCheckpointError` unless these can describe a tensor."""
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise DamagedCheckpointError(f"{what}: {printable(name)!r} cannot be a tensor's name")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} has the unknown dtype {printable(dtype)!r}"
+        )
+    if not _are_sizes(shape, at_most=MAX_DIMS):
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} has the impossible shape {printable(shape)}"
+        )
+    if _packed_bytes(dtype, shape) >= 2**63:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} of shape {printable(shape)} is larger than any memory"
+        )
+
+
+def _are_sizes(value: Any, at_most: int) -> bool:
+    """Whether it is a list of ``at_most`` numbers, all of which can be sizes or offsets."""
+    if not isinstance(value, list) or len(value) > at_most:
+        return False  # a hostile list may be long: it is not looked through
+    return all(map(is_count, value))
+
+
+def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
+    """The tensors of a safetensors file by name.
+
+    Raises `DamagedCheckpointError`, naming ``what``, unless the header is one that a correct writer
+    makes: known dtypes, sizes that follow from shapes, ranges that fill the file from the header's
+    end to its own end without holes or overlap.
+    """
+    return read_file(source, what)[0]
+
+
+@without_collector()
+def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """`read_header`, and what the writer has noted beside the tensors, which may be anything."""
+    if source.size < 8:
+        raise DamagedCheckpointError(
+            f"{what}: {source.size} bytes are too few for a safetensors file"
+        )
+    (length,) = struct.unpack("<Q", bytes(source.buffer(0, 8)))
+    # Before anything of that size is read or allocated.
+    if length > MAX_HEADER_BYTES or 8 + length > source.size:
+        raise DamagedCheckpointError(
+            f"{what}: a header of {length} bytes does not fit a file of {source.size} bytes"
+        )
+    header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
+    metadata = header.pop("__metadata__", None)
+    # The header counts offsets from its own end, where the values begin.
+    base = 8 + length
+    found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
+    _check_packed(found, base, source.size, what)
+    return found, metadata if isinstance(metadata, dict) else {}
+
+
+def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
+    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} is not described by dtype, shape and data_offsets"
+        )
+    # Of any type until they are checked, each before it is used.
+    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
+    check_description(name, dtype, shape, what)
+    if not _are_sizes(offsets, at_most=2) or len(offsets) != 2:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} has the impossible offsets {printable(offsets)}"
+        )
+    begin, end = offsets
+    size = _packed_bytes(dtype, shape)
+    if end - begin != size:
+        raise DamagedCheckpointError(
+            f"{what}: {printable(name)} needs {size} bytes, its offsets are {printable(offsets)}"
+        )
+    return Entry(dtype, tuple(shape), base + begin, base + end)
+
+
+def _check_packed(entries: dict[str, Entry], base: int, size: int, what: str) -> None:
+    position = base
+    # By end too: an empty tensor at the place where another begins comes before it.
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            raise DamagedCheckpointError(
+                f"{what}: tensors overlap or leave a hole at byte {min(position, entry.begin)}"
+            )
+        position = entry.end
+    if position != size:
+        raise DamagedCheckpointError(
+            f"{what}: its tensors end at byte {position}, the file at byte {size}"
+        )
+
+
+def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:
+    """Rows ``begin`` to ``end`` of dim 0 of a tensor, on CPU and not to be written to: over the
+    source's own memory where that is mapped. A scalar counts as one row."""
+    dtype = DTYPES[entry.dtype]
+    shape = (end - begin, *entry.shape[1:])
+    # `torch.frombuffer` takes no empty buffer.
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    row_bytes = _packed_bytes(entry.dtype, entry.shape[1:])
+    first_byte = entry.begin + begin * row_bytes
+    buffer = source.buffer(first_byte, entry.begin + end * row_bytes)
+    if first_byte % dtype.itemsize:
+        # Packed at an odd place by another writer: a copy of the bytes is aligned.
+        buffer = bytearray(buffer)
+    tensor = torch.frombuffer(buffer, dtype=dtype)
+    return tensor.view(shape if entry.shape else ())

@@ -1,0 +1,409 @@
+"""The process group of a rank, its store, its device and its seeds. Start at `setup`.
+
+The train command uses `process_group`. `setup`, `teardown`, `limit_waiting` and `barrier` are for
+users who write their own loop, and share its functions.
+
+[Note: two timeouts] The first step of a run compiles, connects the ranks of every group and reads
+from a cold file system; ranks may wait for each other far longer than in any later step. So groups
+start with the longer timeout, and after the first step `limit_waiting` lowers it everywhere, so
+that a hang is then noticed early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from parallel2d.base.config import LaunchConfig
+from parallel2d.base.config.job import FIRST_STEP_TIMEOUT
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.rank_environment import PREFIX, STORE, RankIdentity, find_rank
+from parallel2d.base.store.address import join_endpoint
+from parallel2d.base.store.client import StoreClient
+from parallel2d.base.store.secret import VARIABLE, find_secret
+from parallel2d.base.store.server import StoreServer, say_who_came
+from parallel2d.base.topology import Topology
+
+log = logging.getLogger(__name__)
+
+
+def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any:
+    """The store of this job's ranks.
+
+    Under our own launchers it is the one at which they have met; under srun rank 0 opens it at
+    MASTER_ADDR; torchrun has one of its own.
+
+    ``settings``: for srun, where the secret is. Raises `ConfigError` when the address is taken or
+    does not answer, and under srun without a secret; under our own launchers, which make a new
+    store with every start, RuntimeError.
+    """
+    if identity.launcher in ("self", "nodes"):
+        return _store_of_launcher()
+    if identity.launcher == "srun":
+        return _store_under_srun(identity, settings)
+    return _store_of_torchrun()
+
+
+def _store_of_launcher() -> Any:
+    try:
+        client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
+    except ConfigError as error:
+        # The launcher chose the address, so no configuration is at fault.
+        raise RuntimeError(str(error)) from None
+    return dist.PrefixStore(os.environ[PREFIX], client)
+
+
+def _store_under_srun(identity: RankIdentity, settings: LaunchConfig | None) -> Any:
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    if settings is None:
+        secret = find_secret(None)
+    else:
+        secret = find_secret(settings.secret_file, settings.insecure)
+    if identity.rank == 0:
+        _servers.append(StoreServer.at(host, port, secret, say_who_came))
+    return StoreClient(join_endpoint(host, port), secret)
+
+
+def _store_of_torchrun() -> Any:
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
+    except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
+        if "EADDRINUSE" in str(error):
+            reason = "is in use by another process"
+        else:
+            reason = f"does not answer ({_short(error)})"
+        raise ConfigError(
+            f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port"
+        ) from None
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return store  # the counters of several nodes may differ
+    # Torch 2.13 keeps the store when it starts the ranks of a node again, and with it the addresses
+    # of those that have ended.
+    return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This rank among the others: its number, its device, and the hosts of all ranks."""
+
+    identity: RankIdentity
+    device: torch.device
+    topology: Topology
+
+    @property
+    def is_first(self) -> bool:
+        return self.identity.rank == 0
+
+
+_setups = 0  # how often this process has called `setup`; each call has its own keys in the store
+_stores: dict[tuple[str, ...], Any] = {}  # the latest store of `setup`, by its address
+_servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
+_undo: dict[Callable[[], object], None] = {}  # a set that keeps the order of `on_teardown`
+_hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
+
+
+def setup(
+    timeout_s: float = 600.0, first_timeout_s: float | None = None, host_id: str | None = None
+) -> Runtime:
+    """Joins the ranks that torchrun or srun started into the default process group; without either,
+    a group of this process alone.
+
+    Args:
+        timeout_s: seconds that a collective may wait for a late rank once
+            ``limit_waiting(timeout_s)`` was called.
+        first_timeout_s: the same until then; default: the larger of 1800 and ``timeout_s``. See
+            [Note: two timeouts].
+        host_id: overrides the found host identity, by which `parallel2d.build_mesh` finds the
+            ranks that share a node.
+
+    Gloo on CPU; with GPUs NCCL for their tensors and gloo for the rest, the GPU of ``LOCAL_RANK``
+    chosen. May be called again after `teardown`. The connection to the store is kept between both,
+    because its address may not be free again. Collective. Raises `ConfigError` when a process group
+    exists, for incomplete environment variables, more ranks than GPUs, or a first timeout below
+    ``timeout_s``.
+    """
+    global _setups
+    if dist.is_initialized():
+        raise ConfigError(
+            "setup: a default process group exists already; leave it to setup, or call teardown() "
+            "before a second one"
+        )
+    if first_timeout_s is not None and first_timeout_s < timeout_s:
+        raise ConfigError(
+            f"first_timeout_s={first_timeout_s} must be at least timeout_s={timeout_s}"
+        )
+    identity = find_rank()
+    store: Any
+    if identity is None:
+        identity = RankIdentity(
+            rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none"
+        )
+        store = dist.HashStore()
+    else:
+        store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _kept_store(identity))
+    _setups += 1
+    return _join(identity, store, timeout_s, first_timeout_s, host_id)
+
+
+def _kept_store(identity: RankIdentity) -> Any:
+    """The store to which this process is connected, or a new one where the address is another."""
+    # After a restart of the job the same address has a new store.
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    key = tuple(os.environ.get(name, "") for name in names)
+    if key not in _stores:
+        _stores.clear()
+        _stores[key] = connect(identity)
+    return _stores[key]
+
+
+def teardown(wait_s: float = 30.0) -> None:
+    """Leaves the process group and undoes what this package has put into the process, so that
+    `setup` can be called again.
+
+    Waits up to ``wait_s`` seconds for the other ranks to get here, so that none of them loses its
+    connection in the middle of something. Then all process groups are destroyed; torch's caches
+    that hold meshes, wrapped collective functions and signal handlers of ours are reset; memory is
+    returned. Drop your own references to model, optimizer and mesh before: what you hold stays.
+    Does nothing without a process group.
+    """
+    # The last one first. Each is taken out before its call, and so not called again after an error.
+    while _undo:
+        undo, _ = _undo.popitem()
+        undo()
+    _leave(wait_s)
+
+
+def on_teardown(undo: Callable[[], object]) -> None:
+    """Has `teardown` call ``undo``, once however often it was given.
+
+    For whatever is put into the process (wrapped functions, signal handlers).
+    """
+    _undo[undo] = None
+
+
+@contextlib.contextmanager
+def process_group(
+    identity: RankIdentity,
+    store: Any,
+    *,
+    timeout_s: float,
+    host_id: str | None,
+    first_timeout_s: float | None,
+) -> Iterator[Runtime]:
+    """As `setup`, on a store that exists; at the end all ranks wait for each other and leave. After
+    an exception nobody waits."""
+    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id)
+    # After an exception the other ranks may never get to the end.
+    wait_s = 0.0
+    try:
+        yield runtime
+        wait_s = timeout_s
+    finally:
+        _leave(wait_s)
+
+
+def _join(
+    identity: RankIdentity,
+    store: Any,
+    timeout_s: float,
+    first_timeout_s: float | None,
+    host_id: str | None,
+) -> Runtime:
+    """Makes the default process group and gathers the hosts of its ranks. Collective."""
+    global _hosts
+    device, backend = _choose_device(identity)
+    seconds = first_timeout_s
+    if seconds is None:
+        seconds = max(FIRST_STEP_TIMEOUT, timeout_s)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+    try:
+        topology = Topology.gather(host_id)
+        _hosts = tuple(host.split("/")[0] for host in topology.hosts)
+        return Runtime(identity, device, topology)
+    except BaseException:
+        _leave(0.0)
+        raise
+
+
+def _choose_device(identity: RankIdentity) -> tuple[torch.device, str]:
+    """This rank's device and the backends for torch. Raises `ConfigError` for more ranks than
+    GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    if identity.local_rank >= gpus:
+        raise ConfigError(
+            f"rank {identity.rank} on {socket.gethostname()}: LOCAL_RANK={identity.local_rank}, "
+            f"but this node has {gpus} GPUs and two ranks cannot share one; start fewer processes "
+            "per node"
+        )
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device, "cpu:gloo,cuda:nccl"
+
+
+def _leave(wait_s: float) -> None:
+    """Destroys all process groups and frees what torch holds for them. See `teardown`."""
+    global _hosts
+    if dist.is_initialized():
+        _await_leaving(wait_s)
+        dist.destroy_process_group()
+    _hosts = ()
+    release_groups()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _await_leaving(wait_s: float) -> None:
+    """Waits until all ranks have got here. Rank 0, which may host the store, goes last."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    if ranks == 1 or wait_s <= 0:
+        return
+    timeout = timedelta(seconds=wait_s)
+    try:
+        _count_in(store, "leaving", ranks)
+        store.wait(["parallel2d/all-leaving"], timeout)
+        # From here on this rank needs the store for this one message more.
+        _count_in(store, "left", ranks)
+        if rank == 0:
+            store.wait(["parallel2d/all-left"], timeout)
+    except RuntimeError as error:
+        # Another rank is late or gone, or the store is: this one leaves all the same.
+        log.warning("rank %d did not wait for all others to leave: %s", rank, _short(error))
+
+
+def _count_in(store: Any, word: str, ranks: int) -> None:
+    """Adds this rank to those that are ``word``; the last one sets the key for which others
+    wait."""
+    if store.add(f"parallel2d/{word}", 1) == ranks:
+        store.set(f"parallel2d/all-{word}", "1")
+
+
+def release_groups() -> None:
+    """Frees what torch holds for process groups that were destroyed: their threads and, with
+    GPUs, memory.
+
+    Sharded models and their mesh hold each other in cycles, and torch caches decisions about
+    `DTensor`s under keys that hold meshes.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
+
+
+def limit_waiting(seconds: float) -> None:
+    """From now on a collective on any process group that exists waits at most ``seconds`` for a
+    late rank.
+
+    Call it after the first step; see [Note: two timeouts]. Groups made later have torch's own
+    default again, those of a mesh from `parallel2d.build_mesh` the one of the world.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def barrier(name: str, timeout_s: float | None = None) -> None:
+    """Returns when every rank has called it with this ``name``. With a GPU, what was issued to it
+    is done by then.
+
+    Runs over the store, on any backend. Raises TimeoutError on every rank that waited longer than
+    ``timeout_s`` (default: the world's timeout), naming the late ranks and, after `setup`, their
+    hosts. Without a process group it returns at once.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    seconds = world_timeout() if timeout_s is None else timeout_s
+
+    # Every call with one name has a number, equal on all ranks, and its own keys.
+    number = store.add(f"parallel2d/barrier/{name}/calls/{rank}", 1)
+    key = f"parallel2d/barrier/{name}/{number}"
+    store.set(f"{key}/{rank}", "1")
+    if store.add(f"{key}/arrived", 1) == ranks:
+        store.set(f"{key}/open", "1")
+    try:
+        store.wait([f"{key}/open"], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        late = _absent(store, key, ranks)
+        if late:
+            raise TimeoutError(
+                f"barrier {name}: rank {rank} waited {seconds:g} s for {_named(late)}"
+            ) from None
+        # The last rank may have come between the end of the wait and this look at the store.
+        if not store.check([f"{key}/open"]):
+            raise error
+    # Everybody is here, so everybody has left the call before and needs its keys no more.
+    if rank == 0 and number > 1:
+        _delete_call(store, f"parallel2d/barrier/{name}/{number - 1}", ranks)
+
+
+def _absent(store: Any, key: str, ranks: int) -> list[int]:
+    return [rank for rank in range(ranks) if not store.check([f"{key}/{rank}"])]
+
+
+def _delete_call(store: Any, key: str, ranks: int) -> None:
+    for last in (*range(ranks), "arrived", "open"):
+        store.delete_key(f"{key}/{last}")
+
+
+def _named(ranks: list[int]) -> str:
+    """``rank 1 on node0, rank 3 on node1``; without the hosts where `setup` has not made the
+    group."""
+    if _hosts:
+        return ", ".join(f"rank {rank} on {_hosts[rank]}" for rank in ranks)
+    return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+def world_timeout() -> float:
+    """Seconds that a collective of the world may wait for a late rank."""
+    world = dist.distributed_c10d._get_default_group()
+    # Its backends, one per type of device, were made with one timeout.
+    return world._get_backend(world._device_types[0]).options._timeout.total_seconds()
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Seeds the generators that training draws from (dropout); weights and data order have
+    generators of their own."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _short(error: BaseException) -> str:
+    text = str(error)
+    return text.splitlines()[0][:120] if text else type(error).__name__

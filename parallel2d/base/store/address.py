@@ -1,0 +1,213 @@
+"""Where a store listens, on one address and on no other, and how it is reached: `bind` and
+`connect`.
+
+What is wrong with an address raises `ConfigError` in terms of the host and port that were given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any, TypeVar
+
+from parallel2d.base.errors import ConfigError
+
+_Answer = TypeVar("_Answer")
+
+# a whole cluster connects within the same second; the kernel lowers it to net.core.somaxconn
+_BACKLOG = 4096
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """``HOST:PORT`` in its parts: ``node0:29500``, ``10.0.0.1:29500``, ``[fe80::1%eth0]:29500``.
+    Raises `ConfigError`."""
+    host, colon, port = endpoint.rpartition(":")
+    # a bare host, or a bare IPv6 address
+    if not colon or (endpoint.count(":") > 1 and not host.startswith("[")):
+        raise ConfigError(
+            f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500"
+        )
+    is_port = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not host.strip("[]") or not is_port:
+        raise ConfigError(
+            f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "
+            "node0:29500"
+        )
+    return host.strip("[]"), int(port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """Puts together what `split_endpoint` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]]:
+    """``(family, numeric address, socket address with port 0)`` of every address of ``host``, IPv4
+    first, which is what most clusters route. Raises `ConfigError` when the name does not
+    resolve."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else str(error)
+        raise ConfigError(
+            f"host name {host} does not resolve on {socket.gethostname()} ({reason})"
+        ) from None
+    found.sort(key=lambda item: item[0] != socket.AF_INET)
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return [
+        (family, socket.getnameinfo(address, numeric)[0], address)
+        for family, _, _, _, address in found
+    ]
+
+
+def owns_address(host: str) -> bool:
+    """Whether an address of ``host`` belongs to this machine (to its network namespace). Raises
+    `ConfigError` as `resolve` does."""
+    for family, _, address in resolve(host):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.bind(address)
+            return True
+    return False
+
+
+def bind(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens on ``host``'s address only, and that address in numbers.
+
+    ``host``: a name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several
+    addresses, the first that belongs to it. ``port``: 0 for a free one. Raises `ConfigError` when
+    the name does not resolve, the address is not one of this machine, or the port is taken or
+    reserved.
+    """
+    failure: OSError | None = None
+    for family, numeric, address in resolve(host):
+        place: Any = (address[0], port, *address[2:])
+        try:
+            # It also takes a port that a store which ended a moment ago left waiting.
+            return socket.create_server(place, family=family, backlog=_BACKLOG), numeric
+        except OSError as error:
+            if failure is None or failure.errno == errno.EADDRNOTAVAIL:
+                failure = error
+    assert failure is not None
+    if failure.errno == errno.EADDRINUSE:
+        raise PortTaken(
+            f"port {port} on {host} is in use by another process; choose another port"
+        ) from None
+    problems = {
+        errno.EADDRNOTAVAIL: f"{host} is no address of {socket.gethostname()}: the store can only "
+        "listen where it runs",
+        errno.EACCES: f"port {port} may not be opened by this user; choose one from 1024 to 65535",
+    }
+    otherwise = f"cannot listen on {host}:{port} ({failure.strerror})"
+    raise ConfigError(problems.get(failure.errno or 0, otherwise)) from None
+
+
+class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
+    """Somebody listens on this address and port already; for a store that may be started outside, a
+    reason to connect to it."""
+
+
+def connect(address: str, patience_s: float) -> socket.socket:
+    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: connecting is tried
+    again for ``patience_s`` seconds.
+
+    Raises `ConfigError` with the last outcome: refused, timed out, unreachable, or name not
+    resolved.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return _connect_once(address, min(5.0, max(0.5, deadline - time.monotonic())))
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"{socket.gethostname()} cannot reach the endpoint {address} within "
+                    f"{patience_s:g} s: {connection_failure(error)}"
+                ) from None
+        time.sleep(min(0.2, patience_s / 4))
+
+
+def _connect_once(address: str, seconds: float) -> socket.socket:
+    kind, _, path = address.partition(":")
+    if kind == "unix":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(seconds)
+        try:
+            with unix_path(path) as short:
+                connection.connect(short)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    host, port = split_endpoint(address)
+    failure: OSError | None = None
+    for _, numeric, _ in resolve(host):
+        try:
+            connection = socket.create_connection((numeric, port), seconds)
+        except OSError as error:
+            failure = error
+        else:
+            set_for_requests(connection)
+            return connection
+    assert failure is not None
+    raise failure
+
+
+def set_for_requests(connection: socket.socket) -> None:
+    """Has small messages sent at once, and an end that disappears without closing detected."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+@contextlib.contextmanager
+def unix_path(path: str) -> Iterator[str]:
+    """A name of ``path`` that is short enough for a Unix socket, 107 bytes, on Linux; elsewhere the
+    path itself."""
+    if sys.platform != "linux":
+        yield path
+        return
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
+
+
+def connection_failure(error: OSError) -> str:
+    """Says what a failed connection means, in the same words on every node: ``connection refused``,
+    ``connection timed out``."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused (the machine answers, nothing listens on the port)"
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "connection timed out (a firewall drops it, or the machine is down)"
+    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return f"{os.strerror(error.errno).lower()} (no route, or nobody has this address)"
+    return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+    """The result of ``ask``, which sends requests to a store; ``otherwise`` when the store has not
+    answered after so many seconds.
+
+    A process that accepts connections and does not answer, such as a store that is stopped, blocks
+    torch's client for ever, its constructor included. The thread of ``ask`` is left behind then,
+    and so is the connection: whoever gets ``otherwise`` must not use the store again. What ``ask``
+    raises in time is raised.
+    """
+    answer: futures.Future[_Answer] = futures.Future()
+
+    def put() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=put, daemon=True).start()
+    futures.wait([answer], seconds)
+    return answer.result() if answer.done() else otherwise

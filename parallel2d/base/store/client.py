@@ -1,0 +1,242 @@
+"""The client of the store, with torch's interface for stores: `StoreClient`. See [Note: who takes
+part] in `parallel2d.base.store`."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, Store
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.store.address import connect
+from parallel2d.base.store.channel import (
+    CODE,
+    GREETING,
+    HEADER,
+    HELLO,
+    NUMBER,
+    Channel,
+    Untrusted,
+    frame_length,
+)
+
+_ANSWER_S = 30.0  # a store answers at once, unless a whole cluster comes in the same second
+_LONGEST_S = 1e9
+_TRIES, _AGAIN_S = 3, 0.3  # to connect to a store that closes the connection
+# torch refers to the C++ half alone, which cannot work without this one
+_kept: set[StoreClient] = set()
+
+
+class StoreClient(Store):
+    """A `torch.distributed.Store` over connections that both ends have proved. Threads do not wait
+    for each other.
+
+    Args:
+        address: ``HOST:PORT`` or ``unix:PATH``.
+        timeout_s: how long ``get`` and ``wait`` wait by default.
+        connect_timeout_s: how long a store is waited for that does not listen yet; default
+            ``timeout_s``.
+
+    Raises `ConfigError` for a store that cannot be reached, does not answer, or does not have
+    ``secret``. Operations raise `DistStoreError` when keys did not come in time, `DistNetworkError`
+    when the store has ended or does not answer, ValueError for what is not supported. Connections
+    stay open until `close`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: str,
+        *,
+        timeout_s: float = 300.0,
+        connect_timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.timeout: timedelta  # of the C++ half
+        self.address, self._secret = address, secret
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self._idle: list[_Connection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        patience = timeout_s if connect_timeout_s is None else connect_timeout_s
+        self._idle.append(_Connection(address, secret, patience, min(timeout_s, _ANSWER_S)))
+        _kept.add(self)
+
+    def close(self) -> None:
+        """Ends its connections. It must not be used again, nor what was made from it."""
+        with self._lock:
+            self._closed = True
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
+        _kept.discard(self)
+
+    # The methods that torch calls. It passes values as bytes; its own names for some differ between
+    # Python and C++.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(b"set", key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        self._ask(b"set", *(field for pair in zip(keys, values, strict=True) for field in pair))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._await(b"get", keys, self.timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._await(b"wait", keys, self.timeout if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(b"check", *keys)[0] == b"1"
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(b"add", key, str(amount))[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask(b"compare_set", key, expected, desired)[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(b"append", key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(b"delete", key)[0] == b"1"
+
+    def delete_all(self, beginning: str) -> None:
+        """Deletes every key with this beginning."""
+        self._ask(b"delete_all", beginning)
+
+    def num_keys(self) -> int:
+        return int(self._ask(b"count")[0])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> StoreClient:
+        """This one: a clone is for threads of its own."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+
+    def _await(self, operation: bytes, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        seconds = min(max(0.0, timeout.total_seconds()), _LONGEST_S)
+        answer = self._ask(operation, str(int(1000 * seconds)), *keys, late_s=seconds)
+        if answer is None:
+            raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
+        return answer
+
+    def _ask(self, *fields: str | bytes, late_s: float = 0.0) -> list[bytes]:
+        """The fields of the answer after ``ok``. None for ``late``."""
+        request = [field if isinstance(field, bytes) else field.encode() for field in fields]
+        answer_s = late_s + _ANSWER_S
+        try:
+            status, *answer = self._exchange(request, answer_s)
+        except TimeoutError:
+            raise DistNetworkError(
+                f"the store at {self.address}: no answer within {answer_s:g} s"
+            ) from None
+        except (OSError, ConfigError, Untrusted) as error:
+            raise DistNetworkError(f"the store at {self.address}: {error}") from None
+        if status == b"error":
+            raise ValueError(answer[0].decode())
+        return answer if status == b"ok" else None  # type: ignore[return-value]
+
+    def _exchange(self, request: Sequence[bytes], answer_s: float) -> list[bytes]:
+        connection = self._take_connection()
+        try:
+            answer = connection.ask(request, answer_s)
+        # a signal's exception too: the answer would be the next one's
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+        return answer
+
+    def _take_connection(self) -> _Connection:
+        """An idle connection, or a new one where other threads have all of them."""
+        with self._lock:
+            if self._closed:
+                raise DistNetworkError(f"the store at {self.address}: this client was closed")
+            if self._idle:
+                return self._idle.pop()
+        return _Connection(self.address, self._secret, _ANSWER_S, _ANSWER_S)
+
+
+class _Closed(ConfigError):  # noqa: N818 (named after what happened)
+    """A store closed the connection before it had proved itself: this node's secret is another, or
+    the store is ending."""
+
+
+class _Connection:
+    def __init__(self, address: str, secret: str, patience_s: float, answer_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        for left in reversed(range(_TRIES)):
+            self._socket = connect(address, round(max(0.0, deadline - time.monotonic()), 1))
+            self._socket.settimeout(answer_s)
+            try:
+                self._channel = self._prove(address, secret)
+                return
+            except BaseException as error:
+                self._socket.close()
+                ends = time.monotonic() + _AGAIN_S > deadline or not left
+                if ends or not isinstance(error, _Closed):
+                    raise
+            time.sleep(_AGAIN_S)
+
+    def _prove(self, address: str, secret: str) -> Channel:
+        stranger = f"{address} answers, but not as a store (%s): does another program listen there?"
+        greeted = False
+        try:
+            hello = self._receive(HELLO)
+            greeted = hello.startswith(GREETING)
+            if not greeted:
+                raise ConfigError(stranger % "it speaks another protocol")
+            own = secrets.token_bytes(NUMBER)
+            channel = Channel(secret, hello[len(GREETING) :], own, server=False)
+            self._socket.sendall(own + channel.proof)
+            channel.check(self._receive(CODE))
+        except TimeoutError:
+            silent = f"no answer within {self._socket.gettimeout():g} s"
+            raise ConfigError(stranger % silent) from None
+        except OSError as error:
+            if not greeted:
+                raise _Closed(stranger % error) from None
+            raise _Closed(
+                f"the store at {address} does not take this node's secret: give every node the "
+                "same launch.secret_file or PARALLEL2D_SECRET"
+            ) from None
+        except Untrusted:
+            raise ConfigError(
+                f"the store at {address} does not know this job's secret: it is somebody else's"
+            ) from None
+        return channel
+
+    def ask(self, request: Sequence[bytes], answer_s: float) -> list[bytes]:
+        """The answer. Raises OSError, TimeoutError after ``answer_s`` seconds without a byte of it,
+        and `Untrusted`."""
+        self._socket.settimeout(answer_s)
+        self._socket.sendall(self._channel.seal(request))
+        header = self._receive(HEADER)
+        return self._channel.open(header, self._receive(frame_length(header)))
+
+    def _receive(self, length: int) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            piece = self._socket.recv(min(length - len(data), 1 << 20))
+            if not piece:
+                raise ConnectionError("the connection was closed")
+            data += piece
+        return bytes(data)
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,91 @@
+"""The secret of a job, which shows that a process belongs to it: `find_secret` reads it,
+`write_secret` makes one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+
+from parallel2d.base.errors import ConfigError
+
+VARIABLE = "PARALLEL2D_SECRET"
+# no secret: every process that reaches the store takes part
+NOBODYS = "launch.insecure=true: everybody knows this one"
+_SHORTEST, _LONGEST = 32, 4096  # characters
+_HOW = (
+    "make one with `python -m parallel2d.launch secret FILE`, give every node the file as "
+    f"launch.secret_file=FILE or its content as {VARIABLE}, or say launch.insecure=true where "
+    "nobody else reaches the network"
+)
+
+
+def new_secret() -> str:
+    """64 random hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def write_secret(path: str) -> None:
+    """Makes a file with a new secret that its owner alone can read. Raises `ConfigError` when the
+    path exists or cannot be made."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    with open(descriptor, "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(new_secret() + "\n")
+
+
+def read_secret(path: str) -> str:
+    """The secret in a file. Raises `ConfigError` unless it is a regular file of this user that
+    nobody else can read or write."""
+    try:
+        # a pipe without a writer is refused below
+        descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(f"launch.secret_file={path}: {error.strerror}") from None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"launch.secret_file={path} is no regular file")
+        if status.st_uid != os.getuid():
+            raise ConfigError(
+                f"launch.secret_file={path} belongs to user {status.st_uid}, not to {os.getuid()}"
+            )
+        if status.st_mode & 0o077:
+            raise ConfigError(f"launch.secret_file={path} can be read by others: chmod 600 {path}")
+        return checked(
+            file.read(_LONGEST + 1).decode(errors="replace"), f"launch.secret_file={path}"
+        )
+
+
+def find_secret(secret_file: str | None, insecure: bool = False) -> str:
+    """Finds the secret of a job on several nodes: in ``secret_file``, otherwise in the environment,
+    otherwise `NOBODYS` if ``insecure``.
+
+    Raises `ConfigError` where there is none.
+    """
+    if secret_file is not None:
+        return read_secret(secret_file)
+    given = os.environ.get(VARIABLE)
+    if given:
+        return checked(given, VARIABLE)
+    if insecure:
+        return NOBODYS
+    raise ConfigError(
+        "ranks on several nodes need a secret, since whoever reaches their store decides what they "
+        f"run: {_HOW}"
+    )
+
+
+def checked(text: str, where: str) -> str:
+    """``text`` without white space around it. Raises `ConfigError` when it is too short to be a
+    secret, or too long."""
+    text = text.strip()
+    if not _SHORTEST <= len(text) <= _LONGEST:
+        raise ConfigError(
+            f"{where}: a secret has {_SHORTEST} to {_LONGEST} characters, this has {len(text)}; "
+            f"{_HOW}"
+        )
+    return text

@@ -1,0 +1,403 @@
+"""The server of the store, a thread that keeps keys in memory and answers those who have the
+secret: `StoreServer`.
+
+See [Note: who takes part] in `parallel2d.base.store`. A request is a list of fields, its name first. So
+is an answer, which begins with ``ok``, ``late`` (the keys waited for did not come in time) or
+``error``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import itertools
+import os
+import resource
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.store.address import bind, join_endpoint, set_for_requests, unix_path
+from parallel2d.base.store.channel import (
+    ANSWER,
+    CODE,
+    GREETING,
+    HEADER,
+    NUMBER,
+    Channel,
+    Untrusted,
+    frame_length,
+)
+
+_PROOF_S = 20.0  # that a connection has to prove itself
+# connections at a time that have not yet, or a quarter of those that this process may have
+_UNPROVEN = 4096
+_LONGEST_WAIT_S = 3600.0  # between two looks at what is due
+_REPORTED = 100  # addresses
+_PIECE = 1 << 16
+
+
+class StoreServer:
+    """Serves from a thread until `close`, or until this process ends.
+
+    Args:
+        listener: a socket that listens; ``address``: what clients connect to.
+        report: called with an address from which a connection did not prove that it has the secret,
+            once for each.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        address: str,
+        secret: str,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self.address, self._secret, self._report = address, secret, report
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: dict[bytes, list[_Wait]] = {}
+        self._deadlines: list[tuple[float, int, _Wait]] = []
+        self._numbers = itertools.count()
+        self._unproven: dict[_Peer, float] = {}  # until when they may prove themselves, in order
+        self._told: set[str] = set()
+        self._listener = listener
+        self._woken, self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for each in (listener, self._woken):
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
+        self._most_unproven = max(1, min(_UNPROVEN, _raise_descriptor_limit() // 4))
+        self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def at(
+        cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None
+    ) -> StoreServer:
+        """On an address of this machine, and on no other. ``port``: 0 for a free one. Raises
+        `ConfigError` as `bind` does."""
+        listener, numeric = bind(host, port)
+        return cls(listener, join_endpoint(numeric, listener.getsockname()[1]), secret, report)
+
+    @classmethod
+    def within(cls, folder: str, secret: str) -> StoreServer:
+        """On a Unix socket in a private folder."""
+        path, listener = os.path.join(folder, "store"), socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with unix_path(path) as short:
+            try:
+                listener.bind(short)
+            except OSError as error:
+                raise ConfigError(
+                    f"{path}: {error.strerror or error}; set TMPDIR to another folder of your own"
+                ) from None
+        listener.listen(128)
+        return cls(listener, f"unix:{path}", secret)
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+        return int(self.address.rpartition(":")[2])
+
+    def close(self) -> None:
+        """Ends the thread and all connections."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b".")
+        self._thread.join()
+
+    # The loop
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_woken(self._selector.select(self._next_due())):
+                self._expire()
+        finally:  # clients that wait get an error
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+            self._wake.close()
+
+    def _is_woken(self, ready: list[tuple[selectors.SelectorKey, int]]) -> bool:
+        for key, events in ready:
+            if key.fileobj is self._woken:
+                return True
+            if key.data is None:
+                self._accept()
+            else:
+                self._guarded(key.data, functools.partial(self._attend, key.data, events))
+        return False
+
+    def _next_due(self) -> float:
+        now = time.monotonic()
+        waits = (due for due, _, _ in self._deadlines[:1])
+        # In the order in which they came, so the first one is due first.
+        proofs = itertools.islice(self._unproven.values(), 1)
+        return max(0.0, min([now + _LONGEST_WAIT_S, *waits, *proofs]) - now)
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except OSError:  # out of descriptors, or gone again
+            if self._unproven:
+                self._drop(next(iter(self._unproven)))
+            else:
+                # Members hold them all: a new connection must not make this loop spin.
+                time.sleep(0.05)
+            return
+        peer = _Peer(connection, str(address[0]) if address else "")
+        self._unproven[peer] = time.monotonic() + _PROOF_S
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        # Strangers must not take all descriptors: the one that has waited longest is dropped.
+        if len(self._unproven) > self._most_unproven:
+            self._drop(next(iter(self._unproven)))
+        self._guarded(peer, lambda: self._greet(peer))
+
+    def _greet(self, peer: _Peer) -> None:
+        peer.socket.setblocking(False)
+        if peer.socket.family != socket.AF_UNIX:
+            set_for_requests(peer.socket)
+        self._send(peer, GREETING + peer.number)
+
+    def _attend(self, peer: _Peer, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._send(peer, b"")
+        if events & selectors.EVENT_READ:
+            # Who has not proved itself may send its answer to the greeting, and no byte more.
+            piece = peer.socket.recv(_PIECE if peer.channel else ANSWER - len(peer.inbox))
+            if piece:
+                peer.inbox += piece
+                self._read(peer)
+            else:
+                self._drop(peer)
+
+    def _guarded(self, peer: _Peer, act: Callable[[], None]) -> None:
+        """Calls ``act``. An error with one connection ends that connection and nothing else."""
+        try:
+            if not peer.gone:  # dropped earlier in this round
+                act()
+        except BlockingIOError:
+            pass
+        except Untrusted:
+            self._drop(peer, suspect=True)
+        except Exception:
+            self._drop(peer)
+
+    def _read(self, peer: _Peer) -> None:
+        if peer.channel is None:
+            if len(peer.inbox) < ANSWER:
+                return
+            clients, proof = _take(peer.inbox, NUMBER), _take(peer.inbox, CODE)
+            channel = Channel(self._secret, peer.number, clients, server=True)
+            channel.check(proof)
+            peer.channel = channel
+            del self._unproven[peer]
+            self._send(peer, channel.proof)
+        while not peer.gone and len(peer.inbox) >= HEADER:
+            length = frame_length(peer.inbox)
+            if len(peer.inbox) < HEADER + length:
+                return
+            header, content = _take(peer.inbox, HEADER), _take(peer.inbox, length)
+            answer = self._answer(peer, peer.channel.open(header, content))
+            if answer is not None:
+                self._send(peer, peer.channel.seal(answer))
+
+    def _send(self, peer: _Peer, data: bytes) -> None:
+        peer.outbox += data
+        with contextlib.suppress(BlockingIOError):
+            while peer.outbox:
+                del peer.outbox[: peer.socket.send(peer.outbox)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+        if events != peer.events:
+            peer.events = events
+            self._selector.modify(peer.socket, events, peer)
+
+    def _drop(self, peer: _Peer, suspect: bool = False) -> None:
+        if peer.gone:
+            return
+        peer.gone = True
+        self._unproven.pop(peer, None)
+        if peer.wait is not None:
+            self._forget(peer.wait)
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        peer.inbox.clear()
+        peer.outbox.clear()
+        told = peer.address in self._told or len(self._told) >= _REPORTED
+        if suspect and self._report is not None and not told:
+            self._told.add(peer.address)
+            # A terminal that is stopped must not stop the store.
+            threading.Thread(target=self._report, args=(peer.address,), daemon=True).start()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._unproven and next(iter(self._unproven.values())) <= now:
+            peer = next(iter(self._unproven))
+            self._drop(peer, suspect=bool(peer.inbox))
+        while self._deadlines and self._deadlines[0][0] <= now:
+            wait = heapq.heappop(self._deadlines)[2]
+            if not wait.over:
+                self._finish(wait, [b"late"])
+
+    # Requests
+
+    def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
+        """None when the answer comes later. Raises `Untrusted` for a request while another
+        waits."""
+        if peer.wait is not None:
+            raise Untrusted("it asked twice at once")
+        try:
+            return self._operations[request[0]](self, peer, *request[1:])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            return [b"error", f"{type(error).__name__}: {error}".encode()]
+
+    def _set(self, _peer: _Peer, *pairs: bytes) -> list[bytes]:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            self._put(key, value)
+        return [b"ok"]
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        for wait in self._waiting.pop(key, ()):
+            wait.missing.discard(key)
+            if not wait.missing and not wait.over:
+                self._complete(wait)
+
+    def _get(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
+        return self._when_there(peer, milliseconds, keys, keys)
+
+    def _wait(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
+        return self._when_there(peer, milliseconds, keys, ())
+
+    def _when_there(
+        self, peer: _Peer, milliseconds: bytes, keys: Sequence[bytes], wanted: Sequence[bytes]
+    ) -> list[bytes] | None:
+        """The values of ``wanted`` once all ``keys`` are there."""
+        due = time.monotonic() + int(milliseconds) / 1000
+        missing = {key for key in keys if key not in self._values}
+        if not missing:
+            return self._found(wanted)
+        wait = peer.wait = _Wait(peer, wanted, missing)
+        for key in missing:
+            self._waiting.setdefault(key, []).append(wait)
+        # The number decides between equal times: waits cannot be compared.
+        heapq.heappush(self._deadlines, (due, next(self._numbers), wait))
+        return None
+
+    def _found(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [b"ok", *(self._values[key] for key in keys)]
+
+    def _complete(self, wait: _Wait) -> None:
+        """Answers, unless a key was deleted while others were waited for."""
+        wait.missing = {key for key in wait.wanted if key not in self._values}
+        if wait.missing:
+            for key in wait.missing:
+                self._waiting.setdefault(key, []).append(wait)
+        else:
+            self._finish(wait, self._found(wait.wanted))
+
+    def _finish(self, wait: _Wait, answer: Sequence[bytes]) -> None:
+        self._forget(wait)
+        channel = wait.peer.channel
+        assert channel is not None, "only those who have proved themselves wait"
+        self._guarded(wait.peer, lambda: self._send(wait.peer, channel.seal(answer)))
+
+    def _forget(self, wait: _Wait) -> None:
+        wait.over, wait.peer.wait = True, None
+        for key in wait.missing:
+            others = [other for other in self._waiting.pop(key, ()) if other is not wait]
+            if others:
+                self._waiting[key] = others
+
+    def _check(self, _peer: _Peer, *keys: bytes) -> list[bytes]:
+        return [b"ok", b"1" if all(key in self._values for key in keys) else b"0"]
+
+    def _add(self, _peer: _Peer, key: bytes, amount: bytes) -> list[bytes]:
+        value = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
+        self._put(key, value)
+        return [b"ok", value]
+
+    def _compare_set(
+        self, _peer: _Peer, key: bytes, expected: bytes, desired: bytes
+    ) -> list[bytes]:
+        if self._values.get(key, b"") == expected:
+            self._put(key, desired)
+        return [b"ok", self._values.get(key, expected)]
+
+    def _append(self, _peer: _Peer, key: bytes, value: bytes) -> list[bytes]:
+        self._put(key, self._values.get(key, b"") + value)
+        return [b"ok"]
+
+    def _delete(self, _peer: _Peer, key: bytes) -> list[bytes]:
+        return [b"ok", b"1" if self._values.pop(key, None) is not None else b"0"]
+
+    def _delete_all(self, _peer: _Peer, beginning: bytes) -> list[bytes]:
+        for key in [key for key in self._values if key.startswith(beginning)]:
+            del self._values[key]
+        return [b"ok"]
+
+    def _count(self, _peer: _Peer) -> list[bytes]:
+        return [b"ok", b"%d" % len(self._values)]
+
+    _operations: ClassVar[dict[bytes, Callable[..., list[bytes] | None]]] = {
+        b"set": _set,
+        b"get": _get,
+        b"wait": _wait,
+        b"check": _check,
+        b"add": _add,
+        b"compare_set": _compare_set,
+        b"append": _append,
+        b"delete": _delete,
+        b"delete_all": _delete_all,
+        b"count": _count,
+    }
+
+
+def say_who_came(address: str) -> None:
+    """Prints that a connection from ``address`` was dropped. A ``report`` of `StoreServer`."""
+    text = f"dropped a connection from {address}, which does not know this job's secret"
+    with contextlib.suppress(Exception):  # the terminal may be gone
+        print(f"parallel2d: {text}", file=sys.stderr, flush=True)
+
+
+class _Peer:
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.socket, self.address = connection, address
+        self.number = secrets.token_bytes(NUMBER)
+        self.channel: Channel | None = None  # until it has proved itself
+        self.wait: _Wait | None = None  # the request that it waits for
+        self.inbox, self.outbox = bytearray(), bytearray()
+        self.events, self.gone = selectors.EVENT_READ, False
+
+
+class _Wait:
+    """A request that is answered when all of ``missing`` are there, with the values of
+    ``wanted``."""
+
+    def __init__(self, peer: _Peer, wanted: Sequence[bytes], missing: set[bytes]) -> None:
+        self.peer, self.wanted, self.missing, self.over = peer, wanted, missing, False
+
+
+def _take(buffer: bytearray, length: int) -> bytes:
+    taken = bytes(buffer[:length])
+    del buffer[:length]
+    return taken
+
+
+def _raise_descriptor_limit() -> int:
+    """Lets this process have as many connections as this user may have. Returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

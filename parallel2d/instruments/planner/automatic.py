@@ -1,0 +1,115 @@
+"""``strategy=auto``: the layout that `python -m parallel2d.plan` would choose for the machines that
+a job has found. Start at `with_chosen_layout`.
+
+The search runs in a process of its own: it needs a process group without processes, and the one
+that asks may be a rank, or may be about to fork ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.config.serialization import from_yaml, to_yaml
+from parallel2d.base.errors import ConfigError
+from parallel2d.instruments.planner.layout_search import (
+    RankedLayout,
+    SearchResult,
+    fixed_keys,
+    search,
+)
+
+_ADVICE = (
+    "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
+    "cluster, choose a cluster, or name a strategy"
+)
+
+
+def with_chosen_layout(
+    config: TrainConfig, words: Sequence[str], nodes: int, ranks: int
+) -> tuple[TrainConfig, list[str]]:
+    """``config`` with the fastest layout on ``ranks`` ranks on ``nodes`` equal nodes, and lines
+    that say why; as it is, and no lines, where a strategy is named.
+
+    ``words``: of the command line; keys that they name stay. Links, devices and memory are those of
+    ``cluster``. Raises `ConfigError` where nothing fits, and where ``cluster`` does not say enough.
+    """
+    if not config.is_automatic:
+        return config, []
+    if ranks % nodes:
+        raise ConfigError(
+            f"auto: {ranks} ranks on {nodes} nodes are not equally many on each; name a strategy"
+        )
+    cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks // nodes)
+    planned = dataclasses.replace(config, cluster=cluster)
+    answer = _ask({"config": to_yaml(planned), "fixed": sorted(fixed_keys(words))})
+    chosen = from_yaml(answer["config"])
+    return dataclasses.replace(chosen, cluster=config.cluster), answer["lines"]
+
+
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
+    """What `main` answers, in another process. Raises `ConfigError` for its error."""
+    # A user's model is found there as it is here.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel2d.planner.automatic"],
+        input=json.dumps(request),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise RuntimeError(f"auto: the search failed: {done.stderr}") from None
+    if "error" in answer:
+        raise ConfigError(f"auto: {answer['error']}")
+    return answer
+
+
+def _lines(result: SearchResult) -> list[str]:
+    chosen = result.chosen
+    place = result.ranked.index(chosen)
+    lines = [
+        f"layout      {' '.join(chosen.words)}",
+        f"            {chosen.time.seconds.total:.3g} s per step by the planner, the fastest of "
+        f"{len(result.ranked)} that can run",
+    ]
+    # The fastest one that does not fit, and the best one of another strategy or mesh.
+    lines += [f"            {_described(layout)}" for layout in result.ranked[:place][:1]]
+    others = [layout for layout in result.ranked[place:] if layout.words[:4] != chosen.words[:4]]
+    slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
+    lines += [f"runner-up   {_described(layout)}" for layout in slower[:1]]
+    return lines
+
+
+def _described(layout: RankedLayout) -> str:
+    return f"{' '.join(layout.words)}: {layout.reason}"
+
+
+def main() -> None:
+    """Reads a request from standard input, and answers with a line of JSON."""
+    import torch
+
+    torch.set_num_threads(1)
+    request = json.load(sys.stdin)
+    try:
+        result = search(from_yaml(request["config"]), request["fixed"])
+    except ConfigError as error:
+        text = str(error)
+        if text.startswith("layouts cannot be ranked"):
+            text = f"{text.partition(';')[0]}; {_ADVICE}"
+        print(json.dumps({"error": text}))
+        return
+    print(json.dumps({"config": to_yaml(result.chosen.config), "lines": _lines(result)}))
+
+
+if __name__ == "__main__":
+    main()

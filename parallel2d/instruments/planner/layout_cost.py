@@ -1,0 +1,374 @@
+"""What one job costs per rank and step, on the machines of ``cluster``: `cost_of`, and `JobCosts`
+for many layouts of it.
+
+Mesh, micro-batches, tensor-parallel plan and shapes come from the functions that training uses.
+Data are not opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.topology import Topology
+from parallel2d.instruments.planner.traced_step import trace_step
+from parallel2d.launching import workers_per_node
+from parallel2d.parallel.chunked_head import ChunkedHead
+from parallel2d.parallel.cost.activation_profile import (
+    LossOf,
+    MemoryEvent,
+    StepLoss,
+    profile_activations,
+)
+from parallel2d.parallel.cost.collectives import GroupPlacement, placements
+from parallel2d.parallel.cost.equal_blocks import by_blocks
+from parallel2d.parallel.cost.fake_group import fake_process_group
+from parallel2d.parallel.cost.flops import count_flops
+from parallel2d.parallel.cost.layout import Layout
+from parallel2d.parallel.cost.model_shapes import ModelShapes, collect_shapes
+from parallel2d.parallel.cost.predicted_peak import PredictedMemory, predict_peak
+from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
+from parallel2d.parallel.cost.step_time import StepEstimate, estimate_step
+from parallel2d.parallel.cost.tensor_twin import TensorTraffic
+from parallel2d.parallel.cost.update_traffic import predict_updates
+from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, check_placement
+from parallel2d.parallel.parallelize.compilation import check_compilation
+from parallel2d.parallel.parallelize.precision import input_dtype
+from parallel2d.parallel.parallelize.preconditions import check_parameters
+from parallel2d.parallel.parallelize.sharding import check_offload
+from parallel2d.parallel.weights.initial_values import check_initializers
+from parallel2d.training.assemble import name_of_head, plan_batches, resolve_mesh
+from parallel2d.training.data.batch import SampleShape, labelled_images, token_sequences
+from parallel2d.training.model_families import ModelParts, build_model, plan_tensor_axis
+from parallel2d.training.optimizer import muon_names, plan_groups
+from parallel2d.training.run_description import predict_activations
+
+_GIB = 2**30
+_MOST_RANKS = 1_000_000
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """Figures of the fullest rank, and of the first one where ranks differ in bytes sent."""
+
+    layout: Layout
+    topology: Topology
+    places: Mapping[str, GroupPlacement]  # of the groups of each axis
+    model: str
+    parameters: int  # elements of the whole model
+    sample: SampleShape
+    states: StateBytes
+    moved: Mapping[str, float]  # bytes a rank sends per step, by ``comm/AXIS/bytes``
+    flops: int | None  # of one sample, forward and backward; None: not known
+    time: StepEstimate | str  # or what is not known, in words
+    predicted: PredictedMemory | str = ""  # or why the peak is not known, in words
+    traced: int | None = None  # bytes at the peak, with ``plan.verify=true``
+
+    @property
+    def shape(self) -> MeshShape:
+        return self.layout.shape
+
+    @property
+    def needed(self) -> int:
+        """Bytes that are known to be needed on the fullest rank."""
+        if self.traced is not None:
+            return self.traced
+        if isinstance(self.predicted, PredictedMemory):
+            return self.predicted.peak
+        return self.states.total
+
+    @property
+    def has_peak(self) -> bool:
+        """Whether `needed` is that of the fullest moment, and not of the states alone."""
+        return self.traced is not None or isinstance(self.predicted, PredictedMemory)
+
+
+def cost_of(config: TrainConfig) -> LayoutCost:
+    """What the job costs; with ``plan.verify=true`` its peak is traced too.
+
+    Raises `ConfigError` for a job that cannot run on this cluster, as far as that can be told
+    without data and devices.
+    """
+    costs = JobCosts(config)
+    cost = costs.with_peak(config, costs.cost(config))
+    return costs.traced(config, cost) if config.plan.verify else cost
+
+
+def planned_topology(config: TrainConfig) -> Topology:
+    """Equal hosts, as many as ``cluster.nodes`` with ``cluster.ranks_per_node`` each; where these
+    are ``auto``, what the launcher would start. Raises `ConfigError` for more ranks than can be
+    planned."""
+    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
+    if nodes == "auto":
+        _, nodes = config.launch.node_range
+    if ranks == "auto":
+        ranks = workers_per_node(config.launch)
+    if int(nodes) * int(ranks) > _MOST_RANKS:
+        raise ConfigError(
+            f"cluster.nodes={nodes} x cluster.ranks_per_node={ranks} are more than {_MOST_RANKS:,} "
+            "ranks, which no plan is made for"
+        )
+    if nodes == 1:
+        return Topology.single_host(int(ranks))
+    return Topology.equal_hosts(int(nodes), int(ranks))
+
+
+def excess(config: TrainConfig, cost: LayoutCost) -> str | None:
+    """What is needed of what a layout may fill, in words; None where nothing is known against
+    it."""
+    memory = config.cluster.device.memory_gib
+    # With offloading, what is kept from step to step is in the memory of the host.
+    if memory is None or config.cpu_offload:
+        return None
+    usable = memory * (1 - config.plan.free_memory) * _GIB
+    if cost.needed <= usable:
+        return None
+    if usable < _GIB:
+        return f"{cost.needed / 2**20:.2f} of {usable / 2**20:.2f} MiB"
+    return f"{cost.needed / _GIB:.1f} of {usable / _GIB:.1f} GiB"
+
+
+class JobCosts:
+    """Costs of one model, batch and precision on one cluster, in any layout. What layouts have in
+    common is computed once. Raises `ConfigError` for a job that no layout can run."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.topology = planned_topology(config)
+        self.parts = build_model(config.model)
+        self._device_type = config.cluster.device.type
+        if self._device_type == "auto":
+            self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        module = self.parts.module
+        check_parameters(module)
+        # Weights that are read from files need none.
+        if self.parts.weights is None:
+            check_initializers(module, self.parts.init)
+        plan_groups(module, config.optimizer)
+        self._sample = _planned_sample(config, self.parts)
+        self._muon = muon_names(module, config.optimizer)
+        self._parameters = sum(value.numel() for value in module.parameters())
+        example = functools.partial(self._sample.example, 1)
+        self._flops = count_flops(module, example, self.parts.loss)
+        self._places: dict[tuple[int, ...], Mapping[str, GroupPlacement]] = {}
+        self._shapes: dict[tuple[int, str], ModelShapes] = {}
+        self._plans: dict[int, Mapping[str, object] | None] = {}
+        # With the samples of the micro-batch that was counted.
+        self._over_tensor: dict[tuple[int, str], tuple[TensorTraffic | None, int]] = {}
+        self._profiles: dict[tuple[int, str, str, int], list[MemoryEvent] | str] = {}
+
+    def on(self, config: TrainConfig) -> JobCosts:
+        """The same on as many nodes as ``config`` has, with what was computed already."""
+        other = copy.copy(self)
+        other.topology = planned_topology(config)
+        other._places = {}
+        return other
+
+    def cost(self, config: TrainConfig) -> LayoutCost:
+        """Of one layout, without its peak. ``config``: may differ from that of the constructor in
+        strategy, mesh, bucketing, recomputation, micro-batch and sync. Raises `ConfigError` for a
+        layout that cannot run."""
+        shape = resolve_mesh(config, self.topology)
+        # First, since most layouts of a search that cannot run are refused by it.
+        batches = plan_batches(config, shape, data_rank=0, pad=False)
+        places = self._place(config, shape)
+        check_compilation(config.compile, shape.tensor)
+        check_offload(config.cpu_offload, self._device_type, shape.replicate)
+        layout = Layout(
+            config.parallel(),
+            config.optimizer,
+            shape,
+            self._shapes_of(config, shape),
+            batches.micro_batch_size,
+            batches.accumulation,
+            self._device_type,
+        )
+        moved = layout.traffic.per_step(layout.groups, layout.accumulation)
+        over_tensor = self._count_tensor_axis(config, layout)
+        if over_tensor is not None:
+            moved["comm/tensor/bytes"] = over_tensor[0]
+        for axis, sent in predict_updates(layout).items():
+            if f"comm/{axis}/bytes" in moved:
+                moved[f"comm/{axis}/bytes"] += sent
+        return LayoutCost(
+            layout=layout,
+            topology=self.topology,
+            places=places,
+            model=type(self.parts.module).__name__,
+            parameters=self._parameters,
+            sample=self._sample,
+            states=state_bytes(layout),
+            moved=moved,
+            flops=self._flops,
+            time=estimate_step(layout, config.cluster, places, over_tensor, self._flops),
+        )
+
+    def with_peak(
+        self, config: TrainConfig, cost: LayoutCost, *, measures: bool = True
+    ) -> LayoutCost:
+        """``cost``, of ``config``, with its predicted peak, or in words why it is not known.
+        ``measures``: also where that takes a step on tensors without storage."""
+        profile = self._profile(config, cost.layout, measures)
+        if isinstance(profile, str):
+            return dataclasses.replace(cost, predicted=profile)
+        return dataclasses.replace(cost, predicted=predict_peak(profile, cost.layout))
+
+    def traced(self, config: TrainConfig, cost: LayoutCost) -> LayoutCost:
+        """``cost``, of ``config``, with a peak that was traced. Raises `ConfigError` where it
+        cannot be."""
+        if reason := _unknown_peak(config):
+            raise ConfigError(f"plan.verify=true: {reason}; use plan.verify=false")
+        # A model of its own, which is used up by it.
+        parts = build_model(config.model)
+        plan = plan_tensor_axis(config, parts, cost.shape)
+        traced = trace_step(
+            config, parts, cost.layout, self.topology, plan, self._sample, _loss_of(config, parts)
+        )
+        return dataclasses.replace(cost, traced=traced)
+
+    def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
+        """Where the groups of each axis are. Raises `ConfigError` for one that crosses hosts by
+        accident."""
+        key = (shape.replicate, shape.shard, shape.tensor)
+        if key not in self._places:
+            ranks = shape.place(self.topology)
+            check_placement(ranks, self.topology, config.mesh.allow_cross_node)
+            self._places[key] = placements(ranks, self.topology)
+        return self._places[key]
+
+    def _plan(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, object] | None:
+        if shape.tensor not in self._plans:
+            self._plans[shape.tensor] = plan_tensor_axis(config, self.parts, shape)
+        return self._plans[shape.tensor]
+
+    def _shapes_of(self, config: TrainConfig, shape: MeshShape) -> ModelShapes:
+        plan = self._plan(config, shape)
+        key = (shape.tensor, f"{config.bucketing}")
+        if key not in self._shapes:
+            with _tensor_mesh(shape.tensor) as mesh:
+                self._shapes[key] = collect_shapes(
+                    self.parts.module, config.parallel(), mesh=mesh, plan=plan, by_muon=self._muon
+                )
+        return self._shapes[key]
+
+    def _count_tensor_axis(self, config: TrainConfig, layout: Layout) -> tuple[float, float] | None:
+        """Bytes and ring passes of a step; None where they are not known. Counted once for each
+        size and recomputation: bytes grow with the samples."""
+        if self._plan(config, layout.shape) is None:
+            return None
+        key = (layout.shape.tensor, f"{config.activation_checkpointing}")
+        if key not in self._over_tensor:
+            samples = layout.micro_batch_size
+            with _tensor_mesh(layout.shape.tensor) as mesh:
+                assert mesh is not None
+
+                def count(part: nn.Module) -> dict[str, float] | None:
+                    parts = dataclasses.replace(self.parts, module=part)
+                    plan = plan_tensor_axis(config, parts, layout.shape)
+                    traffic = predict_activations(
+                        config, parts, mesh, samples, plan, self._sample, self._device_type
+                    )
+                    return None if traffic is None else traffic._asdict()
+
+                found = by_blocks(self.parts.module, count)
+            counted = TensorTraffic(**found) if found else None
+            self._over_tensor[key] = counted, samples
+        counted, samples = self._over_tensor[key]
+        if counted is None:
+            return None
+        grown = counted.passes_bytes * layout.micro_batch_size / samples
+        return counted._replace(passes_bytes=grown).of_step(
+            layout.accumulation, config.sync.during_accumulation
+        )
+
+    def _profile(
+        self, config: TrainConfig, layout: Layout, measures: bool
+    ) -> list[MemoryEvent] | str:
+        """Measured once for each size of the tensor axis, recomputation, bucketing and
+        micro-batch."""
+        tensor, samples = layout.shape.tensor, layout.micro_batch_size
+        key = (tensor, f"{config.activation_checkpointing}", f"{config.bucketing}", samples)
+        if reason := _unknown_peak(config):
+            return reason
+        if key not in self._profiles and not measures:
+            return "it was not computed"
+        if key not in self._profiles:
+            floating = input_dtype(config.precision) or torch.float32
+            with _tensor_mesh(tensor) as mesh:
+                self._profiles[key] = profile_activations(
+                    self.parts.module,
+                    _loss_of(config, self.parts),
+                    functools.partial(self._sample.example, samples, floating=floating),
+                    layout.config,
+                    mesh=mesh,
+                    plan=self._plan(config, layout.shape),
+                )
+        return self._profiles[key]
+
+
+def _unknown_peak(config: TrainConfig) -> str:
+    """Why the peak is not known; empty where it is."""
+    if config.cpu_offload:
+        return "with cpu_offload=true the peak is not known"
+    if config.precision.float8 != "none":
+        return f"with precision.float8={config.precision.float8} the peak is not known"
+    if config.activation_checkpointing.compiler_budget is not None:
+        return "with activation_checkpointing=budget the compiler decides about the peak"
+    return ""
+
+
+@contextlib.contextmanager
+def _tensor_mesh(tensor: int) -> Iterator[DeviceMesh | None]:
+    """A mesh that has a tensor axis alone, on a process group without processes; None without that
+    axis. What a model computes on it does not depend on other axes, and large ones take long."""
+    if tensor == 1:
+        yield None
+        return
+    with fake_process_group(tensor):
+        yield build_mesh(
+            MeshSpec(1, 1, tensor),
+            "ddp",
+            topology=Topology.single_host(tensor),
+            device_type="cpu",
+        )
+
+
+def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
+    """The loss of one micro-batch as training computes it. Raises `ConfigError` for a model whose
+    loss cannot be computed in chunks."""
+    head, chunk = name_of_head(config, parts), config.train.loss_chunk
+
+    def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> StepLoss:
+        if head is None or chunk is None:
+            return lambda inputs, targets: parts.loss(model(inputs), targets)
+        chunked = ChunkedHead(model, chunk, head)
+        # Computed once, to learn what the model does with its logits.
+        with torch.no_grad():
+            chunked.record(targets, inputs)
+        return lambda inputs, targets: chunked.loss(targets, inputs)
+
+    return loss_of
+
+
+def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
+    """What a sample of the configured data is made of. Raises `ConfigError` for images whose size
+    neither the data nor the model gives."""
+    if config.data.name != "images" and parts.reads != "images":
+        return token_sequences(config.train.seq_len)
+    size = config.data.image_size or parts.images.size
+    channels = config.data.channels or parts.images.channels or 3
+    if size is None:
+        raise ConfigError(
+            "data.image_size is needed to plan for images: the model does not say how large "
+            "they are"
+        )
+    return labelled_images(channels, size)

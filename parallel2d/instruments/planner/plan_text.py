@@ -1,0 +1,238 @@
+"""Plans for people and for programs: what one layout costs, the ranking of a search, the table of a
+scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parallel2d.base.config import AXES, TrainConfig
+from parallel2d.instruments.planner.layout_cost import LayoutCost, excess
+from parallel2d.instruments.planner.layout_search import RankedLayout, SearchResult
+from parallel2d.instruments.planner.scaling import (
+    COMPARED,
+    ScalingPoint,
+    samples_per_rank,
+    wait_between_hosts,
+)
+from parallel2d.parallel.cost.predicted_peak import PredictedMemory
+from parallel2d.parallel.sync.outer_settings import describe_sync
+
+_GIB = 2**30
+_MOST_LINES = 12
+_INDENT = " " * 12
+
+
+def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
+    """What one layout costs. Readable in 80 columns, but for names."""
+    shape, layout, cluster = cost.shape, cost.layout, config.cluster
+    return [
+        f"plan        {shape.world_size:,} ranks, {cost.topology.describe()}; cluster "
+        f"{cluster.name}, device {cluster.device.name}",
+        f"mesh        replicate {shape.replicate} x shard {shape.shard} x tensor {shape.tensor}; "
+        f"strategy {config.strategy.name}",
+        *(f"{_INDENT}{note}" for note in shape.notes),
+        f"model       {cost.model}: {cost.parameters:,} parameters",
+        f"{_INDENT}precision {config.precision.name}, bucketing {config.bucketing.name}, "
+        f"activation checkpointing {config.activation_checkpointing.name}",
+        f"sync        {describe_sync(config.strategy, config.sync, shape.replicate)}",
+        f"batch       {cost.sample.describe(config.train.global_batch_size)} = "
+        f"{shape.data_ranks} data ranks x {layout.accumulation} micro-batches x "
+        f"{layout.micro_batch_size}",
+        *_memory_lines(config, cost),
+        *_traffic_lines(cost),
+        *_compute_lines(cost),
+        *_time_lines(cost),
+    ]
+
+
+def shortage(config: TrainConfig, cost: LayoutCost) -> str | None:
+    """Why the job does not fit, in one sentence; None where nothing is known against it."""
+    much = excess(config, cost)
+    if much is None:
+        return None
+    what = "at its peak"
+    if not cost.has_peak:
+        what = "for parameters, gradients, optimizer state and buffers alone"
+    return (
+        f"does not fit: the fullest rank needs {much} {what}; shard over more ranks, recompute "
+        "more (activation_checkpointing=full) or take a smaller train.micro_batch_size"
+    )
+
+
+def _memory_lines(config: TrainConfig, cost: LayoutCost) -> list[str]:
+    where = ", in the memory of the host but for buffers" if config.cpu_offload else ""
+    lines = [
+        f"memory      {_size(cost.states.total)} from step to step on the fullest rank{where}",
+        f"{_INDENT}{_listed(dataclasses.asdict(cost.states))}",
+    ]
+    memory = config.cluster.device.memory_gib
+    device = "" if memory is None else f" of {memory:.1f} GiB"
+    if isinstance(cost.predicted, str):
+        lines.append(f"{_INDENT}activations are not known: {cost.predicted}")
+    else:
+        lines.append(f"{_INDENT}{_size(cost.predicted.peak)}{device} at the peak of a step")
+        lines.append(f"{_INDENT}{_listed(cost.predicted.by_kind)}")
+    if cost.traced is not None:
+        lines.append(f"{_INDENT}{_size(cost.traced)}{device} at the peak as traced")
+    return lines
+
+
+def _listed(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_size(size)}" for name, size in kinds.items() if size)
+
+
+def _size(size: int) -> str:
+    """In GiB, or in MiB where that would be less than a tenth."""
+    if size < _GIB / 10:
+        return f"{size / 2**20:.2f} MiB"
+    return f"{size / _GIB:.2f} GiB"
+
+
+def _traffic_lines(cost: LayoutCost) -> list[str]:
+    lines = []
+    for axis in AXES:
+        if cost.places[axis].ranks == 1:
+            continue
+        moved = cost.moved.get(f"comm/{axis}/bytes")
+        amount = "not known" if moved is None else f"{moved / 1e9:.3f} GB"
+        where = "inside hosts" if cost.places[axis].is_inside else "between hosts"
+        lines.append(f"{_INDENT}{axis} {amount}, {where}")
+    if lines:
+        return ["bytes       sent by a rank per step", *lines]
+    return ["bytes       nothing is sent"]
+
+
+def _compute_lines(cost: LayoutCost) -> list[str]:
+    if cost.flops is None:
+        return ["compute     not known: the model does not run on tensors without storage"]
+    step = cost.flops * cost.layout.global_batch_size / cost.shape.world_size
+    return [f"compute     {step / 1e12:.3f} TFLOP per rank and step, recomputation not counted"]
+
+
+def _time_lines(cost: LayoutCost) -> list[str]:
+    if isinstance(cost.time, str):
+        return [f"time        not known: {cost.time}"]
+    seconds = cost.time.seconds
+    rate = cost.time.samples_per_s * cost.sample.targets_per_sample
+    return [
+        f"time        {seconds.total:.3f} s per step by a model, {seconds.exposed_share:.0%} of it "
+        "waiting for links",
+        f"{_INDENT}compute {seconds.compute:.3f} s, update {seconds.update:.3f} s; not hidden: "
+        f"tensor {seconds.tensor:.3f} s, shard {seconds.shard:.3f} s, replicate "
+        f"{seconds.replicate:.3f} s",
+        f"{_INDENT}{rate:,.0f} {cost.sample.noun}/s, {rate / cost.shape.world_size:,.0f} per rank, "
+        f"MFU {cost.time.mfu:.1%}",
+    ]
+
+
+# Rankings
+
+
+def ranking_lines(result: SearchResult) -> list[str]:
+    """A table, the fastest first: layouts that do not fit, the chosen one, and the best one of each
+    other mesh and strategy."""
+    shown = _shown(result)
+    lines = [
+        f"search      {len(result.ranked)} layouts by their step time; {len(result.refusals)} "
+        "cannot run",
+        f"{_INDENT}{'step':>9}  {'rank needs':>12}  layout",
+    ]
+    for layout in shown:
+        needed = f"{layout.cost.needed / _GIB:.1f} GiB"
+        if not layout.cost.has_peak:
+            # More than the states is needed: peaks are computed until one fits.
+            needed = f"> {needed}"
+        seconds = layout.time.seconds.total
+        lines.append(f"{_INDENT}{seconds:>7.3f} s  {needed:>12}  {' '.join(layout.words)}")
+        lines.append(f"{_INDENT}{'':>9}  {'':>12}  {layout.reason or 'chosen'}")
+    if len(shown) < len(result.ranked):
+        lines.append(f"{_INDENT}and {len(result.ranked) - len(shown)} more")
+    return lines
+
+
+def _shown(result: SearchResult) -> Sequence[RankedLayout]:
+    place = result.ranked.index(result.chosen)
+    # Of those that do not fit the fastest tell most.
+    shown = [*result.ranked[: min(place, _MOST_LINES // 2)], result.chosen]
+    seen = {result.chosen.words[:4]}  # strategy and mesh
+    for layout in result.ranked[place + 1 :]:
+        if layout.words[:4] not in seen:
+            seen.add(layout.words[:4])
+            shown.append(layout)
+    return shown[:_MOST_LINES]
+
+
+def ranking_json(result: SearchResult, command: str) -> str:
+    """All layouts, as JSON: ``command``, ``layouts`` with ``words``, ``reason`` (null for the
+    chosen one), ``seconds`` by part, ``memory``, ``predicted_peak`` and ``traced_peak`` (null
+    where they were not computed) and ``bytes``; ``refusals`` with the words and reasons of what
+    cannot run."""
+    refusals = [{"words": list(words), "reason": reason} for words, reason in result.refusals]
+    layouts = [_fields(layout) for layout in result.ranked]
+    fields = {"command": command, "layouts": layouts, "refusals": refusals}
+    return json.dumps(fields, indent=1)
+
+
+def _fields(layout: RankedLayout) -> dict[str, Any]:
+    cost = layout.cost
+    predicted = cost.predicted if isinstance(cost.predicted, PredictedMemory) else None
+    return {
+        "words": list(layout.words),
+        "reason": layout.reason or None,
+        **dataclasses.asdict(layout.time),
+        "memory": dataclasses.asdict(cost.states),
+        "predicted_peak": predicted and dataclasses.asdict(predicted),
+        "traced_peak": cost.traced,
+        "bytes": dict(cost.moved),
+    }
+
+
+# Scalings
+
+
+def scaling_lines(points: Sequence[ScalingPoint], config: TrainConfig) -> list[str]:
+    """A table of the best layouts."""
+    found = [layout for point in points for layout in point.best.values() if layout]
+    cost = found[0].cost
+    heads = "".join(f"{name:>16}" for name in COMPARED)
+    lines = [
+        f"scaling     {config.plan.scaling}: {cost.model}, {cost.parameters:,} parameters; cluster "
+        f"{config.cluster.name}",
+        f"{_INDENT}{cost.sample.noun}/s per rank, and the share of a step that waits for links",
+        f"{_INDENT}between hosts, of the fastest layout of each strategy that fits",
+        f"{'ranks':>10}{'batch':>8}{heads}  mesh of hybrid",
+    ]
+    for point in points:
+        cells = "".join(f"{_cell(layout):>16}" for layout in point.best.values())
+        mesh = ""
+        if (hybrid := point.best["hybrid"]) is not None:
+            mesh = " x ".join(f"{getattr(hybrid.cost.shape, axis)}" for axis in AXES)
+        row = f"{point.ranks:>10,}{point.global_batch_size:>8,}{cells}  {mesh}"
+        lines.append(row.rstrip())
+    return lines
+
+
+def _cell(layout: RankedLayout | None) -> str:
+    if layout is None:
+        return "-"
+    return f"{samples_per_rank(layout):,.0f} {wait_between_hosts(layout):>4.0%}"
+
+
+def scaling_json(points: Sequence[ScalingPoint], config: TrainConfig) -> str:
+    """``scaling``, ``cluster`` and ``points``: ranks, nodes, global batch and by strategy the best
+    layout as in `ranking_json`, null where there is none."""
+    fields = []
+    for point in points:
+        best: dict[str, Any] = {}
+        for name, layout in point.best.items():
+            best[name] = layout and {
+                **_fields(layout),
+                "per_rank": samples_per_rank(layout),
+                "between_hosts": wait_between_hosts(layout),
+            }
+        fields.append({**vars(point), "best": best})
+    scaling, cluster = config.plan.scaling, config.cluster.name
+    return json.dumps({"scaling": scaling, "cluster": cluster, "points": fields}, indent=1)

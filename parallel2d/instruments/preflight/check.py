@@ -1,0 +1,114 @@
+"""The check, the same sequence on every rank: `ClusterCheck`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallel2d.base import files
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.errors import ConfigError, counted
+from parallel2d.base.exchange import all_gather, check_shared_run_dir
+from parallel2d.base.runtime import Runtime
+from parallel2d.instruments.preflight.rank_measurement import RankMeasurement
+from parallel2d.instruments.preflight.verdict import Finding, NodeFacts, judge_nodes, judge_speeds
+from parallel2d.parallel.mesh import MeshSpec, build_mesh
+
+
+class ClusterCheck:
+    """What ranks find as the arguments ``given`` ask: equal on all of them, said by rank 0."""
+
+    def __init__(self, runtime: Runtime, given: argparse.Namespace) -> None:
+        self._runtime, self._given = runtime, given
+        self._findings: list[Finding] = []
+        topology, rank = runtime.topology, runtime.identity.rank
+        self._own_ranks = topology.ranks_by_host[topology.hosts[rank]]
+        self._speaks = rank == self._own_ranks[0]  # for its node
+
+    def run(self, config: TrainConfig) -> int:
+        """Checks for the job of ``config``. Returns the exit code.
+
+        Collective. Raises `ConfigError`, on every rank, for a mesh that these ranks cannot form and
+        for measurements that give no cluster file.
+        """
+        given, topology = self._given, self._runtime.topology
+        nodes = self._compare_nodes()
+        mesh = build_mesh(
+            MeshSpec.from_config(config.mesh),
+            # auto chooses when the job starts; its layouts use the axes of hybrid.
+            "hybrid" if config.is_automatic else config.strategy,
+            topology=topology,
+            allow_cross_node=config.mesh.allow_cross_node,
+        )
+        largest = given.largest_mib * 2**20
+        measured = RankMeasurement(self._runtime, mesh, given.seconds, largest)
+        hosts = [host.partition("/")[0] for host in topology.hosts]
+        self._add(judge_speeds(hosts, measured.flops, measured.links))
+        for axis, link in measured.fits.items():
+            speed = f"{link.bytes_per_s / 1e6:.4g} MB/s, {link.latency_s * 1e6:.4g} us a step"
+            self._say(f"  ok {axis}: {speed}")
+        if given.write:
+            self._write(measured.cluster_keys(nodes))
+        details = {"nodes": nodes, "flops": measured.flops, "links": measured.links}
+        return self._conclude({**details, "axes": measured.samples}, hosts[0])
+
+    def _conclude(self, details: dict[str, Any], first_host: str) -> int:
+        failed = sum(finding.level == "red" for finding in self._findings)
+        warnings = len(self._findings) - failed
+        verdict = f"not fit to train: {failed} failed" if failed else "fit to train"
+        verdict = f"{verdict}, {counted(warnings, 'warning')}"
+        self._say(verdict)
+        if self._runtime.is_first and self._given.json:
+            findings = [finding._asdict() for finding in self._findings]
+            told = {"fit": not failed, "findings": findings, **details}
+            print(json.dumps(told, default=asdict), flush=True)
+        elif self._speaks and not self._runtime.is_first:
+            print(f"{socket.gethostname()}: {verdict} (report on {first_host})", file=sys.stderr)
+        return 1 if failed or (self._given.strict and warnings) else 0
+
+    def _compare_nodes(self) -> list[NodeFacts]:
+        facts = None
+        if self._speaks:
+            facts = NodeFacts.collect(self._given.run_dir, len(self._own_ranks))
+        nodes = [node for node in all_gather(facts) if node is not None]
+        all_times = all_gather(time.time())  # all ranks are here within milliseconds
+        times = [all_times[ranks[0]] for ranks in self._runtime.topology.ranks_by_host.values()]
+        self._add(judge_nodes(nodes, [each - times[0] for each in times]))
+        if not any(check == "run dir" for _, check, _ in nodes[0].faults):
+            try:
+                check_shared_run_dir(self._given.run_dir)
+            except ConfigError as error:
+                self._add([Finding("red", "run dir", str(error))])
+        return nodes
+
+    def _add(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self._findings.append(finding)
+            mark = {"red": "FAIL", "yellow": "warn"}[finding.level]
+            self._say(f"{mark} {finding.check}: {finding.text}")
+
+    def _say(self, text: str) -> None:
+        if self._runtime.is_first and not self._given.json:
+            print(files.for_terminal(text), flush=True)
+
+    def _write(self, keys: dict[str, Any]) -> None:
+        """The cluster file, in one rename; on rank 0."""
+        given = self._given
+        if not self._runtime.is_first:
+            return
+        # Four digits.
+        short = json.loads(json.dumps(keys), parse_float=lambda text: float(f"{float(text):.4g}"))
+        described = {"name": Path(given.write).stem, **short}
+        text = f"# Measured on {time.strftime('%Y-%m-%d')} by python -m parallel2d.preflight\n"
+        text += "defaults: [/schema/cluster@_here_, _self_]\n"
+        files.replace(given.write, text + yaml.safe_dump(described, sort_keys=False))
+        print(f"written: {given.write}; plan with cluster={given.write}", file=sys.stderr)

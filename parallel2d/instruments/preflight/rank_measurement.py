@@ -1,0 +1,261 @@
+"""What ranks measure together: `RankMeasurement`.
+
+All ranks measure at the same time, so that ranks which share a host's processors, memory or network
+share them here as they do in training, and the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.flop_counter import FlopCounterMode
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather, reduce
+from parallel2d.base.runtime import Runtime
+from parallel2d.instruments.preflight.verdict import NodeFacts, RankLink
+from parallel2d.models.llama import Llama
+from parallel2d.parallel.cost.collectives import collective_steps, placements, sent_bytes
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.parallelize.precision import DTYPES
+
+# Called with a tensor, a rank's part of it, another tensor like it, and a group.
+_COLLECTIVES: dict[str, Callable[..., object]] = {
+    "all_gather": lambda whole, part, _, group: dist.all_gather_single(whole, part, group=group),
+    "reduce_scatter": lambda whole, part, _, group: dist.reduce_scatter_single(
+        part, whole, group=group
+    ),
+    # A mean, so that repeated sums do not overflow.
+    "all_reduce": lambda whole, _, __, group: dist.all_reduce(whole, dist.ReduceOp.AVG, group),
+    "all_to_all": lambda whole, _, other, group: dist.all_to_all_single(other, whole, group=group),
+}
+_SMALLEST, _GROWTH = 4096, 8
+_TRIES = 3  # of a link; the best counts, since a neighbour's burst makes no slow link
+
+
+class CollectiveSample(NamedTuple):
+    """One collective. ``whole_bytes``: its larger side; ``steps``: latencies that it costs;
+    ``link_bytes``: what the link carries in one direction meanwhile, inside a node that of a rank,
+    between nodes that of a node."""
+
+    collective: str
+    whole_bytes: int
+    steps: float
+    link_bytes: float
+    seconds: float
+
+
+class FittedLink(NamedTuple):
+    """In the form in which the planner computes a collective: steps times latency plus bytes over
+    bandwidth (`parallel2d.parallel.cost.collectives`). Infinite where more bytes took no longer."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+class RankMeasurement:
+    """Measures with all other ranks; every rank calls the same methods in the same order.
+    ``seconds``: of each measurement; ``largest_bytes``: of a collective."""
+
+    def __init__(
+        self, runtime: Runtime, mesh: DeviceMesh, seconds: float, largest_bytes: float
+    ) -> None:
+        self._device, self._mesh = runtime.device, mesh
+        self._seconds = seconds
+        sizes = [_SMALLEST * _GROWTH**power for power in range(7)]
+        self._sizes = [size for size in sizes if size <= largest_bytes]
+        found = placements(mesh_shape(mesh).place(runtime.topology), runtime.topology)
+        self._places = {axis: place for axis, place in found.items() if place.ranks > 1}
+        self._on_gpu = self._device.type == "cuda"
+        self._usual = "bf16" if self._on_gpu else "fp32"
+        # By axis; the axes are those that have several ranks.
+        self.samples = {axis: self._collectives(axis) for axis in self._places}
+        self.fits = {axis: fit_link(samples) for axis, samples in self.samples.items()}
+        self.links = {axis: self._neighbours(axis) for axis in self.samples}
+        self.flops = self._flops(self._usual)
+
+    def cluster_keys(self, nodes: Sequence[NodeFacts]) -> dict[str, Any]:
+        """Keys of `ClusterConfig`, all but its name; measures what they need beside the axes.
+        Raises `ConfigError` where nodes differ, or an axis uses both kinds of links."""
+        if len({node.ranks for node in nodes}) > 1:
+            raise ConfigError(
+                "--write: nodes have different numbers of ranks: give all one --nproc"
+            )
+        axes = self._axes_of_links()
+        device = {
+            "name": nodes[0].device,
+            "type": self._device.type,
+            "memory_gib": min(node.device_bytes for node in nodes) / 2**30,
+            **self._compute(),
+        }
+        keys = {"nodes": len(nodes), "ranks_per_node": nodes[0].ranks, "device": device}
+        for key, axis in axes.items():
+            link = self.fits[axis]
+            if math.isinf(link.bytes_per_s):
+                raise ConfigError(f"--write: {key}: more bytes took no longer: give more --seconds")
+            gbit = link.bytes_per_s * 8 / 1e9
+            keys[key] = {"up_gbit": gbit, "down_gbit": gbit, "latency_us": link.latency_s * 1e6}
+        return keys
+
+    def _axes_of_links(self) -> dict[str, str]:
+        """Kind of link -> an axis whose groups use no other; the shard axis, if it is such."""
+        found = {}
+        for axis in sorted(self._places, key=lambda axis: axis == "shard"):
+            place = self._places[axis]
+            if not place.is_inside and place.ranks > place.hosts:
+                raise ConfigError(
+                    f"--write: groups of the {axis} axis use links inside nodes and between them, "
+                    "which cannot be told apart: omit strategy and mesh"
+                )
+            found["inside_node" if place.is_inside else "between_nodes"] = axis
+        # With one rank on each node there is no link inside, and no group uses one.
+        if "between_nodes" in found:
+            found.setdefault("inside_node", found["between_nodes"])
+        return found
+
+    def _flops(self, word: str) -> list[float]:
+        """Per second, of matrix products in the dtype ``word``, by rank."""
+        size = 8192 if self._on_gpu else 512
+        left = torch.rand(size, size, device=self._device).to(DTYPES[word])
+        right = left.t().contiguous()
+        return all_gather(2 * size**3 / self._seconds_of(lambda: left @ right))
+
+    def _collectives(self, axis: str) -> list[CollectiveSample]:
+        """Those that training uses, on all groups of ``axis`` at once."""
+        group, found = self._mesh.get_group(axis), []
+        for name, call in _COLLECTIVES.items():
+            for size in self._sizes:
+                part = torch.ones(size // 4 // group.size(), device=self._device)
+                whole = torch.ones(part.numel() * group.size(), device=self._device)
+                other = torch.empty_like(whole)
+                seconds = self._slowest(functools.partial(call, whole, part, other, group))
+                found.append(self._priced(axis, name, whole.nbytes, seconds))
+                # Two sizes at least; then until the next one would take too long.
+                if size > self._sizes[0] and seconds * _GROWTH > 4 * self._seconds:
+                    break
+        return found
+
+    def _neighbours(self, axis: str) -> list[RankLink]:
+        """From each rank of the groups of ``axis`` to the next one. Links that share a rank take
+        turns: the even ones, the odd ones, and with an odd number of ranks the last."""
+        group = self._mesh.get_group(axis)
+        ranks = dist.get_process_group_ranks(group)
+        own = group.rank()
+        turns = [number % 2 for number in range(len(ranks))]
+        turns[-1] = 2 if len(ranks) % 2 else 1
+        payload = torch.zeros(self.samples[axis][-1].whole_bytes // 4, device=self._device)
+        fastest = float("inf")
+        for turn in [*range(3)] * _TRIES:
+            self._meet()
+            begin = time.perf_counter()
+            if turns[own] == turn:
+                dist.send(payload, ranks[(own + 1) % len(ranks)], group)
+            elif turns[own - 1] == turn:
+                # Where it arrives: to a sender, bytes in a buffer of the kernel count as sent.
+                dist.recv(payload, ranks[own - 1], group)
+                self._wait()
+                fastest = min(fastest, time.perf_counter() - begin)
+        return sorted(all_gather((ranks[own - 1], ranks[own], payload.nbytes / fastest)))
+
+    def _compute(self) -> dict[str, Any]:
+        """Keys of `DeviceConfig`, of the slowest rank."""
+        # Processors mostly have no products in fp16, and training on them does not use it.
+        words = [word for word in DTYPES if word != "fp16" or self._on_gpu]
+        peaks = {word: min(self._flops(word)) / 1e12 for word in words}
+        source = torch.ones(1 << 28 if self._on_gpu else 1 << 24, device=self._device)
+        target = torch.empty_like(source)
+        memory = 2 * source.nbytes / self._slowest(lambda: target.copy_(source))
+        return {
+            "memory_gb_per_s": memory / 1e9,
+            "peak_tflops": peaks,
+            "efficiency": min(1.0, self._training_flops() / 1e12 / peaks[self._usual]),
+        }
+
+    def _priced(self, axis: str, name: str, whole: int, seconds: float) -> CollectiveSample:
+        place = self._places[axis]
+        outer, inner = collective_steps(name, place, self._device.type)
+        sent = sent_bytes(name, whole, place.ranks, self._device.type)
+        if place.is_inside:
+            return CollectiveSample(name, whole, inner, sent, seconds)
+        return CollectiveSample(name, whole, outer, place.groups_per_host * sent, seconds)
+
+    def _training_flops(self) -> float:
+        """FLOP/s of forward and backward of a Llama model, without any collective."""
+        width, length = (4096, 4096) if self._on_gpu else (256, 64)
+        model = Llama(
+            dim=width,
+            n_layers=2,
+            n_heads=width // 32,
+            n_kv_heads=width // 32,
+            hidden_dim=3 * width,
+            vocab_size=4 * width,
+            max_seq_len=length,
+        ).to(self._device, DTYPES[self._usual])
+        tokens = torch.randint(0, 4 * width, (1, length), device=self._device)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).float().sum().backward()
+        return counter.get_total_flops() / self._step_of(model, tokens)
+
+    def _step_of(self, model: nn.Module, inputs: torch.Tensor) -> float:
+        """Seconds of forward and backward."""
+
+        def step() -> None:
+            model(inputs).float().sum().backward()
+            model.zero_grad()
+
+        return self._slowest(step)
+
+    def _slowest(self, run: Callable[[], object]) -> float:
+        return self._largest(self._seconds_of(run))
+
+    def _seconds_of(self, run: Callable[[], object]) -> float:
+        """Of one ``run`` on this rank, the median of five measurements, at the same time on all."""
+        run()
+        count, found = 1, []
+        for _ in range(6):
+            self._meet()
+            begin = time.perf_counter()
+            for _ in range(count):
+                run()
+            self._wait()
+            found.append((time.perf_counter() - begin) / count)
+            if len(found) == 1:
+                count = max(1, min(100, int(self._seconds / 5 / self._largest(found[0]))))
+        return statistics.median(found[1:])
+
+    def _largest(self, value: float) -> float:
+        return float(reduce(torch.tensor(value, dtype=torch.float64), op="max"))
+
+    def _meet(self) -> None:
+        """Waits for what was issued to the device, and over gloo for all ranks."""
+        self._wait()
+        self._largest(0.0)
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+def fit_link(samples: Sequence[CollectiveSample]) -> FittedLink:
+    """The bandwidth between the smallest and the largest size of each collective, and the latency
+    that is left of all samples. Medians, so that a disturbed measurement moves neither."""
+    by_name = defaultdict(list)
+    for sample in samples:
+        by_name[sample.collective].append(sample)
+    slopes = []
+    for small, *_, large in by_name.values():
+        slopes.append((large.seconds - small.seconds) / (large.link_bytes - small.link_bytes))
+    per_byte = max(0.0, statistics.median(slopes))
+    rest = [(each.seconds - per_byte * each.link_bytes) / each.steps for each in samples]
+    bandwidth = 1 / per_byte if per_byte else math.inf
+    return FittedLink(bandwidth, max(0.0, statistics.median(rest)))

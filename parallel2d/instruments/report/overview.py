@@ -1,0 +1,183 @@
+"""The tables of a report, as text: `tables`; and what happened to a run: `events_of`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise, repeat
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
+
+from parallel2d.base import files
+from parallel2d.instruments.report.runs import (
+    BYTES,
+    LOST,
+    PHASES,
+    RATES,
+    WAITS,
+    Run,
+    parts_of,
+    ratio,
+)
+from parallel2d.training.metrics import keys
+from parallel2d.training.run_directory import changes_since
+
+TextRow = dict[str, str]  # by column
+
+# Units from the smallest, each with its size
+BYTE_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_UNITS = {**dict.fromkeys(BYTES.values(), BYTE_UNITS), **dict.fromkeys(LOST.values(), TIME_UNITS)}
+_UNITS |= dict.fromkeys((keys.STEP_S, keys.WALL_S), TIME_UNITS)
+# How values without such a unit are shown
+_FORMS = {
+    "share": "{:.1%}",
+    "difference": "{:+.2%}",
+    keys.STEP: "{:.0f}",
+    keys.LOSS: "{:.4f}",
+    keys.PEAK_GIB: "{:.3g} GiB",
+    keys.TOKENS_PER_S: "{:,.0f}",
+    keys.MODEL_TFLOPS_PER_RANK: "{:.4g}",
+    keys.MFU: "{:.1%}",
+}
+_MEANS = {
+    **dict(zip(("tokens/s", "TFLOP/s per rank", "MFU"), RATES, strict=True)),
+    "time of a step": keys.STEP_S,
+    **{f"{axis} per step": key for axis, key in BYTES.items()},
+}
+
+
+def fitting_unit(value: float, units: Mapping[str, float]) -> str:
+    """The largest of ``units`` in which ``value`` is at least 1; for zero that of size 1."""
+    smaller = bisect_right(list(units.values()), abs(value or 1.0))
+    return list(units)[max(0, smaller - 1)]
+
+
+def text_of(key: str, value: float) -> str:
+    """``value`` of ``key`` with its unit, such as ``1.5 MB``; ``-`` for NaN."""
+    if math.isnan(value):
+        return "-"
+    if key in _FORMS:
+        return _FORMS[key].format(value)
+    unit = fitting_unit(value, _UNITS[key])
+    return f"{value / _UNITS[key][unit]:.4g} {unit}"
+
+
+def tables(runs: Sequence[Run]) -> dict[str, list[TextRow]]:
+    """Rows by the heading of the table. A run that went on with another layout has a row for each
+    of its layouts. Tables without rows are omitted."""
+    parts = parts_of(*runs)
+    found = {
+        "Runs": list(map(_comparison, parts)),
+        "Settings that differ": _differing_settings(runs),
+        "Measured and predicted": list(chain(*map(_measured_and_predicted, parts))),
+        "Where time goes": list(map(_times, parts)),
+        "Events": [],
+    }
+    for run in runs:
+        for kind, step, text in events_of(run):
+            row = {"run": run.name, "step": text_of(keys.STEP, step), "event": kind}
+            row["what"] = files.printable(text, 2000)
+            # The curves show these, of which there are many.
+            if kind != "checkpoint":
+                found["Events"].append(row)
+    return dict(filter(itemgetter(1), found.items()))
+
+
+def _comparison(run: Run) -> TextRow:
+    mesh = run.layout.get("mesh")
+    sizes = dict.fromkeys(keys.AXES, "?") | (mesh if isinstance(mesh, dict) else {})
+    certified = any(map(attrgetter("certified"), run.segments))
+    row = {
+        "run": run.name,
+        "strategy": files.printable(run.layout.get("strategy", "-"), 40),
+        "mesh": files.printable(" x ".join(map(str, map(sizes.get, keys.AXES))), 60),
+        "certified": "yes" if certified else "-",
+    }
+    validation = run[keys.VALIDATION_LOSS]
+    best = np.argmin(np.nan_to_num(validation, nan=math.inf))
+    steps = np.where(np.isnan(validation), math.nan, run[keys.STEP])
+    values = {
+        "steps": (keys.STEP, run.last(keys.STEP)),
+        "loss": (keys.LOSS, run.last(keys.LOSS)),
+        "validation loss": (keys.LOSS, run.last(keys.VALIDATION_LOSS)),
+        "best validation loss": (keys.LOSS, validation[best]),
+        "at step": (keys.STEP, steps[best]),
+        "goodput": ("share", ratio(run.total(keys.USEFUL_S), run.total(keys.WALL_S))),
+        "peak memory of a device": (keys.PEAK_GIB, run.last(keys.PEAK_GIB)),
+        "peak memory of a process": (keys.PEAK_GIB, run.last(keys.PEAK_RSS_GIB)),
+    }
+    for what, key in _MEANS.items():
+        values[f"{what} (mean)"] = (key, run.mean(key))
+    return row | {what: text_of(*value) for what, value in values.items()}
+
+
+def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
+    """A row for each key of which not all runs have the same value; none where one has no keys."""
+    if not all(map(attrgetter("segments"), runs)):
+        return []
+    settings = {run.name: dict(_flat(run.segments[-1].config)) for run in runs}
+    rows: list[TextRow] = []
+    for name in dict.fromkeys(chain(*settings.values())):
+        row = {run: files.printable(each.get(name, "-"), 80) for run, each in settings.items()}
+        if len(set(row.values())) > 1:
+            rows.append({"": files.printable(name, 80), **row})  # No run has an empty name.
+    return rows
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _measured_and_predicted(run: Run) -> list[TextRow]:
+    """A row for each quantity that was predicted, and for the bytes of each axis."""
+    rows: list[TextRow] = []
+    for what, key in _MEANS.items():
+        measured, predicted = run.mean(key), run.predicted(key)
+        row = {"run": run.name, "mean": what, "measured": text_of(key, measured)}
+        row["predicted"] = text_of(key, predicted)
+        row["difference"] = text_of("difference", ratio(measured, predicted) - 1)
+        # Bytes of an axis where none were expected are worth a row too.
+        if predicted > 0 or (measured > 0 and key in BYTES.values()):
+            rows.append(row)
+    return rows
+
+
+def _times(run: Run) -> TextRow:
+    row = {"run": run.name}
+    for what, key in {**PHASES, **WAITS}.items():
+        share = ratio(run.mean(key), run.mean(keys.STEP_S))
+        row[f"{what} (of a step)"] = text_of("share", share)
+    for cause, key in LOST.items():
+        row[f"{cause} (lost)"] = text_of(key, run.total(key))
+    return row
+
+
+def events_of(run: Run) -> list[tuple[str, float, str]]:
+    """(kind, step, text) of starts, with what they changed, of checkpoints, and of the end of a run
+    that was stopped. A checkpoint is known by the row that has its seconds."""
+    found: list[tuple[str, float, str]] = []
+    # The first start has changed nothing since itself.
+    for before, segment in pairwise((*run.segments[:1], *run.segments)):
+        kind = "restart" if segment.restarted else "start"
+        versions = " ".join(map(str, chain(*segment.versions.items())))
+        command = shlex.join(("parallel2d", "train", *segment.command))
+        text = f"start {segment.number}, {segment.begun}, {versions}: {command}"
+        found.append((kind, segment.first_step, text))
+        changes = "; ".join(changes_since(before, segment))
+        if changes:
+            found.append(("changed settings", segment.first_step, changes))
+    saved = run[keys.STEP][run[keys.time_key("checkpoint_s")] > 0]
+    found += zip(repeat("checkpoint"), saved, repeat("at this step, or since the row before"))
+    reason = run.summary.get("reason")
+    if run.summary.get("stopped") is True or isinstance(reason, str):
+        found.append(("stop", run.last(keys.STEP), str(reason or "it was asked to end")))
+    return found

@@ -1,0 +1,232 @@
+"""Reads run directories (`find_runs`, `read_run`), and takes a run apart where its layout changed
+(`parts_of`). Whatever a directory holds is checked before it is used: anyone may have written it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel2d.base import files
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.metrics import keys
+from parallel2d.training.metrics.row_file import parse_row
+from parallel2d.training.run_directory import Segment, read_segments
+
+# The step, in a row whose loss was not finite. The writer puts null there.
+NOT_FINITE = "report/loss_not_finite"
+# Keys by what a report calls them: phases of a step, bytes of an axis, waits, causes of lost time
+PHASES = {phase.replace("_", " "): keys.time_key(f"{phase}_s") for phase in keys.PHASES}
+BYTES = {axis: keys.communication_key(axis, "bytes") for axis in keys.AXES}
+WAITS = {f"waits for {axis}": keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES}
+LOST = {cause.replace("_", " "): keys.lost_key(cause) for cause in keys.LOSSES}
+RATES = (keys.TOKENS_PER_S, keys.MODEL_TFLOPS_PER_RANK, keys.MFU)
+# Measured for every step. Where rows are joined, the new one has the mean of these, and the newest
+# value of the others.
+_MEANS = (
+    *(keys.STEP_S, keys.time_key("checkpoint_s"), keys.SKEW, *RATES),
+    *(*PHASES.values(), *BYTES.values(), *WAITS.values()),
+)
+_NEWEST = (
+    *(keys.STEP, keys.SEGMENT, keys.LOSS, keys.VALIDATION_LOSS, keys.GRAD_NORM, NOT_FINITE),
+    *(keys.LEARNING_RATE, keys.TOKENS, keys.SKIPPED_STEPS, keys.GOODPUT, keys.USEFUL_S),
+    *(keys.WALL_S, keys.PEAK_GIB, keys.PEAK_RSS_GIB, keys.SLOWEST_RANK, *LOST.values()),
+)
+# Other numbers are not kept, so that rows take little memory whatever is in them.
+COLUMNS = {key: place for place, key in enumerate((*_MEANS, *_NEWEST))}
+_MOST_ROWS = 2_000  # as many as a curve has points
+_LONGEST_ROW = 1 << 16  # bytes
+_LARGEST_OBJECT = 2**20
+_LARGEST_FILE = 16 * 2**30
+_LARGEST_NUMBER = 1e30
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of one run directory, or a part of it.
+
+    ``table`` [rows, `COLUMNS`]: the numbers of ``metrics.jsonl``, NaN where a row has none;
+    ``before``: that of the row before the first.
+    """
+
+    name: str
+    table: Numbers
+    layout: dict[str, Any]
+    segments: tuple[Segment, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict)  # empty while it trains
+    before: Numbers = field(default_factory=lambda: np.zeros(len(COLUMNS)))
+
+    def __getitem__(self, key: str) -> Numbers:
+        """The value of each row."""
+        return self.table[:, COLUMNS[key]]
+
+    def known(self, key: str) -> Numbers:
+        """The values without NaN."""
+        return self[key][~np.isnan(self[key])]
+
+    def last(self, key: str) -> float:
+        """The newest value that is not NaN; NaN without any."""
+        return float(np.append(math.nan, self.known(key))[-1])
+
+    def total(self, key: str) -> float:
+        """How much ``key``, a total since the run first began, has grown over the rows."""
+        return self.last(key) - float(np.nan_to_num(self.before[COLUMNS[key]]))
+
+    def mean(self, key: str) -> float:
+        """Mean over the rows that have ``key``, of rates over the seconds of their steps."""
+        weights = self[keys.STEP_S] if key in RATES else np.ones(len(self.table))
+        weights = np.where(np.isnan(self[key]), 0.0, np.nan_to_num(weights))
+        return ratio(float(np.nan_to_num(self[key]) @ weights), float(weights.sum()))
+
+    def predicted(self, key: str) -> float:
+        """What the layout predicts for ``key``; NaN where that is no number."""
+        predictions = self.layout.get("predicted")
+        # The file may have been edited.
+        return _number(predictions.get(key)) if isinstance(predictions, dict) else math.nan
+
+
+def ratio(one: float, other: float) -> float:
+    """NaN where ``other`` is zero."""
+    return one / other if other else math.nan
+
+
+def _number(value: Any) -> float:
+    """NaN for what is not a finite number."""
+    return float(value) if files.is_number(value) else math.nan
+
+
+def find_runs(paths: Sequence[str]) -> list[str]:
+    """The run directories at ``paths``, or below them, by name; a path without any as it is."""
+    found: list[str] = []
+    for path in paths:
+        below: list[str] = []
+        if not os.path.lexists(os.path.join(path, "metrics.jsonl")):
+            below = sorted(map(os.path.dirname, map(str, Path(path).rglob("metrics.jsonl"))))
+        found += below or [path]
+    return list(dict.fromkeys(found))
+
+
+def read_run(path: str) -> Run:
+    """Reads the run in a folder. Raises `ConfigError` for one that is not a run directory, cannot
+    be read, or has no finished step."""
+    shown = files.printable(path, 300)
+    if not os.path.lexists(os.path.join(path, "metrics.jsonl")):
+        raise ConfigError(f"{shown}: no metrics.jsonl here, so this is not a run directory")
+    readers = {
+        "metrics.jsonl": _read_rows,
+        "layout.json": _read_object,
+        "segments.jsonl": lambda file: tuple(read_segments(os.path.dirname(file))),
+        "summary.json": _read_object,
+    }
+    found: list[Any] = []
+    for name, read in readers.items():
+        try:
+            found.append(read(os.path.join(path, name)))
+        except OSError as error:
+            raise ConfigError(f"{shown}/{name} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"{shown}/{name} is not JSON: {files.printable(error)}") from None
+    run = Run(files.printable(os.path.basename(os.path.abspath(path))), *found)
+    if not len(run.table):
+        raise ConfigError(f"{shown}/metrics.jsonl: no finished step in it")
+    return run
+
+
+def _read_object(path: str) -> dict[str, Any]:
+    try:
+        found = files.read_json(path, _LARGEST_OBJECT)
+    except FileNotFoundError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_rows(path: str) -> Numbers:
+    """[rows, `COLUMNS`]. Of more than `_MOST_ROWS`, two, three, ... are joined in one."""
+    found: list[Numbers] = []
+    with files.open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 30} GiB")
+        read_line = partial(file.readline, _LONGEST_ROW)
+        length = sum(1 for _ in iter(read_line, b"")) // _MOST_ROWS + 1
+        file.seek(0)
+        rows = _rows(iter(read_line, b""))
+        while block := list(itertools.islice(rows, length)):
+            found.append(_joined(np.array(block)))
+    table = np.array(found).reshape(-1, len(COLUMNS))
+    return table[~np.isnan(table[:, COLUMNS[keys.STEP]])]
+
+
+def _rows(lines: Iterable[bytes]) -> Iterator[list[float]]:
+    """The numbers of each row. A line that is no row, incomplete after a kill or too long, is
+    passed over."""
+    for row in filter(None, map(parse_row, lines)):
+        if row.get(keys.LOSS, 0.0) is None:
+            row[NOT_FINITE] = row[keys.STEP]
+        values = [math.nan] * len(COLUMNS)
+        for key in COLUMNS.keys() & row.keys():
+            values[COLUMNS[key]] = _number(row[key])
+        yield values
+
+
+def _joined(rows: Numbers) -> Numbers:
+    """One row in the place of several; see `_MEANS`."""
+    # No measurement has such a size, and sums of them would not be finite.
+    rows[np.abs(rows) > _LARGEST_NUMBER] = math.nan
+    is_known = ~np.isnan(rows)
+    joined = np.nansum(rows, axis=0) / np.maximum(1, is_known.sum(axis=0))
+    newest = np.where(is_known, np.arange(len(rows))[:, None], 0).max(axis=0)
+    places = np.arange(len(_MEANS), len(COLUMNS))
+    joined[places] = rows[newest[places], places]
+    return np.where(is_known.any(axis=0), joined, math.nan)
+
+
+def parts_of(*runs: Run) -> list[Run]:
+    """Each run; one that went on with another layout as several parts, each with the layout that
+    its rows were measured on."""
+    parts: list[Run] = []
+    for run in runs:
+        starts = {segment.number: segment for segment in run.segments}
+        kinds = {number: _kind_of(start.layout) for number, start in starts.items()}
+        # None: no line of segments.jsonl describes the start.
+        of_rows = np.array(list(map(kinds.get, run[keys.SEGMENT])), dtype=object)
+        begins = np.flatnonzero(of_rows[1:] != of_rows[:-1]) + 1
+        before = run.before
+        for table in np.split(run.table, begins):
+            numbers = starts.keys() & set(table[:, COLUMNS[keys.SEGMENT]])
+            own = tuple(map(starts.__getitem__, sorted(numbers)))
+            # What layout.json describes is the last start, which may have no rows yet.
+            layout = own[0].layout if own else run.layout
+            part = replace(run, table=table, layout=layout, segments=own, before=before)
+            before = table[-1]
+            if len(begins):
+                first, last = part[keys.STEP][[0, -1]]
+                part = replace(part, name=f"{run.name}: steps {first:.0f} to {last:.0f}")
+            parts.append(part)
+    return parts
+
+
+def _kind_of(layout: Mapping[str, Any]) -> int:
+    """A number that is equal for equal layouts, whatever their hosts are called."""
+    hosts = host_names(layout)
+    numbers = dict(zip(hosts, itertools.count(), strict=False))
+    order = list(map(numbers.get, hosts))
+    return hash(json.dumps({**layout, "hosts": order, "torch": None}, sort_keys=True))
+
+
+def host_names(layout: Mapping[str, Any]) -> list[str]:
+    """The host of each rank; empty where a layout does not say."""
+    hosts = layout.get("hosts")
+    return list(map(str, hosts)) if isinstance(hosts, list) else []

@@ -1,0 +1,25 @@
+"""Starts the ranks of a job: all of them on this machine, or this node's share on several.
+
+A process that torchrun or srun started is a rank already; any other starts ranks with torch's
+elastic agent. However they were started, all ranks get the same `Job`, which was composed once, and
+one run directory.
+"""
+
+from parallel2d.base.rank_environment import RankIdentity, find_rank, first_host
+from parallel2d.launching.failures import Preempted, WorkersFailed
+from parallel2d.launching.launcher import start_node, start_workers
+from parallel2d.launching.processes import open_standard_streams, workers_per_node
+from parallel2d.launching.rank_processes import start_server
+
+__all__ = [
+    "Preempted",
+    "RankIdentity",
+    "WorkersFailed",
+    "find_rank",
+    "first_host",
+    "open_standard_streams",
+    "start_node",
+    "start_server",
+    "start_workers",
+    "workers_per_node",
+]

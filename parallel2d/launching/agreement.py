@@ -1,0 +1,208 @@
+"""What all ranks agree on before they train: `agree_on_job`.
+
+[Note: one run directory] Only one process composes: the launcher of a single node, or rank 0, which
+publishes configuration and directory through the rendezvous store. Workers that replace others go
+on with what the first incarnation agreed on: each node's first rank leaves a record of it that
+exists as long as the launcher which starts its workers, and rank 0 asks all nodes for theirs. One
+record is enough, so a node that is new to the job gets it too. A record is also what shows every
+rank alike that the workers were restarted: the restart counters of elastic agents differ between
+nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from parallel2d.base import files
+from parallel2d.base.config import Job, TrainConfig
+from parallel2d.base.config.composition import Composition, compose
+from parallel2d.base.config.serialization import from_yaml, to_yaml
+from parallel2d.base.config.sweep import run_sweep
+from parallel2d.base.config.words import is_multirun
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import private_folders as folders
+from parallel2d.base.rank_environment import AGENT, JOB, RankIdentity
+
+_Position = TypeVar("_Position")
+# Chooses what is left to the planner, from the words, the number of nodes and of ranks.
+ChooseLayout = Callable[[TrainConfig, Sequence[str], int, int], TrainConfig]
+_RECORDED = {"run_dir", "config", "words", "records", "label"}
+
+
+def agree_on_job(
+    identity: RankIdentity,
+    store: Any,
+    arguments: Sequence[str],
+    composition: Composition | None,
+    choose_layout: ChooseLayout,
+) -> Job | None:
+    """The same job on every rank: from the launcher of a single node, otherwise composed by rank 0
+    and published in ``store``.
+
+    ``composition``: of ``arguments``, if there is one already. ``choose_layout``: rank 0 calls it,
+    at each start, since after a restart there may be other nodes. None when rank 0 had nothing to
+    run (``--help``, ``--cfg``). See [Note: one run directory].
+    """
+    if identity.local_rank == 0:
+        record = _recorded_job(launcher_folder()) if _is_started_again() else None
+        store.set(f"parallel2d/recorded/{identity.node}", json.dumps(record))
+    if identity.rank == 0:
+        _publish_job(identity, store, arguments, composition, choose_layout)
+    received = json.loads(store.get("parallel2d/job"))
+    if received is None:
+        return None
+    if "error" in received:
+        raise ConfigError(received["error"])
+    if identity.local_rank == 0:
+        _record_job({key: received[key] for key in _RECORDED})
+    config = from_yaml(received["chosen"])
+    own = [word.partition("=")[2] for word in arguments if word.startswith("launch.host_id=")]
+    if own:  # the one key that differs between nodes
+        config.launch.host_id = own[-1]
+    return Job(
+        config,
+        received["run_dir"],
+        tuple(received["words"]),
+        restarted=received["restarted"],
+        records=received["records"],
+        label=received["label"],
+    )
+
+
+def job_record(job: Job) -> dict[str, Any]:
+    """Describes a job to ranks, and to those that replace them."""
+    return {
+        "run_dir": job.run_dir,
+        "config": to_yaml(job.config),
+        "words": list(job.overrides),
+        "records": job.records,
+        "label": job.label,
+    }
+
+
+def _publish_job(
+    identity: RankIdentity,
+    store: Any,
+    arguments: Sequence[str],
+    composition: Composition | None,
+    choose_layout: ChooseLayout,
+) -> None:
+    """Puts the job of the workers that these replace, or a new one, with the layout for these ranks
+    into ``store``; what went wrong there too, and raises it."""
+    records = [
+        json.loads(store.get(f"parallel2d/recorded/{node}")) for node in range(identity.nodes)
+    ]
+    earlier = next((record for record in records if record), None)
+    message: dict[str, Any] | None = None
+    try:
+        job = earlier or _first_job(identity, arguments, composition)
+        if job is not None:
+            config = from_yaml(job["config"])
+            chosen = choose_layout(config, job["words"], identity.nodes, identity.world_size)
+            message = {**job, "chosen": to_yaml(chosen), "restarted": earlier is not None}
+    except ConfigError as error:
+        message = {"error": str(error)}
+        raise
+    finally:  # whatever went wrong: the other ranks wait for it
+        store.set("parallel2d/job", json.dumps(message))
+
+
+def _first_job(
+    identity: RankIdentity, arguments: Sequence[str], composition: Composition | None
+) -> dict[str, Any] | None:
+    """Composed here or by the launcher; None for no job."""
+    if identity.launcher == "self":
+        record: dict[str, Any] = json.loads(os.environ[JOB])
+        return record
+    if is_multirun(arguments):
+        raise ConfigError("-m is refused here: torchrun, srun and launch.nnodes start one job")
+    jobs: list[Job] = []
+    composition = composition or compose(arguments)
+    if composition is None:
+        run_sweep(arguments, jobs.append)
+    else:
+        composition.start(jobs.append)
+    return job_record(jobs[0]) if jobs else None
+
+
+def launcher_folder() -> str:
+    """The folder that belongs to the process which starts this node's workers. It may not exist
+    yet.
+
+    Our own launchers announce theirs; that of another (torchrun) is named after it.
+    """
+    return os.environ.get(AGENT) or folders.folder_of(os.getppid(), folders.temporary_place())
+
+
+def recorded_run_dir(folder: str) -> str | None:
+    """The run directory that workers of the launcher with this folder trained in, or None."""
+    record = _recorded_job(folder)
+    return record["run_dir"] if record else None
+
+
+@contextlib.contextmanager
+def folder_errors_explained() -> Iterator[None]:
+    """Turns the OSError of a folder that cannot be made private into `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}; remove it, or set TMPDIR to a folder of your own"
+        ) from None
+
+
+def _is_started_again() -> bool:
+    """Whether the process that starts the workers does so again when they fail, with the same
+    command: our launchers and torchrun. Of another, such as a shell or a notebook, the next job may
+    be a different one."""
+    return AGENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _recorded_job(folder: str) -> dict[str, Any] | None:
+    if not folders.is_private(folder) or not folders.is_private(os.path.dirname(folder)):
+        return None  # somebody else may have written it
+    try:
+        record = files.read_json(os.path.join(folder, "job.json"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and set(record) == _RECORDED else None
+
+
+def _record_job(record: dict[str, Any]) -> None:
+    if _is_started_again():
+        folder = launcher_folder()
+        with folder_errors_explained():
+            folders.make_own(folder)
+        files.replace(os.path.join(folder, "job.json"), json.dumps(record))
+
+
+def forget_run(identity: RankIdentity) -> None:
+    """A run that ended well leaves no record behind. Our own launchers remove theirs themselves."""
+    if identity.local_rank == 0 and AGENT not in os.environ:
+        folders.remove(launcher_folder())
+
+
+def telling_progress(
+    identity: RankIdentity, position: Callable[[], _Position]
+) -> Callable[[], _Position]:
+    """Wraps ``position``, which returns an object with the step of a rank, so that each new step is
+    also written for the launcher; see `Restarts`."""
+    if identity.local_rank != 0 or AGENT not in os.environ:
+        return position
+    path, told = os.path.join(launcher_folder(), "step"), -1
+
+    def tell() -> _Position:
+        nonlocal told
+        now = position()
+        step = getattr(now, "step", 0)
+        if step != told:
+            told = step
+            with contextlib.suppress(OSError):
+                files.replace(path, str(step))
+        return now
+
+    return tell

@@ -1,0 +1,144 @@
+"""Starts ranks and waits for their end: `start_workers` on this machine alone, `start_node` as one
+node of several.
+
+Both return when the job has ended well. The exceptions of `parallel2d.launching.failures` and
+`ConfigError` show whether it was stopped and has saved, failed, or could not have worked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from parallel2d.base.config import Job, LaunchConfig
+from parallel2d.base.rank_environment import JOB
+from parallel2d.launching.agreement import job_record, recorded_run_dir
+from parallel2d.launching.failures import Preempted, StoppedBySignal, StoreLost, WorkersFailed
+from parallel2d.launching.network_interface import GLOO, NCCL
+
+
+def start_workers(job: Job, nproc: int) -> None:
+    """Runs ``job`` on ``nproc`` fresh workers of this machine, which communicate over loopback
+    alone, and waits for them.
+
+    Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first,
+    `Preempted` when asked to stop and saved, and KeyboardInterrupt after Ctrl-C; all workers have
+    ended then.
+    """
+    from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
+    from parallel2d.launching.rendezvous import own_rendezvous
+
+    settings = job.config.launch
+    given = {JOB: json.dumps(job_record(job)), **_defaults(nproc, "lo")}
+    with launcher_environment(given) as folder:
+        workers = NodeWorkers((), nproc, settings, folder, logs=os.path.join(job.run_dir, "logs"))
+        with (
+            contextlib.closing(own_rendezvous(folder)) as rendezvous,
+            _stop_explained(settings, job.config.checkpoint.folder, lambda: job.run_dir),
+        ):
+            run_node(workers, rendezvous)
+
+
+def start_node(
+    config: Any, words: Sequence[str], nproc: int, main: str = "parallel2d.rank:rank_main"
+) -> None:
+    """Runs this node's ``nproc`` ranks of a job that several nodes run together, and waits for its
+    end.
+
+    ``config``: the `TrainConfig` that ``words`` compose to; the job's own is composed by its rank
+    0. ``main``: what each rank calls with ``words`` ("package.module:function"). When the
+    rendezvous store is lost, the ranks end. The launcher waits ``launch.rendezvous_timeout``
+    seconds for the store, then the job goes on from its newest checkpoint. Raises as
+    `start_workers` does.
+    """
+    from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
+    from parallel2d.launching.rendezvous import find_rendezvous
+
+    settings: LaunchConfig = config.launch
+    with contextlib.ExitStack() as stack:
+        rendezvous = find_rendezvous(settings)
+        # Another one may have taken its place by then.
+        stack.callback(lambda: rendezvous.close())
+        interface, endpoint = rendezvous.interface.name, rendezvous.endpoint
+        folder = stack.enter_context(launcher_environment(_defaults(nproc, interface)))
+        workers = NodeWorkers(words, nproc, settings, folder, main=main)
+        where = "opened here" if rendezvous.server else "found"
+        if settings.node_range != (1, 1):
+            workers.say(
+                f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
+                f"{interface}"
+            )
+        if settings.elastic:
+            rendezvous.wait_for_all(settings)
+        run_dir = functools.partial(recorded_run_dir, folder)
+        stack.enter_context(_stop_explained(settings, config.checkpoint.folder, run_dir))
+        while True:
+            try:
+                return run_node(workers, rendezvous)
+            except StoreLost as lost:
+                pause = workers.restarts.after_failure()
+                if rendezvous.server or pause is None:
+                    raise WorkersFailed(
+                        f"the rendezvous store at {endpoint} does not answer: {lost}"
+                    ) from None
+                workers.say(
+                    f"the rendezvous store at {endpoint} does not answer ({lost}); the ranks have "
+                    "ended, waiting for it"
+                )
+                rendezvous.close()
+                time.sleep(pause + 1.0)
+                rendezvous = find_rendezvous(settings)
+
+
+@contextlib.contextmanager
+def _stop_explained(
+    settings: LaunchConfig, folder: str | None, run_dir: Callable[[], str | None]
+) -> Iterator[None]:
+    """When this process gets a signal to stop, raises the exception for what came of it. ``folder``
+    of checkpoints; None: the one in ``run_dir``, which may be known only later."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    # each has a level of its own, so that of the parent has no effect
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = _newest_checkpoint(folder, run_dir())
+    try:
+        yield
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        saved = _newest_checkpoint(folder, run_dir())
+        if saved != before:
+            raise Preempted(f"asked to stop; saved {saved}", settings.requeue_exit_code) from None
+        raise StoppedBySignal(f"stopped by {signal.Signals(error.sigval).name}") from None
+
+
+def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:
+    if folder is None and run_dir is None:
+        return None
+    try:
+        names = os.listdir(folder or os.path.join(str(run_dir), "checkpoints"))
+    except OSError:
+        return None
+    return max((name for name in names if name.startswith("step-")), default=None)
+
+
+def _defaults(nproc: int, interface: str) -> dict[str, str]:
+    """Variables that workers get unless they are set: threads, the interface that gloo and NCCL
+    use, and no C++ stack of every connection that breaks, since a message reports it."""
+    threads = str(max(1, (os.cpu_count() or 1) // nproc))
+    wanted = {
+        "OMP_NUM_THREADS": threads,
+        GLOO: interface,
+        NCCL: interface,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    return {name: value for name, value in wanted.items() if not os.environ.get(name)}

@@ -1,0 +1,79 @@
+"""The processes of a node: `workers_per_node` counts its ranks, `end_with_parent` ends a process
+with its parent, `set_process_name` names it, `open_standard_streams` before it opens files."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+from parallel2d.base.config import LaunchConfig
+from parallel2d.base.errors import ConfigError
+
+CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
+
+# What a scheduler or a terminal may send to every process of a job.
+BATCH_SIGNALS = {
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+}
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl(2), from <linux/prctl.h>
+
+
+def workers_per_node(config: LaunchConfig) -> int:
+    """``launch.nproc_per_node`` as a number. Raises `ConfigError` for more workers than
+    accelerators."""
+    import torch
+
+    accelerators = 0
+    if torch.accelerator.is_available():
+        accelerators = torch.accelerator.device_count()
+    if config.nproc_per_node == "auto":
+        return accelerators or CPU_WORKERS
+    wanted = int(config.nproc_per_node)
+    # Any number of workers may share a CPU.
+    if 0 < accelerators < wanted:
+        raise ConfigError(
+            f"launch.nproc_per_node={wanted}: this machine has {accelerators} accelerators, and "
+            "two ranks cannot share one"
+        )
+    return wanted
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Has the kernel end this process when the one that started it dies, however it dies (Linux;
+    elsewhere nothing). ``parent``: its id; without it, one that has died before this call is not
+    noticed."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid() if parent is None else parent
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The kernel sends nothing for a parent that died before that call. Such a process has another
+    # parent by now.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def open_standard_streams() -> None:
+    """Opens the null device in the place of standard streams that this process was started without,
+    as a service may be. Otherwise the next file takes the number of one, and ranks inherit it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # It gets the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def set_process_name(name: str) -> None:
+    """Sets what ``ps -o comm`` and ``top`` show for this process (Linux, 15 characters; elsewhere
+    nothing)."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)

@@ -1,0 +1,214 @@
+"""Starts ranks (`start_rank`) from a process that has imported everything (`start_server`).
+
+[Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
+which would be most of what a start or a restart costs. So ranks are forked from a server: a new
+process, with nothing of the launcher's threads or devices, that never touches an accelerator, whose
+driver does not survive a fork. The launcher sends it one end of a socket pair for each rank, which
+carries the request to the rank, and back its process id and, from the server, its exit code.
+
+[Note: who ends whom] The kernel ends the server with its launcher, and every rank with the server
+(Linux). Signals reach a rank from the launcher alone: the server blocks those that a scheduler
+sends to every process of a job, and a rank leads a session of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from parallel2d.launching.processes import BATCH_SIGNALS, end_with_parent, set_process_name
+
+LOST = 255  # the exit code of a rank whose server has ended
+# What the server imports. Ranks need the last two in their first step.
+PRELOADED = (
+    "parallel2d.rank",
+    "parallel2d.training.assemble",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+)
+_REPORT_S = 0.02  # between two looks of the server at the ranks that run
+
+
+class RankProcess:
+    """One rank, as torch's agent wants a process: ``pid``, `poll`, `wait`, `close`."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid, self._connection = pid, connection
+        self.proc = self  # the agent reads a handler's process
+
+    def poll(self) -> int | None:
+        """Its exit code, below 0 for the signal that ended it; None while it runs; `LOST` when the
+        server was ended, and the rank with it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""
+        self._connection.settimeout(timeout)
+        try:
+            # It stays in the socket, so a signal's exception that comes now loses nothing.
+            code = self._connection.recv(4, socket.MSG_PEEK)
+        except (BlockingIOError, TimeoutError):
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0) from None
+        except ConnectionResetError:
+            return LOST
+        return int.from_bytes(code, "big", signed=True) if code else LOST
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Sends ``death_sig`` to it and whatever it has started."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, death_sig or signal.SIGTERM)
+
+
+class _RankServer:
+    """The process that ranks are forked from, and the launcher's end of their socket pair."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        program = (
+            f"import sys; sys.argv, sys.path = {sys.argv}, {[os.fspath(path) for path in sys.path]}"
+            "\nfrom parallel2d.launching.rank_processes import serve"
+            f"\nserve({theirs.fileno()}, {os.getpid()}, {PRELOADED})"
+        )
+        # -O, -W, -X and the like hold for ranks too.
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        # A new process blocks the signals that its parent blocks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+
+
+_servers: list[_RankServer] = []  # of this process: one, or none
+
+
+def start_server() -> None:
+    """Starts the process that ranks are forked from, unless there is one. Returns at once, while it
+    imports. See [Note: why ranks are forked]."""
+    if not _servers or _servers[0].process.poll() is not None:
+        _servers[:] = [_RankServer()]
+
+
+@atexit.register
+def _end_server() -> None:
+    for server in _servers:
+        server.process.kill()
+        server.process.wait()
+
+
+# A fork of a launcher starts a server of its own.
+os.register_at_fork(after_in_child=_servers.clear)
+
+
+def start_rank(
+    main: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: str | None,
+    stderr: str | None,
+) -> RankProcess:
+    """Starts a rank, which calls ``main`` ("package.module:function") with ``words`` and exits with
+    what it returns. ``environment``: exactly its own. ``stdout``, ``stderr``: files; None: as this
+    process."""
+    start_server()
+    place = [os.getcwd(), [os.fspath(path) for path in sys.path]]
+    request = [main, list(words), dict(environment), [stdout, stderr], *place]
+    ours, theirs = socket.socketpair()
+    pid = b""
+    # Where the server has ended, the rank is one that is lost.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError), theirs:
+        socket.send_fds(_servers[0].socket, [b"."], [theirs.fileno()])
+        theirs.close()
+        ours.sendall(json.dumps(request).encode())
+        ours.shutdown(socket.SHUT_WR)
+        pid = ours.recv(4)
+    return RankProcess(int.from_bytes(pid, "big"), ours)
+
+
+def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
+    """Runs in the server: forks ranks until the launcher ends. ``descriptor``: of the server's end
+    of the socket pair; ``launcher``: a process id."""
+    end_with_parent(launcher)
+    set_process_name("parallel2d ranks")
+    # Who started the launcher may have ignored some, and without SIGCHLD no exit code is kept.
+    for number in (*BATCH_SIGNALS, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Should a library ask for GPUs while it is imported, torch answers without starting the driver.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for name in preloaded:
+        importlib.import_module(name)
+    # The collector leaves alone what is there now, so that ranks go on sharing its memory.
+    gc.collect()
+    gc.freeze()
+    requests = socket.socket(fileno=descriptor)
+    ranks: dict[Any, socket.socket] = {}
+    while True:
+        if select.select([requests], [], [], _REPORT_S if ranks else None)[0]:
+            _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
+            if not descriptors:
+                os._exit(0)  # the launcher has ended
+            connection = socket.socket(fileno=descriptors[0])
+            others = [requests, *ranks.values()]
+            rank = multiprocessing.get_context("fork").Process(
+                target=_run_rank, args=(os.getpid(), connection, others)
+            )
+            rank.start()
+            ranks[rank] = connection
+        for rank in [rank for rank in ranks if rank.exitcode is not None]:
+            with ranks.pop(rank) as connection, contextlib.suppress(OSError):
+                connection.send(rank.exitcode.to_bytes(4, "big", signed=True))
+
+
+def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.socket]) -> NoReturn:
+    end_with_parent(server)
+    os.setsid()
+    for inherited in others:
+        inherited.close()
+    with connection, connection.makefile("rb") as request:
+        connection.send(os.getpid().to_bytes(4, "big"))
+        main, words, environment, streams, folder, path = json.load(request)
+    for number, file in enumerate(streams, start=1):
+        if file:
+            opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(opened, number)
+            os.close(opened)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    set_process_name(f"rank {environment['RANK']}")
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # as in a new process
+    # OpenMP has read the variable in the server, which has another value.
+    if "torch" in sys.modules:
+        threads = int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        sys.modules["torch"].set_num_threads(threads)
+    try:
+        sys.exit(pkgutil.resolve_name(main)(words))
+    finally:
+        # As at the end of any process; Python leaves it out after a fork.
+        atexit._run_exitfuncs()

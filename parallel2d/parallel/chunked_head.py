@@ -1,0 +1,447 @@
+"""Trains any model whose last layer is a Linear without ever holding all of its logits:
+`ChunkedHead`.
+
+[Note: a loss inside the head] Sharding gathers the head's weight around the head's own forward, so
+the loss must be computed there. The targets are given to the head before the model is called. In
+the place of logits the head returns a `ChunkedLogits`, which holds the finished loss. What the
+model does with its logits afterwards, such as a soft cap, must be known by then. A first forward on
+a few rows records it, and every later one is compared with the record. `ChunkedLogits` is a
+dataclass because `fully_shard` finds the tensors that backward begins with in those.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.chunked_loss import (
+    ELEMENTWISE,
+    SYNONYMS,
+    Operation,
+    apply_all,
+    cross_entropy_from_hidden,
+    targets_like,
+)
+from parallel2d.parallel.loss import cross_entropy_sum
+from parallel2d.parallel.model_structure import find_blocks, fqn_of
+
+_COMPARED = 480  # tokens of the first batch; a multiple of usual sizes of the tensor axis
+# By the dtype of the logits: largest relative difference of the two losses.
+_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}
+_BOUND = 1e-2  # of narrower ones
+
+_REFUSED_OPERATORS = {
+    "__getitem__": "indexing",
+    "__setitem__": "assignment to an index",
+    "__rsub__": "a subtraction from a number",
+    "__rtruediv__": "a division of a number",
+    "__pow__": "pow",
+}
+
+
+class _Record:
+    """What became of the logits until now.
+
+    Neither a dataclass nor a tuple, in which sharding would look for tensors.
+    """
+
+    def __init__(
+        self, shape: torch.Size, sample: Tensor, operations: tuple[Operation, ...] = ()
+    ) -> None:
+        self.shape = shape
+        self.sample = sample  # of the dtype and on the device of the logits, without elements
+        self.operations = operations
+
+
+@dataclass(eq=False)
+class ChunkedLogits:
+    """Stands for logits in what the model does with them after its head. ``loss``: the summed
+    cross-entropy, or None while operations are recorded.
+
+    It takes the operations on single elements that soft caps and scales are made of, and raises
+    `ConfigError` for others.
+    """
+
+    loss: Tensor | None
+    record: _Record
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = SYNONYMS.get(function.__name__, function.__name__)
+        own = [arg for arg in args if isinstance(arg, cls)]
+        if len(own) != 1:
+            raise _refused(name)
+        others = [arg for arg in args if not isinstance(arg, cls)]
+        # Of an operation that is not commutative the logits must come first.
+        if args[0] is not own[0] and name not in ("mul", "add"):
+            raise _refused(name)
+        return own[0].then(name, others, kwargs or {})
+
+    def then(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ChunkedLogits:
+        """After the operation ``name``. Raises `ConfigError` for one that is not on single
+        elements, or uses a tensor that is trained."""
+        if name not in ELEMENTWISE:
+            raise _refused(name)
+        for value in (*args, *kwargs.values()):
+            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if isinstance(value, Tensor) and (not is_plain or value.numel() != 1):
+                raise _refused(f"{name} with a tensor of shape {tuple(value.shape)}")
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise _refused(f"{name} with a parameter, which would get no gradient,")
+            if isinstance(value, ChunkedLogits):
+                raise _refused(f"{name} of two of them")
+        operation = Operation(name, args, kwargs)
+        record = self.record
+        after = _Record(record.shape, operation(record.sample), (*record.operations, operation))
+        return ChunkedLogits(self.loss, after)
+
+    def __getattr__(self, name: str) -> Any:
+        # Other objects are asked too whether they have, say, `keys`.
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        raise _refused(name)
+
+    # What a model may ask of its logits.
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.record.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.record.sample.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.record.sample.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.record.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    # What a tensor-parallel style does with the output of a Linear: the loss is whole already.
+
+    @property
+    def placements(self) -> tuple[()]:
+        return ()
+
+    def redistribute(self, *_args: Any, **_kwargs: Any) -> ChunkedLogits:
+        return self
+
+    def to_local(self) -> ChunkedLogits:
+        return self
+
+
+def _method(name: str) -> Callable[..., ChunkedLogits]:
+    return lambda logits, *args, **kwargs: logits.then(name, args, kwargs)
+
+
+def _refusal(what: str) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        raise _refused(what)
+
+    return refuse
+
+
+# Python looks operators up in the class, and does not ask `__getattr__` for them.
+for _name in (*ELEMENTWISE, *SYNONYMS):
+    setattr(ChunkedLogits, _name, _method(SYNONYMS.get(_name, _name)))
+for _name, _what in _REFUSED_OPERATORS.items():
+    setattr(ChunkedLogits, _name, _refusal(_what))
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        f"the loss cannot be computed in chunks of rows (train.loss_chunk): the model uses {what} "
+        "on its logits, and only operations on each element with plain numbers can be repeated on "
+        f"a chunk ({', '.join(sorted(ELEMENTWISE))}); set train.loss_chunk=null"
+    )
+
+
+def find_head(model: nn.Module) -> str:
+    """FQN of the Linear that computes the logits: the one that
+    ``model.get_output_embeddings()`` returns, or else the last Linear that is in no repeated block.
+
+    Raises `ConfigError` when there is none. Whether it really is the head shows in the first
+    forward of a `ChunkedHead`.
+    """
+    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
+    ask = getattr(model, "get_output_embeddings", None)
+    if callable(ask):
+        head = ask()
+        if head is not None:
+            if not _is_plain_linear(head) or id(head) not in names:
+                raise ConfigError(
+                    f"train.loss_chunk: the head of {_class_name(model)} is a {_class_name(head)}, "
+                    "and only a plain Linear can be computed in chunks; set train.loss_chunk=null"
+                )
+            return names[id(head)]
+    inside: set[int] = set()
+    for _, block in find_blocks(model):
+        inside.update(map(id, block.modules()))
+    found = [
+        module
+        for module in model.modules()
+        if _is_plain_linear(module) and id(module) not in inside
+    ]
+    if not found:
+        raise ConfigError(
+            f"train.loss_chunk: {_class_name(model)} has no Linear outside of its repeated blocks "
+            "that could be its head; set train.loss_chunk=null"
+        )
+    return names[id(found[-1])]
+
+
+def _is_plain_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _can_be_cut(value: Any, targets: Tensor) -> bool:
+    """Whether it is plain which part of ``value`` belongs to a part of ``targets``."""
+    if isinstance(value, Tensor) and value.ndim > 0:
+        return value.shape[:2] == targets.shape[:2]
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def _modules_around(model: nn.Module, head: nn.Module) -> dict[str, nn.Module]:
+    """By name, ``head`` and the modules that contain it: those that may return its output."""
+    found = {}
+    for path, module in model.named_modules():
+        if module is head:
+            parts = path.split(".")
+            for length in range(len(parts) + 1):
+                outer = ".".join(parts[:length])
+                found[fqn_of(outer)] = model.get_submodule(outer)
+    return found
+
+
+def _class_name(module: Any) -> str:
+    return type(module).__name__.removeprefix("FSDP")
+
+
+class ChunkedHead:
+    """Computes the summed cross-entropy of ``model`` in chunks of rows; see
+    [Note: a loss inside the head]. ::
+
+        model = parallelize(model, mesh, config, ...)
+        head = ChunkedHead(model, chunk=1024)
+        loss = head.loss(targets, tokens)     # in the place of loss(model(tokens), targets)
+
+    Args:
+        model: plain, or after `parallel2d.parallel.parallelize`.
+        chunk: rows, that is tokens, of which logits exist at a time.
+        name: FQN of the head; default: `find_head`.
+        z_loss: as in `cross_entropy_sum`, while the model is in training mode.
+
+    ``model(tokens)`` returns logits as before. Raises `ConfigError` when there is no such head.
+    """
+
+    def __init__(
+        self, model: nn.Module, chunk: int, name: str | None = None, z_loss: float = 0.0
+    ) -> None:
+        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+            raise ConfigError(f"chunk={chunk} must be a whole number of rows, at least 1")
+        self.model = model
+        self.chunk = chunk
+        self.z_loss = z_loss
+        self.name = name if name is not None else find_head(model)
+        by_name = {fqn_of(path): module for path, module in model.named_modules()}
+        if not _is_plain_linear(by_name.get(self.name)):
+            raise ConfigError(f"{self.name} is no plain Linear of {_class_name(model)}")
+        self._head: Any = by_name[self.name]
+        self._around = _modules_around(model, self._head)
+        self._forward = self._head.forward
+        # A method of this object, so that a deep copy of the model computes with its own head.
+        self._head.forward = types.MethodType(_forward_of_head, self)
+        self._operations: tuple[Operation, ...] | None = None  # after the head, once known
+        self._targets: Tensor | None = None  # while the model computes a loss
+        self._rows = chunk
+        self._calls = 0
+
+    def loss(self, targets: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        """``cross_entropy_sum(model(*inputs, **options), targets)``, whose logits are never whole.
+
+        The first call is compared with the plain loss before; see `compare`. Raises RuntimeError
+        when the model does something else with its logits than at first.
+        """
+        if self._operations is None:
+            self.compare(targets, *inputs, **options)
+        output = self._call(targets, self.chunk, inputs, options)
+        assert self._operations is not None
+        done = output.record.operations
+        same = len(done) == len(self._operations) and all(
+            a.is_same(b) for a, b in zip(done, self._operations, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                f"the model did {list(done)} with its logits, and {list(self._operations)} (with "
+                "the same numbers) in its first forward, which the loss in chunks repeats; set "
+                "train.loss_chunk=null"
+            )
+        loss = output.loss
+        assert loss is not None
+        if loss.dtype.itemsize < 4:
+            raise ConfigError(
+                f"the loss was cast to {loss.dtype} with the outputs of a module: omit "
+                "precision.output, and Linear in precision.fp32_modules, or set "
+                "train.loss_chunk=null"
+            )
+        return loss
+
+    @torch.no_grad()
+    def compare(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
+        """Learns what the model does with its logits, and compares the loss with the plain one, on
+        the first tokens of the first sample (on all tokens where an input has not one entry for
+        each of them), in eval mode. Collective.
+
+        Raises `ConfigError`, on every rank, when they differ: the model computes its loss from
+        something else than this head's output.
+        """
+        first, options, like = self._first_tokens(targets, inputs, options)
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            output = self.model(*first, **options)
+            logits = getattr(output, "logits", output)
+            wanted = targets_like(like, logits)
+            plain = cross_entropy_sum(logits, wanted)
+            dtype = logits.dtype
+            del output, logits
+            self._record(wanted, first, options)
+            # Of several chunks, the last one smaller.
+            rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
+            found = self._call(wanted, rows, first, options).loss
+        finally:
+            for module, was in training.items():
+                module.training = was
+            self._reshard()
+        assert found is not None
+        self._check_equal(found, plain, _BOUNDS.get(dtype, _BOUND))
+
+    def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
+        """Learns what the model does with its logits, without a comparison, for tensors without
+        values. Call it without gradients."""
+        self._record(targets, inputs, options)
+        self._reshard()
+
+    def _record(self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]) -> None:
+        self._operations = None
+        output = self._call(targets, self.chunk, inputs, options)
+        self._operations = output.record.operations
+
+    def _reshard(self) -> None:
+        """Without a backward nothing else frees the parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _first_tokens(
+        self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any], Tensor]:
+        """Cut to the first tokens of the first sample, if all inputs have one entry for each
+        target. Otherwise whole: nobody knows what belongs to the first tokens of the others."""
+        values = [*inputs, *options.values()]
+        if targets.ndim < 2 or not all(_can_be_cut(value, targets) for value in values):
+            return list(inputs), options, targets
+        parameter = next(self.model.parameters())
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        tensor = 1
+        if mesh is not None and "tensor" in (mesh.mesh_dim_names or ()):
+            tensor = mesh["tensor"].size()
+        length = _COMPARED - _COMPARED % tensor
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.shape[:2] == targets.shape[:2]:
+                return value[:1, :length]
+            return value
+
+        shorter = {name: cut(value) for name, value in options.items()}
+        return [cut(value) for value in inputs], shorter, cut(targets)
+
+    def _check_equal(self, found: Tensor, plain: Tensor, bound: float) -> None:
+        difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)
+        # NaN would compare as equal.
+        difference = difference.nan_to_num(nan=torch.inf)
+        if not bool(plain.isfinite()):
+            difference.zero_()  # the weights are broken; the step will say so
+        if dist.is_initialized():
+            dist.all_reduce(difference, dist.ReduceOp.MAX)
+        if difference.item() > bound:
+            raise ConfigError(
+                f"the loss in chunks (train.loss_chunk) differs from the plain loss by "
+                f"{difference.item():.1e} of it, and may by {bound:.0e}: "
+                f"{_class_name(self.model)} makes its logits otherwise than by {self.name} and "
+                f"{list(self._operations or ())}; set train.loss_chunk=null"
+            )
+
+    def _call(
+        self, targets: Tensor, rows: int, inputs: Sequence[Any], options: dict[str, Any]
+    ) -> ChunkedLogits:
+        for name, module in self._around.items():
+            # They are called with the gradients of an output that is a tensor.
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ConfigError(
+                    f"train.loss_chunk: {name or _class_name(module)} has a hook for its backward, "
+                    "which needs the gradient of its logits, and they are never whole; remove the "
+                    "hook, or set train.loss_chunk=null"
+                )
+        self._targets, self._rows, self._calls = targets, rows, 0
+        try:
+            output = self.model(*inputs, **options)
+        finally:
+            self._targets = None
+        output = getattr(output, "logits", output)
+        if not isinstance(output, ChunkedLogits) or self._calls != 1:
+            raise ConfigError(
+                f"train.loss_chunk: the output of {_class_name(self.model)} is not what one call "
+                f"of {self.name} returned ({self._calls} calls, output {_class_name(output)}), so "
+                "that its loss cannot be computed in chunks; set train.loss_chunk=null"
+            )
+        return output
+
+    def compute(self, hidden: Tensor) -> Any:
+        """The forward of the head."""
+        targets = self._targets
+        if targets is None:
+            return self._forward(hidden)
+        self._calls += 1
+        # Read once: a parametrization computes its weight, and may count how often.
+        weight = self._head.weight
+        loss = None
+        if self._operations is not None:
+            after = functools.partial(apply_all, self._operations) if self._operations else None
+            loss = cross_entropy_from_hidden(
+                hidden,
+                weight,
+                targets,
+                self._rows,
+                bias=self._head.bias,
+                after=after,
+                z_loss=self.z_loss if self.model.training else 0.0,
+            )
+        shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        sample = torch.empty(0, dtype=weight.dtype, device=hidden.device)
+        return ChunkedLogits(loss, _Record(shape, sample))
+
+
+# What it returns is no tensor, which a compiled graph cannot have: a model that is compiled as a
+# whole is cut here.
+@torch.compiler.disable
+def _forward_of_head(chunked: ChunkedHead, input: Tensor) -> Any:
+    """``input``: as `nn.Linear.forward` calls it."""
+    return chunked.compute(input)

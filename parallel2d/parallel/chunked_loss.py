@@ -1,0 +1,379 @@
+"""Cross-entropy from what enters the last layer, without ever holding all of the logits:
+`cross_entropy_from_hidden`.
+
+[Note: gradients in forward] A chunk of rows has its logits, its loss and the gradients of its loss
+at once, and is dropped before the next one. So forward already has the gradients of ``hidden`` and
+``weight``; backward multiplies them by the gradient of the loss, one number. Computing the logits
+again in backward would need no less memory and a fourth matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.loss import IGNORED, check_targets, row_pieces
+
+Elementwise = Callable[[Tensor], Tensor]
+
+# What a model may do with its logits: operations on each element, by their names in torch.
+SYNONYMS = {
+    "multiply": "mul", "__mul__": "mul", "__rmul__": "mul",
+    "divide": "div", "true_divide": "div", "__truediv__": "div",
+    "__add__": "add", "__radd__": "add", "__sub__": "sub",
+    "negative": "neg", "__neg__": "neg",
+}  # fmt: skip
+ELEMENTWISE = {
+    *("mul", "div", "add", "sub", "neg", "tanh", "clamp", "clamp_min", "clamp_max"),
+    *("to", "type", "float", "double", "half", "bfloat16", "contiguous"),
+}
+
+
+class Operation:
+    """A method of `torch.Tensor` with its arguments: numbers, dtypes, or tensors of one element."""
+
+    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.name = name
+        self.args = tuple(args)
+        self.kwargs = dict(kwargs)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        result: Tensor = getattr(value, self.name)(*self.args, **self.kwargs)
+        # A tensor of one element may have more dims than a chunk of logits.
+        return result.view(value.shape)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def is_same(self, other: Operation) -> bool:
+        """Whether ``other`` has the same name and arguments."""
+        own = [*self.args, *self.kwargs.items()]
+        others = [*other.args, *other.kwargs.items()]
+        if self.name != other.name or len(own) != len(others):
+            return False
+        return all(_are_same(*pair) for pair in zip(own, others, strict=True))
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    # The value of a tensor is on a device, and it is read where the operation runs.
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    return bool(a == b)
+
+
+def apply_all(operations: Sequence[Operation], value: Tensor) -> Tensor:
+    """``value`` after ``operations``, one after the other."""
+    for operation in operations:
+        value = operation(value)
+    return value
+
+
+@torch.compiler.disable
+def cross_entropy_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int = 1024,
+    *,
+    bias: Tensor | None = None,
+    after: Elementwise | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Summed cross-entropy of ``after(hidden @ weight.T + bias)`` over the targets that are not
+    -100; a scalar in fp32 (fp64 for fp64 inputs).
+
+    At most ``chunk`` rows of logits exist at a time. The gradients are computed in forward and kept
+    until backward, which can run once and without ``create_graph``: that of ``weight`` in fp32 at
+    least. Under ``torch.compile`` this is a graph break.
+
+    Args:
+        hidden: [..., dim], what enters the last layer. With a split ``weight`` a DTensor that is
+            whole on every rank of the tensor axis.
+        weight: [vocab, dim], or a DTensor on the tensor axis that is split by rows.
+        targets: int64 [...] or flat.
+        chunk: rows of ``hidden``, which are tokens.
+        bias: [vocab], split as ``weight``.
+        after: what the model does with the logits before its loss, element by element, such as a
+            soft cap. It must not depend on tensors that are trained.
+        z_loss: times the squared log-sum-exp of each valid token's logits is added to the sum
+            (PaLM, Chowdhery et al. 2022).
+
+    Raises `ConfigError` for shapes and placements that do not fit, and RuntimeError for a target
+    that has no logit. Called where the weight is whole, or split over the tensor axis alone: for a
+    sharded model inside its forward.
+    """
+    _check(hidden, weight, targets, chunk)
+    check_targets(targets, weight.shape[0])
+    with_grad = torch.is_grad_enabled()
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = _autocast(hidden, dtype), _autocast(weight, dtype)
+        bias = None if bias is None else _autocast(bias, dtype)
+    group: dist.ProcessGroup | None = None
+    first = 0
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        group = mesh.get_group()
+        # `Shard` gives every rank ceil(vocab / ranks) rows; the last ranks may have fewer or none.
+        first = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
+        # Each rank has the part of the gradient that its columns give.
+        assert isinstance(hidden, DTensor)
+        hidden = hidden.to_local(grad_placements=[Partial()])
+        weight = weight.to_local()
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    with torch.autocast(device, enabled=False):
+        return _ChunkedCrossEntropy.apply(
+            hidden.flatten(0, -2),
+            weight,
+            bias,
+            targets.flatten(),
+            _Settings(chunk, after, z_loss, group, first, with_grad),
+        )
+
+
+def targets_like(targets: Tensor, logits: Tensor) -> Tensor:
+    """Targets in the shape of ``targets`` from all parts of the vocabulary of ``logits``, some of
+    them ignored, to compare two losses with: those of a batch may all be ignored. Raises
+    `ConfigError` where the shapes do not fit."""
+    if tuple(targets.shape) not in (tuple(logits.shape[:-1]), (logits.shape[:-1].numel(),)):
+        raise ConfigError(
+            f"the model has logits of shape {tuple(logits.shape)} for targets of shape "
+            f"{tuple(targets.shape)}: each target needs one row"
+        )
+    places = torch.arange(targets.numel(), device=targets.device)
+    found = (places * 7919 + 1) % logits.shape[-1]
+    found[places % 5 == 4] = IGNORED
+    return found.view(targets.shape)
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` as a Linear under autocast takes it, which leaves fp64 as it is."""
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
+    where = "cross_entropy_from_hidden"
+    for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, no tensor")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ConfigError(f"{where}: chunk={chunk} must be a whole number of rows, at least 1")
+    if hidden.ndim < 2 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
+        raise ConfigError(
+            f"{where}: hidden of shape {tuple(hidden.shape)} is [..., dim], weight of shape "
+            f"{tuple(weight.shape)} is [vocab, dim]"
+        )
+    wanted = tuple(hidden.shape[:-1])
+    if tuple(targets.shape) not in (wanted, (math.prod(wanted),)):
+        raise ConfigError(
+            f"{where}: hidden of shape {tuple(hidden.shape)} has one target for each of {wanted}, "
+            f"and targets have shape {tuple(targets.shape)}"
+        )
+    _check_placements(hidden, weight, where)
+
+
+def _check_placements(hidden: Tensor, weight: Tensor, where: str) -> None:
+    """Raises `ConfigError` unless both are plain, or ``weight`` is split by rows over one axis and
+    ``hidden`` whole."""
+    if not isinstance(hidden, DTensor) and not isinstance(weight, DTensor):
+        return
+    described = []
+    for tensor in (hidden, weight):
+        described.append(str(tensor.placements) if isinstance(tensor, DTensor) else "plain")
+    fits = isinstance(hidden, DTensor) and isinstance(weight, DTensor)
+    if fits and weight.device_mesh.ndim == 1:  # type: ignore[attr-defined]
+        is_split = weight.placements[0].is_shard(0)  # type: ignore[attr-defined]
+        if is_split and hidden.placements[0].is_replicate():  # type: ignore[attr-defined]
+            return
+    raise ConfigError(
+        f"{where}: hidden is {described[0]} and weight {described[1]}; the weight must be plain, "
+        "or split by rows over the tensor axis alone with hidden whole on each of its ranks. A "
+        "sharded weight is gathered only inside the forward of its model"
+    )
+
+
+class _Settings:
+    """What is no input of the graph. ``group``, ``first``: as in `parallel2d.parallel.loss`."""
+
+    def __init__(
+        self,
+        chunk: int,
+        after: Elementwise | None,
+        z_loss: float,
+        group: dist.ProcessGroup | None,
+        first: int,
+        with_grad: bool,
+    ) -> None:
+        self.chunk = chunk
+        self.after = after
+        self.z_loss = z_loss
+        self.group = group
+        self.first = first
+        self.with_grad = with_grad
+
+
+class _Gradients:
+    """Sums over the chunks; None where no gradient is wanted, or nothing was added."""
+
+    def __init__(self, hidden: Tensor, wanted: tuple[bool, ...]) -> None:
+        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self._of_weight, self._of_bias = wanted[1:]
+        self.any = any(wanted)
+
+    def add(self, rows: slice, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """``gradient``: of the logits of these ``rows``; ``hidden``: the same rows."""
+        if self.hidden is not None:
+            torch.mm(gradient, weight, out=self.hidden[rows])
+        # Sums of rounded numbers are kept in fp32 at least.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        if self._of_weight and self.weight is None:
+            self.weight = gradient.new_zeros(weight.shape, dtype=wide)
+        if self.weight is not None and wide == gradient.dtype:
+            self.weight.addmm_(gradient.t(), hidden)
+        elif self.weight is not None:
+            for part in row_pieces(self.weight):
+                self.weight[part] += gradient[:, part].t() @ hidden
+        if self._of_bias:
+            summed = gradient.sum(0, dtype=wide)
+            self.bias = summed if self.bias is None else self.bias.add_(summed)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """See [Note: gradients in forward]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        settings: _Settings,
+    ) -> Tensor:
+        # `needs_input_grad` does not say whether gradients are recorded at all.
+        wanted = tuple(needs and settings.with_grad for needs in ctx.needs_input_grad[:3])
+        gradients = _Gradients(hidden, wanted)
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        # Without rows one empty chunk is computed, so that the gradients are zeros.
+        for start in range(0, max(len(targets), 1), settings.chunk):
+            rows = slice(start, start + settings.chunk)
+            loss, gradient = _of_chunk(
+                F.linear(hidden[rows], weight, bias), targets[rows], settings, gradients.any
+            )
+            total += loss
+            if gradient is not None:
+                gradients.add(rows, gradient, hidden[rows], weight)
+            # Before the next chunk has its logits.
+            del gradient
+        ctx.gradients = gradients
+        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, (scale,) = ctx.gradients, grad_outputs
+        # Autograd would take the gradients of forward for constants.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of cross_entropy_from_hidden cannot be differentiated again "
+                "(create_graph=True): compute this loss from whole logits"
+            )
+        if gradients is None:
+            raise RuntimeError(
+                "the gradients of cross_entropy_from_hidden were used by an earlier backward, and "
+                "are kept for one only: compute the loss again"
+            )
+        # In place: a copy of the weight's gradient would be as large as many chunks.
+        ctx.gradients = None
+        weight_dtype, bias_dtype = ctx.dtypes
+        of_hidden = of_weight = of_bias = None
+        if gradients.hidden is not None:
+            of_hidden = gradients.hidden
+            # A factor without dims would be rounded to a narrow dtype first (on GPUs).
+            for rows in row_pieces(of_hidden):
+                of_hidden[rows] *= scale.reshape(1)
+        if gradients.weight is not None:
+            of_weight = gradients.weight.mul_(scale).to(weight_dtype)
+        if gradients.bias is not None:
+            of_bias = gradients.bias.mul_(scale).to(bias_dtype)
+        return of_hidden, of_weight, of_bias, None, None
+
+
+def _of_chunk(
+    logits: Tensor, targets: Tensor, settings: _Settings, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of these rows, and its gradient with respect to ``logits`` if wanted, which
+    may take the place of ``logits``."""
+    raw, output = logits, logits
+    if settings.after is not None:
+        raw = logits.requires_grad_(with_gradient)
+        with torch.set_grad_enabled(with_gradient):
+            output = settings.after(raw)
+    values = output.detach()
+    # A target in another rank's columns contributes 0 here; its index is only kept legal.
+    columns = values.shape[1]
+    own = (targets >= settings.first) & (targets < settings.first + columns)
+    index = (targets - settings.first).clamp(0, max(columns - 1, 0))[:, None]
+    log_sum = _log_sum(values)
+    picked = values.gather(1, index)[:, 0] if columns else values.new_zeros(len(targets))
+    picked = torch.where(own, picked.to(log_sum.dtype), 0)
+    if settings.group is not None:
+        log_sum, picked = _over_ranks(log_sum, picked, settings.group)
+    valid = targets != IGNORED
+    loss = log_sum - picked
+    # Not with a factor of 0: the square of a large number is infinite.
+    if settings.z_loss:
+        loss = loss + settings.z_loss * log_sum.square()
+    summed = torch.where(valid, loss, 0).sum()
+    if not with_gradient:
+        return summed, None
+    # A graph of `after` may need what it returned.
+    gradient = values if settings.after is None else torch.empty_like(values)
+    # The gradient of a logit is its softmax, minus 1 for the target's logit; of ignored rows 0.
+    shift = torch.where(valid, log_sum, torch.inf)[:, None]
+    factor = (1 + 2 * settings.z_loss * log_sum)[:, None] if settings.z_loss else None
+    one = own.to(log_sum.dtype)[:, None]
+    # A few rows at once: in fp32 a whole chunk would take more memory than its logits, and on CPU
+    # fresh memory takes longer than the arithmetic.
+    for rows in row_pieces(values):
+        softmax = (values[rows] - shift[rows]).exp_()
+        if factor is not None:
+            softmax *= factor[rows]
+        if columns:
+            softmax.scatter_add_(1, index[rows], -one[rows])
+        gradient[rows] = softmax
+        del softmax
+    if settings.after is not None:
+        (gradient,) = torch.autograd.grad(output, raw, gradient)
+    return summed, gradient
+
+
+def _log_sum(values: Tensor) -> Tensor:
+    """Log-sum-exp of each row, in fp32 at least."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    log_sum = values.new_empty(len(values), dtype=dtype)
+    for rows in row_pieces(values):
+        log_sum[rows] = values[rows].to(dtype).logsumexp(1)
+    return log_sum
+
+
+def _over_ranks(log_sum: Tensor, picked: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp over all ranks' columns, and the logit that one rank has picked."""
+    largest = log_sum.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    sums = torch.stack(((log_sum - largest).exp(), picked))
+    dist.all_reduce(sums, group=group)
+    return largest + sums[0].log(), sums[1]

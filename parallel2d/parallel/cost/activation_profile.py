@@ -1,0 +1,218 @@
+"""Memory of activations over a step, as it would be without sharding: `profile_activations`.
+
+A copy of the model that is split over the tensor axis alone runs forward and backward of one
+micro-batch on tensors without storage. What it has in memory beside its parameters is noted
+wherever sharding would gather or reduce a group: `MemoryEvent`. `parallel2d.parallel.cost.predicted_peak`
+adds what sharding allocates there, for any sizes of the other axes.
+
+Gradients of a group's parameters are dropped when the group has all of them, since sharding would
+have reduced them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.config import ParallelConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.cost.tensor_twin import on_fake_tensors, tensor_twin
+from parallel2d.parallel.loss import loss_chunks
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize.bucketing import bucket_modules
+from parallel2d.parallel.parallelize.precision import Precision
+
+
+class MemoryEvent(NamedTuple):
+    """A moment of a step.
+
+    ``kind``: ``gather`` or ``free`` (before and after the forward of a group), ``gather_again``
+    (its output has its gradient), ``reduce`` (its parameters have theirs), ``end``. ``group``: its
+    number in `ModelShapes.in_order`. Bytes, of activations and whole gradients: ``most`` since
+    the event before, ``now`` at this one.
+    """
+
+    kind: str
+    group: int
+    most: int
+    now: int
+
+
+Example = Callable[[str], tuple[Tensor, Tensor]]
+StepLoss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
+# (copy of the model, inputs, targets) -> its loss
+LossOf = Callable[[nn.Module, Tensor, Tensor], StepLoss]
+
+
+def profile_activations(
+    model: nn.Module,
+    loss_of: LossOf,
+    example: Example,
+    config: ParallelConfig,
+    *,
+    mesh: DeviceMesh | None = None,
+    plan: Mapping[str, object] | None = None,
+) -> list[MemoryEvent] | str:
+    """``model``: before `parallelize`, on meta; it stays as it is. ``loss_of``: gets a copy of it,
+    which it may run on the given micro-batch. ``example(device)``: inputs and targets of one
+    micro-batch. ``mesh``, ``plan``: with a tensor axis; a mesh of a fake process group will do.
+
+    The last event is the end of the step. In words why there is none, for a model that tensors
+    without storage cannot run.
+    """
+    twin = tensor_twin(model, mesh, config, plan)
+    precision = Precision.of(config.precision, twin)
+    blocks = find_blocks(twin, config.bucketing.blocks, config.bucketing.policy)
+    groups = bucket_modules(twin, blocks, config.bucketing, precision.fp32_modules)
+    # Attention has a kernel that keeps no scores on this device, and none on meta.
+    try:
+        with on_fake_tensors(twin, "cpu"):
+            inputs, targets = example("cpu")
+            loss = loss_of(twin, inputs, targets)
+            log = _EventLog(twin, [*groups, [twin]])
+            with log, loss_chunks(first_alone=True):
+                value = loss(inputs, targets)
+                log.is_backward = True
+                value.backward()
+                log.end()
+    except ConfigError:
+        raise
+    # A model may look at values, which such tensors do not have.
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        return (
+            f"{type(model).__name__} does not run on tensors without storage "
+            f"({type(error).__name__}: {reason})"
+        )
+    return log.events
+
+
+class _EventLog(TorchDispatchMode):
+    """Counts bytes of storages, and notes them at the borders of groups, the root last."""
+
+    def __init__(self, twin: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
+        super().__init__()
+        self.events: list[MemoryEvent] = []
+        self.is_backward = False
+        self._now = self._most = 0
+        self._sizes: dict[int, tuple[Any, int]] = {}
+        for tensor in [*twin.parameters(), *twin.buffers()]:
+            self._see(tensor, counts=False)
+        self._trained: list[list[nn.Parameter]] = []
+        self._missing: list[int] = []
+        self._without_input_gradient: set[int] = set()
+        self._watch_groups(groups)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return output
+
+    def end(self) -> None:
+        """Backward has ended: the root is reduced, then groups whose inputs have no gradient, or
+        some of whose parameters had none."""
+        root = len(self._trained) - 1
+        self._reduce(root)
+        for group, missing in enumerate(self._missing[:root]):
+            if missing or group in self._without_input_gradient:
+                self._reduce(group)
+        self._note("end", root)
+
+    def _watch_groups(self, groups: Sequence[Sequence[nn.Module]]) -> None:
+        taken: set[int] = set()
+        for number, modules in enumerate(groups):
+            trained = []
+            for module in modules:
+                for parameter in module.parameters():
+                    if id(parameter) not in taken and parameter.requires_grad:
+                        trained.append(parameter)
+                    taken.add(id(parameter))
+            self._trained.append(trained)
+            self._missing.append(len(trained))
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(self._counts_down(number))
+            for module in modules:
+                self._around(module, number)
+
+    def _around(self, module: nn.Module, group: int) -> None:
+        def enter(_module: nn.Module, *given: Any) -> None:
+            # What is computed again needs the parameters of its group.
+            if self.is_backward:
+                self._note("gather_again", group)
+                return
+            self._note("gather", group)
+            if not any(tensor.requires_grad for tensor in _tensors_in(given)):
+                self._without_input_gradient.add(group)
+
+        def leave(_module: nn.Module, _given: Any, output: Any) -> None:
+            if self.is_backward:
+                return
+            self._note("free", group)
+            trained = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+            if trained:
+                trained[0].register_hook(lambda _: self._note("gather_again", group))
+
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave)
+
+    def _counts_down(self, group: int) -> Callable[[Tensor], None]:
+        def count(_parameter: Tensor) -> None:
+            self._missing[group] -= 1
+            waits = group + 1 == len(self._trained) or group in self._without_input_gradient
+            if self._missing[group] == 0 and not waits:
+                self._reduce(group)
+
+        return count
+
+    def _reduce(self, group: int) -> None:
+        self._missing[group] = 0
+        self._note("reduce", group)
+        for parameter in self._trained[group]:
+            parameter.grad = None
+
+    def _note(self, kind: str, group: int) -> None:
+        self.events.append(MemoryEvent(kind, group, self._most, self._now))
+        self._most = self._now
+
+    def _see(self, tensor: Tensor, *, counts: bool = True) -> None:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # A result that is waited for where it is used has no memory beside what is inside.
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.elem
+        storage = local.untyped_storage()
+        key = id(storage)
+        if key in self._sizes and self._sizes[key][0]() is storage:
+            return
+        size = storage.nbytes() if counts else 0
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._sizes[key] = (reference, size)
+        self._now += size
+        self._most = max(self._most, self._now)
+
+    def _forget(self, key: int) -> None:
+        _, size = self._sizes.pop(key)
+        self._now -= size
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Those of dataclasses too, as `fully_shard` finds them: the loss in chunks is in one."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf):
+            found += _tensors_in(list(vars(leaf).values()))
+    return found

@@ -1,0 +1,120 @@
+"""Bytes that a rank sends in one collective (`sent_bytes`), and the seconds that it takes on the
+links of a cluster (`collective_seconds`).
+
+[Note: collectives in time] Ring algorithms, with the latencies that NCCL's own model counts
+(``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so a host
+sends over its own link what one rank of the group sends, once for each group that it has ranks of:
+eight groups that each have one rank on a host share its link, one group that has eight ranks there
+does not. An all-gather or reduce-scatter over n ranks on m hosts has m - 1 steps between hosts and
+n - m inside them, an all-reduce twice as many; for few bytes an all-reduce uses a tree instead, of
+2 log2(m) steps between hosts. On CPU gloo reduces by rings alone, and a reduce-scatter takes the
+steps of the all-reduce that it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from parallel2d.base.config import AXES, ClusterConfig
+from parallel2d.base.topology import Topology
+
+
+def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str) -> float:
+    """Bytes that one rank sends, mean over the ranks of a group of ``size``.
+
+    ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of
+    ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal
+    algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and an all-reduce twice that. Gloo
+    (CPU tensors) has no reduce-scatter of its own: it costs an all-reduce. Raises KeyError for
+    another collective.
+    """
+    reduce_scatter = 2 if device_type == "cpu" else 1
+    passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}[
+        collective
+    ]
+    return passes * (size - 1) / size * whole_bytes
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    """Where the groups of one mesh axis are. ``hosts``: the most that a group has ranks on;
+    ``groups_per_host``: the most that have ranks on a host and on another one."""
+
+    ranks: int
+    hosts: int
+    groups_per_host: int
+
+    @property
+    def is_inside(self) -> bool:
+        return self.hosts == 1
+
+
+def placement_of(ranks: torch.Tensor, dim: int, topology: Topology) -> GroupPlacement:
+    """Of the groups along ``dim`` of ``ranks``, int64 [replicate, shard, tensor]."""
+    numbers = {host: number for number, host in enumerate(topology.ranks_by_host)}
+    host_of = torch.tensor([numbers[host] for host in topology.hosts])
+    size = ranks.shape[dim]
+    # [group, rank of it], hosts as numbers in ascending order.
+    hosts = host_of[ranks].movedim(dim, -1).reshape(-1, size).sort(dim=1).values
+    is_first = torch.ones_like(hosts, dtype=torch.bool)
+    is_first[:, 1:] = hosts[:, 1:] != hosts[:, :-1]
+    hosts_of_group = is_first.sum(dim=1)
+    # Each host of each group that is on several, once.
+    crosses = hosts_of_group > 1
+    crossed = hosts[crosses][is_first[crosses]]
+    most = int(crossed.bincount().max()) if crossed.numel() else 0
+    return GroupPlacement(size, int(hosts_of_group.max()), most)
+
+
+def placements(ranks: torch.Tensor, topology: Topology) -> dict[str, GroupPlacement]:
+    """Of the groups of each axis, by its name."""
+    return {axis: placement_of(ranks, dim, topology) for dim, axis in enumerate(AXES)}
+
+
+def collective_seconds(
+    collective: str,
+    sent: float,
+    placement: GroupPlacement,
+    cluster: ClusterConfig,
+    device_type: str = "cuda",
+) -> float | None:
+    """Seconds of one collective in which each rank sends ``sent`` bytes (`sent_bytes`), while all
+    groups of its axis run the same. None where a link that it uses is not known.
+
+    ``collective``: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``all_reduce``.
+    ``device_type``: decides which algorithms run, ``cuda`` (NCCL) or ``cpu`` (gloo).
+    """
+    if placement.ranks == 1:
+        return 0.0
+    inside, inner_s = cluster.inside_node.bytes_per_s, cluster.inside_node.latency_us
+    if inside is None or inner_s is None:
+        return None
+    outer, inner = collective_steps(collective, placement, device_type)
+    if placement.is_inside:
+        return inner * inner_s / 1e6 + sent / inside
+    between, outer_s = cluster.between_nodes.bytes_per_s, cluster.between_nodes.latency_us
+    if between is None or outer_s is None:
+        return None
+    # Both kinds of links are used at once, and the slower of the two decides.
+    transfer = max(sent / inside, placement.groups_per_host * sent / between)
+    latency = outer * outer_s + inner * inner_s
+    if collective == "all_reduce" and device_type == "cuda":
+        on_a_host = placement.ranks / placement.hosts
+        tree = 2 * (math.log2(placement.hosts) * outer_s + (on_a_host - 1) * inner_s)
+        latency = min(latency, tree)
+    return latency / 1e6 + transfer
+
+
+def collective_steps(
+    collective: str, placement: GroupPlacement, device_type: str
+) -> tuple[int, int]:
+    """Steps of a ring between hosts, and inside them; each costs one latency of its link."""
+    passes = 1
+    if collective == "all_reduce":
+        passes = 2
+    if collective == "reduce_scatter" and device_type == "cpu":
+        passes = 2
+    return passes * (placement.hosts - 1), passes * (placement.ranks - placement.hosts)

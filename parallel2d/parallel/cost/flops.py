@@ -1,0 +1,86 @@
+"""FLOPs of one training step, counted from the operators that the model runs on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from parallel2d.parallel.cost.equal_blocks import by_blocks
+from parallel2d.parallel.cost.tensor_twin import ALL_AT_ONCE, on_fake_tensors
+from parallel2d.parallel.loss import loss_chunks
+
+log = logging.getLogger(__name__)
+
+# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; by a part of the name that
+# torch reports.
+_PEAK_BF16 = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "V100": 125e12,
+}
+
+
+def count_flops(
+    model: nn.Module,
+    example: Callable[[str], tuple[Tensor, Tensor]],
+    loss: Callable[[Any, Tensor], Tensor],
+) -> int | None:
+    """FLOPs of forward and backward over ``example(device)``, inputs and targets of one sample;
+    None for a model that tensors without storage cannot run.
+
+    ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not
+    counted (model FLOPs). Of equal blocks few are run; see [Note: few of the equal blocks].
+    """
+
+    def measure(part: nn.Module) -> dict[str, float] | None:
+        flops = _count(part, example, loss)
+        return None if flops is None else {"flops": flops}
+
+    counted = by_blocks(model, measure)
+    if counted is None:
+        log.info("the model's FLOPs are not known: it does not run on tensors without storage")
+        return None
+    return int(counted["flops"])
+
+
+def _count(
+    model: nn.Module,
+    example: Callable[[str], tuple[Tensor, Tensor]],
+    loss: Callable[[Any, Tensor], Tensor],
+) -> int | None:
+    """Of all blocks; None where it does not run."""
+    # Plain meta tensors are twice as fast, and some models only run on fake tensors.
+    for fake in (False, True):
+        try:
+            twin = copy.deepcopy(model).to("meta")
+            mode = on_fake_tensors(twin, "meta") if fake else nullcontext()
+            with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
+                inputs, targets = example("meta")
+                loss(twin(inputs), targets).backward()
+            return int(counter.get_total_flops())
+        # A model may look at values, which neither kind of tensor has.
+        except Exception:
+            continue
+    return None
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOP/s of ``device`` for matrix products in ``dtype``, or None when it is not in the
+    table."""
+    if device.type != "cuda" or dtype not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, peak in _PEAK_BF16.items():
+        if part in name:
+            return peak
+    return None

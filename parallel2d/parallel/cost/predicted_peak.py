@@ -1,0 +1,216 @@
+"""The peak of a step as arithmetic: `predict_peak`.
+
+To the activations of a model that is not sharded (`parallel2d.parallel.cost.activation_profile`) it adds
+what sharding allocates at each moment.
+
+[Note: what sharding holds] A gathered group has its whole parameters in memory. What the last
+all-gather returned stays until the next one; in backward the next groups are gathered ahead, as
+many as ``prefetch.backward`` says. Whole gradients of a group are copied to be reduced; that copy
+stays until the next group's. The root's parameters are freed after forward too, and gathered again
+before the first gradient. Sums of gradients appear group by group in the first micro-batch, and
+stay. Where replicas exchange gradients in another form, or each updates a part of them, two buckets
+are in memory as they are sent and as they are received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
+
+from parallel2d.parallel.cost.activation_profile import MemoryEvent
+from parallel2d.parallel.cost.layout import Layout
+from parallel2d.parallel.cost.model_shapes import ParameterShape, group_traffic
+from parallel2d.parallel.cost.state_memory import state_bytes
+from parallel2d.parallel.parallelize.precision import DTYPES
+
+_WIRE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class PredictedMemory:
+    """Bytes of one rank at the fullest moment of a step. ``by_kind``: their sum is ``peak``."""
+
+    peak: int
+    by_kind: Mapping[str, int]
+
+
+class _Group(NamedTuple):
+    """Bytes of one group: of its whole parameters, of its whole gradients as they are made and as
+    they are reduced, and of this rank's sums."""
+
+    gathered: int
+    made: int
+    reduced: int
+    sums: int
+
+
+@dataclass
+class _Held:
+    """What sharding holds at a moment."""
+
+    gathered: int = 0  # whole parameters
+    returned: int = 0  # by the last all-gathers
+    sent: int = 0  # to be reduced
+    sums: int = 0  # of gradients
+    whole: int = 0  # gradients that wait for the last micro-batch
+    bucket: int = 0  # between replicas
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemory:
+    """``events``: from `profile_activations`, of the config, the size of the tensor axis and the
+    micro-batch of ``layout``. See [Note: what sharding holds]."""
+    states = state_bytes(layout)
+    accumulation = layout.accumulation
+    step = _Step(events, layout)
+    step.run(adds_sums=True, is_last=accumulation == 1)
+    # All micro-batches after the first are alike, but for the exchange of replicas in the last.
+    if accumulation > 1:
+        step.run(adds_sums=False, is_last=True)
+    held = step.fullest
+    by_kind = {
+        "parameters": states.parameters,
+        "buffers": states.buffers,
+        "gathered parameters": held.gathered + held.returned,
+        "gradients": held.sums,
+        "gradients on their way": held.sent + held.bucket,
+        "activations and whole gradients": step.activations + held.whole,
+        "optimizer state": states.optimizer,
+        "unrounded rows": states.masters,
+        "outer parameters": states.outer,
+    }
+    shown = {name: size for name, size in by_kind.items() if size}
+    return PredictedMemory(sum(shown.values()), shown)
+
+
+class _Step:
+    """Follows the events of micro-batches. ``fullest`` and ``activations``: what there was at the
+    fullest moment."""
+
+    def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
+        shape, config = layout.shape, layout.config
+        self._events = events
+        self._frees = config.strategy.reshard_after_forward and shape.shard > 1
+        self._is_sharded = shape.shard > 1
+        self._ahead = config.prefetch.backward
+        self._reduces_each = config.sync.during_accumulation != "none"
+        self._groups = [_bytes_of(group, shape.shard) for group in layout.shapes.in_order]
+        self._root = len(self._groups) - 1
+        self._bucket = _bucket_bytes(self._groups, layout)
+        self._held = _Held()
+        self._gathered_order: list[int] = []
+        self._whole: set[int] = set()
+        self.fullest = _Held()
+        self.activations = 0
+        self._most = -1
+
+    def run(self, *, adds_sums: bool, is_last: bool) -> None:
+        """A micro-batch. ``adds_sums``: none came before it."""
+        held = self._held
+        held.gathered = held.returned = 0
+        self._gathered_order = []
+        self._adds_sums = adds_sums
+        self._reduces = is_last or self._reduces_each
+        self._is_last = is_last
+        for event in self._events:
+            self._see(event.most)
+            self._apply(event)
+
+    def _see(self, activations: int) -> None:
+        total = activations + self._held.total
+        if total > self._most:
+            self._most = total
+            self.activations = activations
+            self.fullest = replace(self._held)
+
+    def _apply(self, event: MemoryEvent) -> None:
+        number, group = event.group, self._groups[event.group]
+        if event.kind == "gather":
+            self._gather(number, group)
+        elif event.kind == "free" and self._frees:
+            self._held.gathered -= group.gathered
+        elif event.kind == "gather_again":
+            self._gather_again(number, group, event.now)
+        elif event.kind == "reduce":
+            self._reduce(number, group, event.now)
+
+    def _gather(self, number: int, group: _Group) -> None:
+        self._held.gathered += group.gathered
+        self._gathered_order.append(number)
+        if self._is_sharded and group.gathered:
+            self._held.returned = group.gathered
+
+    def _gather_again(self, number: int, group: _Group, activations: int) -> None:
+        if not self._frees:
+            self._held.returned = 0
+            return
+        # Once by recomputation, once by the gradient of its output.
+        if number in self._whole:
+            return
+        self._whole.add(number)
+        self._held.gathered += group.gathered
+        # Nothing gathers the root ahead. What a group's all-gather returned is there until its
+        # parameters have been copied from it.
+        if number == self._root:
+            self._held.returned = group.gathered
+        self._see(activations)
+        # The groups that ran before this one come next.
+        place = self._gathered_order.index(number)
+        following = range(place - 1, -1, -1)
+        if number == self._root:
+            following = range(len(self._gathered_order) - 1, -1, -1)
+        ahead = [self._gathered_order[each] for each in following[: self._ahead]]
+        self._held.returned = 0
+        for each in ahead:
+            if each != self._root and each not in self._whole:
+                self._held.returned += self._groups[each].gathered
+
+    def _reduce(self, number: int, group: _Group, activations: int) -> None:
+        """The whole gradients of the group are among ``activations`` until now."""
+        self._whole.discard(number)
+        self._held.gathered -= group.gathered
+        if not self._reduces:
+            self._held.whole += group.made
+            return
+        # The copy of the group before is gone, and the new one is there beside the gradients.
+        self._held.sent = group.reduced
+        # Without a reduction in each micro-batch the last one makes the sums.
+        if self._adds_sums or not self._reduces_each:
+            self._held.sums += group.sums
+        if self._is_last:
+            self._held.bucket = self._bucket
+        self._see(activations)
+
+
+def _bytes_of(group: Sequence[ParameterShape], shard: int) -> _Group:
+    traffic = group_traffic(group, shard, frees_after_forward=True)
+    trained = [parameter for parameter in group if parameter.is_trained]
+    made = sums = 0
+    for parameter, part in zip(trained, traffic.reduced_shapes, strict=True):
+        sums += part.numel() * parameter.sum_itemsize
+        made += part.numel() * shard * parameter.gathered
+    return _Group(traffic.gathered_bytes * shard, made, traffic.reduced_bytes * shard, sums)
+
+
+def _bucket_bytes(groups: Sequence[_Group], layout: Layout) -> int:
+    """Of two buckets between replicas, as they are received and, where that is another form, as
+    they are sent; sums that are reduced in place need none."""
+    sync = layout.config.sync
+    if layout.shape.replicate == 1 or sync.name != "every_step" or sync.engine == "torch":
+        return 0
+    wire = _WIRE_BYTES.get(sync.wire)
+    if wire is None:
+        wire = DTYPES[layout.config.precision.reduce].itemsize
+    if wire >= 4 and not layout.splits_updates:
+        return 0
+    whole = sum(group.sums for group in groups)
+    largest = max(group.sums for group in groups)
+    bucket = max(largest, int(sync.bucket_mib * 2**20))
+    if wire >= 4:
+        return min(whole, bucket)
+    # As many values as are in both, once as they are sent and once as they are received.
+    return min(whole, 2 * bucket) * wire // 2

@@ -1,0 +1,358 @@
+"""How long a step of a layout would take on a cluster: `estimate_step`.
+
+[Note: what overlaps what] Forward gathers a group while the one before it computes. Backward
+gathers the next group while one computes, and reduces gradients of the last one on the same link.
+The replicas' reductions follow, each when the last group of its bucket has been reduced over the
+shard axis, on their own link if the two axes do not use the same. The step goes on when all of that
+has ended: what did not fit behind compute is exposed. On CPU forward and backward wait for each
+gather, and backward for each reduction over the shard axis: torch calls them without ``async_op``,
+and there is no stream that they could run on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel2d.base.config import ClusterConfig
+from parallel2d.parallel.cost.collectives import GroupPlacement, collective_seconds
+from parallel2d.parallel.cost.layout import Layout
+from parallel2d.parallel.cost.state_memory import state_bytes
+from parallel2d.parallel.fsdp_internals import GroupTraffic
+from parallel2d.parallel.sync.bucket import fill_buckets
+
+# The share of the peak that training reaches while nothing waits for a link, by a part of the
+# device's name and whether blocks are compiled: fitted on published throughput in bf16 by
+# ``python -m tools.bench.published_steps``. H200 and H100 compute alike.
+EFFICIENCIES = {
+    ("H100", False): 0.335,
+    ("H100", True): 0.366,
+    ("H200", False): 0.335,
+    ("H200", True): 0.366,
+    ("A100", True): 0.53,
+}
+
+
+class GroupSeconds(NamedTuple):
+    """Seconds of one group of parameters in one micro-batch."""
+
+    forward: float  # compute
+    backward: float  # compute, with what is computed again
+    gather: float  # one all-gather over the shard axis
+    scatter: float  # the reduction of gradients over the shard axis
+    reduce: float  # the reduction over the replicas of the bucket that this group completes
+    frees: bool  # parameters are freed after forward, and gathered once more for backward
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """How a step runs. ``accumulation``: micro-batches; ``during_accumulation``: as of
+    `SyncConfig`. ``shares_link``: the shard and the replicate axis use the same link.
+    ``overlaps``: collectives of the shard axis run while the device computes. ``tensor``: seconds
+    that a micro-batch sends over the tensor axis; nothing hides them."""
+
+    accumulation: int
+    during_accumulation: str
+    shares_link: bool
+    overlaps: bool
+    tensor: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Parts of ``total``. ``shard`` and ``replicate``: exposed, that is, not hidden by compute."""
+
+    compute: float
+    tensor: float
+    shard: float
+    replicate: float
+    update: float
+    total: float
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the step in which the device waits for a link."""
+        return (self.tensor + self.shard + self.replicate) / self.total
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """``samples_per_s``: of the whole job. ``mfu``: model FLOPs per second over the peak of the
+    dtype that computes."""
+
+    seconds: StepSeconds
+    samples_per_s: float
+    mfu: float
+
+
+class _NotKnownError(Exception):
+    """What the estimate lacks, in words."""
+
+
+def estimate_step(
+    layout: Layout,
+    cluster: ClusterConfig,
+    places: Mapping[str, GroupPlacement],
+    over_tensor: tuple[float, float] | None,
+    flops: int | None,
+) -> StepEstimate | str:
+    """The estimate, or in words what is not known. ``places``: of the groups of each axis;
+    ``over_tensor``: bytes and ring passes of a step over the tensor axis; ``flops``: of one sample.
+    See [Note: what overlaps what]."""
+    try:
+        return _Estimate(layout, cluster, places).of_step(over_tensor, flops)
+    except _NotKnownError as lacking:
+        return str(lacking)
+
+
+class _Estimate:
+    def __init__(
+        self, layout: Layout, cluster: ClusterConfig, places: Mapping[str, GroupPlacement]
+    ) -> None:
+        self._layout = layout
+        self._sync = layout.config.sync
+        self._cluster = cluster
+        self._places = places
+
+    def of_step(self, over_tensor: tuple[float, float] | None, flops: int | None) -> StepEstimate:
+        layout = self._layout
+        forward, recomputed = self._compute(flops)
+        groups, after_update = self._groups(forward, recomputed)
+        schedule = StepSchedule(
+            accumulation=layout.accumulation,
+            during_accumulation=self._sync.during_accumulation,
+            shares_link=self._places["shard"].is_inside == self._places["replicate"].is_inside,
+            # On a GPU the host runs ahead of the device.
+            overlaps=layout.device_type != "cpu",
+            tensor=self._tensor(over_tensor) / layout.accumulation,
+        )
+        update = self._update()
+        seconds = step_seconds(groups, schedule, update=update, between_steps=after_update)
+        if self._sync.name == "diloco":
+            added = self._exchanges(seconds.total)
+            seconds = step_seconds(groups, schedule, update=update, between_steps=added)
+        samples_per_s = layout.global_batch_size / seconds.total
+        assert flops is not None
+        mfu = samples_per_s * flops / (self._peak() * layout.shape.world_size)
+        return StepEstimate(seconds, samples_per_s, mfu)
+
+    def _compute(self, flops: int | None) -> tuple[float, float]:
+        """Seconds of forward of one micro-batch on one rank, and of computing it again."""
+        layout = self._layout
+        if flops is None:
+            raise _NotKnownError("the model's FLOPs are not known")
+        if layout.config.cpu_offload:
+            raise _NotKnownError(
+                "copies to and from the memory of the host (cpu_offload) have no model"
+            )
+        if layout.config.precision.float8 != "none":
+            raise _NotKnownError("compute in 8-bit floats (precision.float8) has no model")
+        per_sample = flops / (self._peak() * self._efficiency())
+        # A third of the FLOPs of a step is forward's, two thirds are backward's.
+        forward = per_sample * layout.micro_batch_size / layout.shape.tensor / 3
+        checkpointing = layout.config.activation_checkpointing
+        if checkpointing.name == "full":
+            return forward, forward / checkpointing.every
+        return forward, 0.0
+
+    def _peak(self) -> float:
+        """FLOP/s."""
+        dtype = self._layout.config.precision.param
+        peak: float | None = getattr(self._cluster.device.peak_tflops, dtype)
+        if peak is None:
+            raise _NotKnownError(f"cluster.device.peak_tflops.{dtype} is not known")
+        return peak * 1e12
+
+    def _efficiency(self) -> float:
+        device, config = self._cluster.device, self._layout.config
+        if device.efficiency is not None:
+            return device.efficiency
+        is_compiled = config.compile.name != "none"
+        for (part, compiled), share in EFFICIENCIES.items():
+            if part in device.name and compiled == is_compiled and config.precision.param == "bf16":
+                return share
+        raise _NotKnownError(
+            f"what share of its peak {device.name} reaches in {config.precision.param} is not "
+            "known: give cluster.device.efficiency"
+        )
+
+    def _collective(self, collective: str, sent: float, axis: str) -> float:
+        """Seconds of one collective over ``axis``."""
+        place = self._places[axis]
+        if sent == 0 or place.ranks == 1:
+            return 0.0
+        found = collective_seconds(collective, sent, place, self._cluster, self._layout.device_type)
+        if found is None:
+            key = "inside_node" if place.is_inside else "between_nodes"
+            raise _NotKnownError(f"cluster.{key} is not known")
+        return found
+
+    def _tensor(self, over_tensor: tuple[float, float] | None) -> float:
+        """Seconds of what a step sends over the tensor axis, with the latencies of all its
+        collectives, which wait for each other."""
+        place = self._places["tensor"]
+        if place.ranks == 1:
+            return 0.0
+        if over_tensor is None:
+            raise _NotKnownError("the bytes of the tensor axis are not known")
+        sent, passes = over_tensor
+        once = self._collective("all_to_all", sent, "tensor")
+        # An exchange of nothing takes the latencies of one pass round the ring.
+        latency = collective_seconds("all_to_all", 0.0, place, self._cluster)
+        assert latency is not None
+        return once + max(0.0, passes - 1) * latency
+
+    def _groups(self, forward: float, recomputed: float) -> tuple[list[GroupSeconds], float]:
+        """The groups in the order of forward, the root first, and the seconds of what replicas
+        gather after the update."""
+        layout, traffic = self._layout, self._layout.traffic
+        whole = sum(count * group.gathered_bytes for group, count in layout.groups)
+        found: list[GroupSeconds] = []
+        in_order: list[GroupTraffic] = []
+        after_update = 0.0
+        # The root's group comes last, and runs first.
+        for group, count in [*layout.groups[-1:], *layout.groups[:-1]]:
+            share = group.gathered_bytes / whole
+            collective, scattered = traffic.scattered(group)
+            seconds = GroupSeconds(
+                forward=share * forward,
+                backward=share * (2 * forward + recomputed),
+                gather=self._collective("all_gather", traffic.gathered(group), "shard"),
+                scatter=self._collective(collective, scattered, "shard"),
+                reduce=0.0,
+                frees=group.frees_after_forward,
+            )
+            found += [seconds] * count
+            in_order += [group] * count
+            if traffic.splits_updates:
+                updated = self._collective("all_gather", traffic.updated(group), "replicate")
+                after_update += count * updated
+        if layout.shape.replicate > 1 and self._sync.name != "diloco":
+            self._reduce_buckets(found, in_order)
+        return found, after_update
+
+    def _reduce_buckets(self, seconds: list[GroupSeconds], groups: Sequence[GroupTraffic]) -> None:
+        """Adds to ``seconds`` what crosses the replicate axis, at the group that completes each
+        bucket. ``groups``: in the order of forward, as ``seconds``."""
+        # Backward ends the last group first.
+        order = [index for index in reversed(range(len(groups))) if groups[index].reduced_numel]
+        sizes = [groups[index].reduced_numel * groups[index].sum_itemsize for index in order]
+        kinds = [(groups[index].reduced_itemsize, groups[index].sum_itemsize) for index in order]
+        # Torch's engine reduces each group on its own.
+        most = int(self._sync.bucket_mib * 2**20) if self._sync.engine == "parallel2d" else 0
+        for bucket in fill_buckets(sizes, kinds, most):
+            reductions = [self._layout.traffic.reduced(groups[order[each]]) for each in bucket]
+            collective = reductions[0][0]
+            sent = sum(size for _, size in reductions)
+            last = order[bucket[-1]]
+            seconds[last] = seconds[last]._replace(
+                reduce=self._collective(collective, sent, "replicate")
+            )
+
+    def _update(self) -> float:
+        """Seconds of the optimizer: it reads and writes parameters and its state, and reads
+        gradients. Parameters take as many bytes as their gradients."""
+        speed = self._cluster.device.memory_gb_per_s
+        if speed is None:
+            raise _NotKnownError("cluster.device.memory_gb_per_s is not known")
+        states = state_bytes(self._layout)
+        return (3 * states.gradients + 2 * states.optimizer) / (speed * 1e9)
+
+    def _exchanges(self, step: float) -> float:
+        """Seconds per step that the exchanges of ``sync=diloco`` add to one of ``step``."""
+        sent = 0.0
+        for group, count in self._layout.groups:
+            sent += count * self._layout.traffic.outer(group)
+        fragments = self._sync.fragments
+        # Each fragment is one collective.
+        exchange = fragments * self._collective("all_reduce", sent / fragments, "replicate")
+        return exchange_seconds(exchange, step, self._sync.every, fragments, self._sync.delay)
+
+
+def step_seconds(
+    groups: Sequence[GroupSeconds],
+    schedule: StepSchedule,
+    *,
+    update: float,
+    between_steps: float = 0.0,
+) -> StepSeconds:
+    """``groups``: in the order in which forward runs them. ``update``: seconds of the optimizer.
+    ``between_steps``: seconds per step that replicas exchange beside gradients, and that nothing
+    hides; see [Note: what overlaps what]."""
+    moving = _all_micro_batches(groups, schedule)
+    alone = _all_micro_batches([group._replace(reduce=0.0) for group in groups], schedule)
+    compute = schedule.accumulation * sum(group.forward + group.backward for group in groups)
+    tensor = schedule.accumulation * schedule.tensor
+    return StepSeconds(
+        compute=compute,
+        tensor=tensor,
+        shard=alone - compute,
+        replicate=moving - alone + between_steps,
+        update=update,
+        total=moving + tensor + between_steps + update,
+    )
+
+
+def exchange_seconds(exchange: float, step: float, every: int, fragments: int, delay: int) -> float:
+    """Seconds per step that ``sync=diloco`` adds.
+
+    ``exchange``: seconds of sending all fragments; ``step``: of a step without. Each of
+    ``fragments`` is sent once in ``every`` steps, and ``delay`` steps go on meanwhile.
+    """
+    exposed = max(0.0, exchange / fragments - delay * step)
+    return fragments * exposed / every
+
+
+def _all_micro_batches(groups: Sequence[GroupSeconds], schedule: StepSchedule) -> float:
+    last = _micro_batch(groups, schedule)
+    if schedule.accumulation == 1:
+        return last
+    # All but the last are alike.
+    others = list(groups)
+    if schedule.during_accumulation == "none":
+        others = [group._replace(scatter=0.0) for group in others]
+    if schedule.during_accumulation != "full":
+        others = [group._replace(reduce=0.0) for group in others]
+    return (schedule.accumulation - 1) * _micro_batch(others, schedule) + last
+
+
+def _micro_batch(groups: Sequence[GroupSeconds], schedule: StepSchedule) -> float:
+    return _forward(groups, schedule.overlaps) + _backward(groups, schedule)
+
+
+def _forward(groups: Sequence[GroupSeconds], overlaps: bool) -> float:
+    link = computed = started = 0.0
+    for group in groups:
+        # With overlap a gather begins when the group before begins to compute.
+        begin = max(link, started) if overlaps else computed
+        link = begin + group.gather
+        started = max(computed, link)
+        computed = started + group.forward
+    return computed
+
+
+def _backward(groups: Sequence[GroupSeconds], schedule: StepSchedule) -> float:
+    order = list(reversed(groups))
+    computed = shard_link = replica_link = 0.0
+    ready = 0.0
+    if order and order[0].frees:
+        shard_link = ready = order[0].gather
+    for number, group in enumerate(order):
+        started = max(computed, ready)
+        following = order[number + 1] if number + 1 < len(order) else None
+        if following is not None and following.frees:
+            # Prefetched while this group computes.
+            shard_link = max(shard_link, started) + following.gather
+            ready = shard_link
+            if not schedule.overlaps:
+                started = ready
+        computed = started + group.backward
+        shard_link = max(shard_link, computed) + group.scatter
+        if not schedule.overlaps:
+            computed = shard_link
+        if schedule.shares_link:
+            shard_link = max(shard_link, computed) + group.reduce
+        elif group.reduce > 0:
+            replica_link = max(replica_link, shard_link, computed) + group.reduce
+    return max(computed, shard_link, replica_link)

@@ -1,0 +1,202 @@
+"""The loss, and the scaling that makes it and its gradient independent of the layout.
+
+[Note: the mean over valid tokens] The loss of a global batch is the sum over its valid tokens
+divided by their number, however unevenly they fall on ranks and micro-batches; a mean of rank means
+is something else. Each rank backpropagates its summed loss times `token_weight` = data ranks /
+valid tokens of the global batch. Sharding averages gradients over the data ranks, which cancels the
+numerator, so that what remains is exactly the gradient of the global mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
+
+IGNORED = -100  # a target that is not a valid token, as in torch's cross_entropy
+_CHUNK_ELEMENTS = 2**22  # of logits turned to fp32 at once
+_FIRST_ALONE = False  # see `loss_chunks`
+
+
+def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
+    """The factor by which a rank multiplies its summed loss before ``backward``; see
+    [Note: the mean over valid tokens].
+
+    ``valid_tokens``: those of this rank in the whole global batch (all of its micro-batches).
+    Collective over the data ranks. Returns an fp64 scalar tensor on the mesh's device; zero when no
+    rank has a valid token. Raises `ConfigError` for a negative number.
+    """
+    # A tensor may be on a device, and reading it would wait for that.
+    if isinstance(valid_tokens, int) and valid_tokens < 0:
+        raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
+    total = torch.as_tensor(valid_tokens, dtype=torch.float64, device=mesh.device_type).clone()
+    sum_over_data_ranks(total, mesh)
+    return torch.where(total > 0, mesh_shape(mesh).data_ranks / total.clamp(min=1), 0.0)
+
+
+def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Summed cross-entropy over the targets that are not `IGNORED`; a scalar in fp32 (fp64 for fp64
+    logits).
+
+    ``logits``: [..., vocab], a tensor, or a DTensor split over its last dim as tensor parallelism
+    leaves it, or a model output with an attribute ``logits``; ``targets``: int64 [...];
+    ``z_loss``: times the squared log-sum-exp of each valid token's logits is added to the sum,
+    which keeps logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4). Beside the logits
+    and their gradient only one chunk is ever held in full precision: softmax is computed again in
+    backward from a saved log-sum-exp per token. Raises `ConfigError` for shapes that do not match,
+    and RuntimeError for a target that has no logit.
+    """
+    logits = getattr(logits, "logits", logits)
+    _check_shapes(logits, targets)
+    check_targets(targets, logits.shape[-1])
+    if not isinstance(logits, DTensor):
+        return _CrossEntropySum.apply(logits.flatten(0, -2), targets.flatten(), None, 0, z_loss)
+    mesh = logits.device_mesh
+    (placement,) = logits.placements
+    # Split over another dim than the vocabulary, or not at all: every rank computes the whole.
+    if not placement.is_shard(logits.ndim - 1):
+        return cross_entropy_sum(logits.full_tensor(), targets, z_loss)
+    # `Shard` gives every rank ceil(vocab / ranks) columns; the last ranks may have fewer or none.
+    per_rank = -(-logits.shape[-1] // mesh.size())
+    first = per_rank * mesh.get_local_rank()
+    local = logits.to_local().flatten(0, -2)
+    return _CrossEntropySum.apply(local, targets.flatten(), mesh.get_group(), first, z_loss)
+
+
+def _check_shapes(logits: Any, targets: Any) -> None:
+    for name, value in (("logits", logits), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"cross_entropy_sum: {name} are a {type(value).__name__}, no tensor")
+    wanted = tuple(logits.shape[:-1])
+    # Flat targets are taken as well.
+    if tuple(targets.shape) in (wanted, (math.prod(wanted),)):
+        return
+    raise ConfigError(
+        f"cross_entropy_sum: logits of shape {tuple(logits.shape)} have one target for each of "
+        f"{wanted}, and targets have shape {tuple(targets.shape)}"
+    )
+
+
+def check_targets(targets: Tensor, columns: int) -> None:
+    """Raises `ConfigError` for targets that are no token numbers, and RuntimeError for one without
+    a logit; on GPU without waiting for the device."""
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"targets are token numbers in int64 or int32, got {targets.dtype}")
+    # `_assert_async` has kernels for these two devices alone.
+    if targets.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
+        return
+    known = ((targets >= 0) & (targets < columns)) | (targets == IGNORED)
+    torch._assert_async(
+        known.all(),
+        f"a target has no logit: the last dim of the logits is {columns}. Is the vocabulary too "
+        "small, or are these only this rank's columns of a tensor-parallel head (plan: "
+        "colwise_gather_output, or keep them a DTensor)?",
+    )
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Cross-entropy over a vocabulary of which this rank may hold only columns ``first`` onwards
+    (Shoeybi et al. 2019)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup | None,
+        first: int,
+        z_loss: float,
+    ) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        columns = logits.shape[1]
+        log_sums = []
+        picked = []
+        for rows, target in _chunks(logits, targets):
+            # A target in another rank's columns contributes 0 here; its index is only kept legal.
+            own = (target >= first) & (target < first + columns)
+            chunk = rows.to(dtype)
+            index = (target - first).clamp(0, max(columns - 1, 0))[:, None]
+            value = chunk.gather(1, index)[:, 0] if columns else chunk.new_zeros(len(target))
+            picked.append(torch.where(own, value, 0))
+            log_sums.append(chunk.logsumexp(1))
+            # Before the next chunk is there.
+            del chunk
+        log_sum = torch.cat(log_sums) if log_sums else logits.new_zeros(0, dtype=dtype)
+        value = torch.cat(picked) if picked else logits.new_zeros(0, dtype=dtype)
+        # The other ranks' columns: the log-sum-exp of the ranks' log-sum-exps, and the one logit
+        # that some rank has picked for each token.
+        if group is not None:
+            largest = log_sum.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            total = (log_sum - largest).exp()
+            dist.all_reduce(total, group=group)
+            dist.all_reduce(value, group=group)
+            log_sum = largest + total.log()
+        # Shorter with `loss_chunks`.
+        targets = targets[: len(log_sum)]
+        ctx.save_for_backward(logits, targets, log_sum)
+        ctx.first = first
+        ctx.z_loss = z_loss
+        loss = log_sum - value
+        # Not with a factor of 0: the square of a large number is infinite.
+        if z_loss:
+            loss = loss + z_loss * log_sum.square()
+        return torch.where(targets != IGNORED, loss, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, log_sum = ctx.saved_tensors
+        (scale,) = grad_outputs
+        gradient = torch.empty_like(logits)
+        columns = logits.shape[1]
+        start = 0
+        for rows, target in _chunks(logits[: len(targets)], targets):
+            end = start + len(target)
+            # The gradient of a logit is its softmax, minus 1 for the target's logit.
+            chunk = (rows.to(log_sum.dtype) - log_sum[start:end, None]).exp_()
+            if ctx.z_loss:
+                chunk *= 1 + 2 * ctx.z_loss * log_sum[start:end, None]
+            own = (target >= ctx.first) & (target < ctx.first + columns)
+            index = (target - ctx.first).clamp(0, max(columns - 1, 0))[:, None]
+            if columns:
+                chunk.scatter_add_(1, index, -own.to(chunk.dtype)[:, None])
+            gradient[start:end] = chunk.mul_(torch.where(target != IGNORED, scale, 0)[:, None])
+            del chunk
+            start = end
+        return gradient, None, None, None, None
+
+
+@contextmanager
+def loss_chunks(elements: int = _CHUNK_ELEMENTS, *, first_alone: bool = False) -> Iterator[None]:
+    """For steps on tensors without storage, which fewer operators make faster: inside,
+    `cross_entropy_sum` turns ``elements`` logits to fp32 at once, and with ``first_alone`` no
+    others after the first of them, since all chunks take the same memory."""
+    global _CHUNK_ELEMENTS, _FIRST_ALONE
+    before = _CHUNK_ELEMENTS, _FIRST_ALONE
+    _CHUNK_ELEMENTS, _FIRST_ALONE = elements, first_alone
+    try:
+        yield
+    finally:
+        _CHUNK_ELEMENTS, _FIRST_ALONE = before
+
+
+def _chunks(logits: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Both tensors cut along dim 0 as `row_pieces` says."""
+    return [(logits[rows], targets[rows]) for rows in row_pieces(logits)]
+
+
+def row_pieces(values: Tensor) -> list[slice]:
+    """The rows of a matrix, in parts of about `_CHUNK_ELEMENTS` elements; at least one part."""
+    step = max(1, _CHUNK_ELEMENTS // max(values.shape[1], 1))
+    starts = range(0, max(len(values), 1), step)
+    return [slice(start, start + step) for start in (starts[:1] if _FIRST_ALONE else starts)]

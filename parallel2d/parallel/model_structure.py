@@ -1,0 +1,288 @@
+"""The structure of any model, read from its modules: which of them own parameters, which are
+repeated blocks (`find_blocks`), and which parameters are tied."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from parallel2d.base.config.reference import load_reference
+from parallel2d.base.errors import ConfigError
+
+Policy = Callable[[nn.Module, str], bool]
+
+# Modules that read their children's weights without calling the children. They stay whole in every
+# policy.
+ATOMIC = (nn.MultiheadAttention,)
+
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+# (parent, child) -> whether the child is a block
+_IsBlock = Callable[[nn.Module, nn.Module], bool]
+
+
+def fqn_of(name: str) -> str:
+    """The fully qualified name (FQN) of a parameter or module: without what wrappers add to it."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    # The name of a wrapped module itself ends with what its wrapper calls it.
+    name = name.removesuffix("._orig_mod")
+    return name.removesuffix("._checkpoint_wrapped_module")
+
+
+Updated = TypeVar("Updated", bound=Tensor)
+
+# An attribute of a parameter: the tensor that the optimizer updates in its place.
+_UPDATED_AS = "_parallel2d_updated_as"
+
+
+def updated_as(parameter: Updated) -> Updated:
+    """What the optimizer updates for ``parameter``: the part of it that this rank owns where
+    replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
+    return getattr(parameter, _UPDATED_AS, parameter)
+
+
+def update_as(parameter: nn.Parameter, owned: nn.Parameter) -> None:
+    """Makes ``owned`` what the optimizer updates for ``parameter``."""
+    setattr(parameter, _UPDATED_AS, owned)
+
+
+def join_names(parent: str, name: str) -> str:
+    """The dotted name of what is called ``name`` inside ``parent``; the root's name is empty."""
+    if not parent:
+        return name
+    return f"{parent}.{name}"
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters below ``module``, each counted once."""
+    total = 0
+    for parameter in module.parameters():
+        total += parameter.numel() * parameter.element_size()
+    return total
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether ``module`` has a forward. Containers, such as ``ParameterList``, have none: what is
+    around them uses their parameters, and belongs together with them."""
+    # A forward that was assigned to the instance is a plain function, without __func__.
+    forward = getattr(module.forward, "__func__", None)
+    return forward is not nn.Module.forward
+
+
+def held_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(attribute, parameter) for each parameter that ``module`` holds itself."""
+    # An attribute that was registered as None, such as a bias that is switched off, holds nothing.
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+
+
+def owns_itself(module: nn.Module) -> bool:
+    """Whether ``module`` holds parameters itself, not only below it."""
+    return next(held_parameters(module), None) is not None
+
+
+def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of ``module`` itself and of containers in it."""
+    for _, parameter in held_parameters(module):
+        yield parameter
+    # A container has no forward of its own: its parameters are used by ``module``.
+    for child in module.children():
+        if not is_called(child):
+            yield from own_parameters(child)
+
+
+def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that own parameters themselves or in containers, in definition order; what is inside
+    an `ATOMIC` module belongs to it."""
+    found: list[tuple[str, nn.Module]] = []
+    visited: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        # A module that two parents share counts once, under its first name.
+        if id(module) in visited:
+            return
+        visited.add(id(module))
+        # What is inside an atomic module belongs to it.
+        if isinstance(module, ATOMIC):
+            found.append((name, module))
+            return
+        owns = next(own_parameters(module), None) is not None
+        if owns and is_called(module):
+            found.append((name, module))
+        for child_name, child in module.named_children():
+            visit(join_names(name, child_name), child)
+
+    visit("", model)
+    return found
+
+
+def tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Groups of (module, attribute) that are one and the same parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in held_parameters(module):
+            places[id(parameter)].append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def find_blocks(
+    model: nn.Module,
+    class_names: Sequence[str] = (),
+    policy: Policy | str | None = None,
+    section: str = "bucketing",
+) -> list[tuple[str, nn.Module]]:
+    """The model's repeated blocks as (name, module), in definition order; none is inside another.
+    ``section``: of the configuration that asks, for messages.
+
+    With ``class_names``: every outermost module of those classes. With ``policy``, a callable or
+    ``package.module:function``: every outermost module with parameters for which
+    ``policy(module, FQN)`` is true. Without: repeated structure is detected, as it would
+    be by a reader: elements of a ``ModuleList`` or ``Sequential`` that have children of their own;
+    failing that, siblings of one class; failing that, sibling layers of one class. May be empty
+    when nothing repeats.
+
+    Raises `ConfigError` when a given class or policy matches nothing, with the candidates and their
+    sizes.
+    """
+    if policy is not None:
+        return _blocks_of_policy(model, policy, section)
+    if class_names:
+        return _blocks_of_classes(model, class_names, section)
+    return _repeated_blocks(model)
+
+
+def _blocks_of_policy(
+    model: nn.Module, policy: Policy | str, section: str
+) -> list[tuple[str, nn.Module]]:
+    chosen = policy
+    if isinstance(chosen, str):
+        chosen = load_reference(f"{section}.policy", chosen)
+    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
+
+    def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
+        # A policy is asked about modules with parameters alone: dropout is no block.
+        if not _has_parameters(child):
+            return False
+        return bool(chosen(child, names[id(child)]))
+
+    found = _outermost(model, is_chosen)
+    if not found:
+        raise ConfigError(
+            f"{section}.policy={getattr(policy, '__name__', policy)} chooses no module of "
+            f"{type(model).__name__}; candidates: {candidate_classes(model)}"
+        )
+    return found
+
+
+def _blocks_of_classes(
+    model: nn.Module, class_names: Sequence[str], section: str
+) -> list[tuple[str, nn.Module]]:
+    classes = [name for name in class_names if not isinstance(name, str)]
+    if classes:
+        raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
+
+    def is_given(_parent: nn.Module, child: nn.Module) -> bool:
+        return type(child).__name__ in class_names
+
+    found = _outermost(model, is_given)
+    found_classes = {type(module).__name__ for _, module in found}
+    all_classes = {type(module).__name__ for module in model.modules()}
+    # A class that occurs only inside blocks of another given class is no mistake.
+    missing = set(class_names) - found_classes
+    misspelled = missing - all_classes
+    if misspelled or not found:
+        raise ConfigError(
+            f"{section}.blocks={list(class_names)}: no module of class "
+            f"{', '.join(sorted(missing))} in {type(model).__name__}; candidates: "
+            f"{candidate_classes(model)}"
+        )
+    return found
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What repeats in ``model``, by the first of three criteria that any module meets."""
+    # Layers without children come last: in a model of blocks they repeat too, inside its blocks.
+    for is_block in (_is_listed, _repeats_with_structure, _repeats):
+        found = _outermost(model, is_block)
+        if found:
+            return found
+    return []
+
+
+def _is_listed(parent: nn.Module, child: nn.Module) -> bool:
+    if not isinstance(parent, nn.ModuleList | nn.Sequential):
+        return False
+    return has_structure(child)
+
+
+def _repeats_with_structure(parent: nn.Module, child: nn.Module) -> bool:
+    if not _repeats(parent, child):
+        return False
+    return has_structure(child)
+
+
+def _repeats(parent: nn.Module, child: nn.Module) -> bool:
+    classes = list(map(type, parent.children()))
+    if classes.count(type(child)) < 2:
+        return False
+    # Neither activations nor containers, which nothing calls, can be sharded on their own.
+    return _has_parameters(child) and is_called(child)
+
+
+def has_structure(module: nn.Module) -> bool:
+    """Whether ``module`` has children with parameters that may be treated on their own."""
+    # The children of an atomic module are not called, so nothing can happen when they are.
+    if isinstance(module, ATOMIC):
+        return False
+    return any(map(_has_parameters, module.children()))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Module]]:
+    """The modules below ``model`` that are blocks, by name, without those inside another block."""
+    found: list[tuple[str, nn.Module]] = []
+    visited: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            # A module that two parents share counts once, under its first name.
+            if id(child) in visited:
+                continue
+            visited.add(id(child))
+            child_path = join_names(name, child_name)
+            # What is inside a block is part of it: no search goes on there.
+            if is_block(module, child):
+                found.append((child_path, child))
+            else:
+                visit(child_path, child)
+
+    visit("", model)
+    return found
+
+
+def candidate_classes(model: nn.Module) -> str:
+    """For messages: classes that could be blocks, the most repeated first, with count and size of
+    one instance."""
+    instances: dict[str, list[nn.Module]] = defaultdict(list)
+    for name, module in model.named_modules():
+        # The root, whose name is empty, is no block of itself.
+        if name and _has_parameters(module):
+            instances[type(module).__name__].append(module)
+
+    def most_repeated_then_largest(entry: tuple[str, list[nn.Module]]) -> tuple[int, int]:
+        _, modules = entry
+        return -len(modules), -parameter_bytes(modules[0])
+
+    described = []
+    for name, modules in sorted(instances.items(), key=most_repeated_then_largest)[:8]:
+        size = parameter_bytes(modules[0]) / 2**20
+        described.append(f"{name} ({len(modules)} x {size:.2g} MiB)")
+    return ", ".join(described)

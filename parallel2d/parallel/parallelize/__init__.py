@@ -1,0 +1,199 @@
+"""`parallelize` turns a plain ``nn.Module`` into one that is sharded, replicated and ready to
+train.
+
+The same model object comes back, its parameters `DTensor`s, its parameter names unchanged. Each
+transform is in a file of its own. Float8 and tensor parallelism come first because they change what
+a layer computes; activation checkpointing and compilation wrap what a block runs and so must see
+the split layers; sharding comes last because its hooks must stay outside of what is recomputed or
+compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import ParallelConfig
+from parallel2d.base.config.options import refuse_unknown
+from parallel2d.base.topology import Topology
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.model_structure import find_blocks, fqn_of
+from parallel2d.parallel.parallelize.activation_checkpointing import (
+    checkpoint_activations,
+    select_without_hooks,
+)
+from parallel2d.parallel.parallelize.bucketing import bucket_modules
+from parallel2d.parallel.parallelize.compilation import compile_blocks
+from parallel2d.parallel.parallelize.float8 import convert_to_float8
+from parallel2d.parallel.parallelize.guards import guard
+from parallel2d.parallel.parallelize.ignored import cast_ignored, ignored_names, ignored_parameters
+from parallel2d.parallel.parallelize.precision import Precision, cast_storage
+from parallel2d.parallel.parallelize.preconditions import check, check_arguments
+from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
+from parallel2d.parallel.parallelize.scalars import keep_whole, scalar_places
+from parallel2d.parallel.parallelize.sharding import shard, synchronize
+from parallel2d.parallel.parallelize.tensor_parallel import apply_tensor_parallel
+from parallel2d.parallel.sync import clear_with_gradients
+from parallel2d.parallel.sync.engine import engine_of
+from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
+from parallel2d.parallel.weights.source import WeightSource
+
+__all__ = ["build_on_meta", "parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig | None = None,
+    *,
+    seed: int | None = None,
+    init: Initializer | None = None,
+    tensor_plan: Mapping[str, object] | None = None,
+    broadcast_from: int | None = None,
+    weights: Callable[[nn.Module], Container[str]] | None = None,
+    topology: Topology | None = None,
+    ignored: Sequence[str | nn.Module | nn.Parameter] = (),
+    **unknown: object,
+) -> nn.Module:
+    """Shards ``model`` over ``mesh`` in place and returns it. Collective: every rank calls it with
+    equal arguments.
+
+    Args:
+        model: any ``nn.Module``. Built under `build_on_meta` its weights are drawn here, from
+            ``seed`` and the FQNs alone; built with real weights they are kept, after a
+            check that all ranks hold the same.
+        mesh: from `parallel2d.build_mesh`, or your own with axes named ``replicate``, ``shard`` and
+            optionally ``tensor``.
+        config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch,
+            offloading; presets by name.
+        seed: of the initial weights, required when parameters are on meta; and of what
+            ``sync.wire`` rounds at random.
+        init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each
+            module's own initializer.
+        tensor_plan: module pattern -> parallel style or word
+            (`parallel2d.parallel.parallelize.tensor_parallel`); required when the mesh has a tensor axis.
+        broadcast_from: the rank whose weights and buffers all ranks start from. The others may hold
+            any, or be on meta; they never hold the whole model. None: no rank is asked.
+        weights: for a model on meta: ``weights(model)`` fills what it has values for once the model
+            is sharded and has storage, and returns the FQNs; the rest is drawn from
+            ``seed``.
+        topology: which rank is on which host, if known; otherwise the ranks are asked.
+        ignored: modules, or patterns of names, whose frozen parameters stay whole and plain on
+            every rank; see `parallel2d.parallel.parallelize.ignored`.
+
+    Build the optimizer after this call, on the returned model's parameters.
+
+    Raises:
+        ConfigError: a setting that cannot work on this model or mesh, with what can.
+    """
+    # Refuse what cannot work, before anything changes.
+    refuse_unknown(unknown, "parallelize", _OPTIONS)
+    check_arguments(model, mesh, config)
+    config = config or ParallelConfig()
+    topology = topology or Topology.gather()
+    check(model, mesh, config, topology)
+
+    source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
+    # The page of transforms, and then errors for calls that would go wrong.
+    _lay_out(
+        model,
+        mesh,
+        config,
+        topology,
+        source,
+        nullcontext(),
+        tensor_plan=tensor_plan,
+        ignored=ignored,
+        seed=seed or 0,
+    )
+    guard(model, mesh)
+    clear_with_gradients(model)
+    return model
+
+
+def parallelize_on_fake_tensors(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    fake: FakeTensorMode,
+    *,
+    topology: Topology,
+    init: Initializer | None,
+    tensor_plan: Mapping[str, object] | None,
+) -> nn.Module:
+    """As `parallelize`, for a ``model`` on meta whose parameters become tensors of ``fake``,
+    without storage: to ask what a layout allocates. Calls that would go wrong are not refused.
+
+    Raises `ConfigError` for what `parallelize` refuses.
+    """
+    check_arguments(model, mesh, config)
+    check(model, mesh, config, topology)
+    source = WeightSource(model, seed=0, init=init, broadcast_from=None, given=_all_names)
+    _lay_out(
+        model,
+        mesh,
+        config,
+        topology,
+        source,
+        fake,
+        tensor_plan=tensor_plan,
+        ignored=(),
+        seed=0,
+    )
+    return model
+
+
+def _all_names(model: nn.Module) -> set[str]:
+    """FQNs of all parameters and buffers: nothing is left to be drawn."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    return set(map(fqn_of, names))
+
+
+def _lay_out(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    topology: Topology,
+    source: WeightSource,
+    while_filling: AbstractContextManager[object],
+    *,
+    tensor_plan: Mapping[str, object] | None,
+    ignored: Sequence[str | nn.Module | nn.Parameter],
+    seed: int,
+) -> None:
+    """The transforms, and what comes after them inside ``while_filling``."""
+    # What the model is, while it is still plain: its dtypes, its blocks.
+    precision = Precision.of(config.precision, model)
+    ignored_here = ignored_names(model, ignored)
+    cast_storage(model, precision)
+    cast_ignored(model, ignored_here, precision.param, precision.fp32_modules)
+    blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
+    source.remember(model, blocks)
+
+    # The transforms, in this order.
+    convert_to_float8(blocks, config.precision, precision.fp32_modules)
+    apply_tensor_parallel(model, mesh, tensor_plan)
+    checkpoint_activations(model, blocks, config.activation_checkpointing)
+    budget = config.activation_checkpointing.compiler_budget
+    compile_blocks(model, blocks, config.compile, mesh_shape(mesh).tensor, budget)
+    groups = bucket_modules(model, blocks, config.bucketing, precision.fp32_modules)
+    plain = ignored_parameters(model, ignored_here, mesh.device_type)
+    without_dims = scalar_places(model, plain)
+    shard(model, mesh, groups, config, precision, plain | set(without_dims))
+    scalars = keep_whole(model, mesh, without_dims.values())
+    synchronize(model, mesh, config, precision, topology, scalars, seed)
+    select_without_hooks(model, config.activation_checkpointing)
+    prefetch_parameters(model, mesh, config.prefetch)
+
+    # Weights on this rank.
+    with while_filling:
+        source.fill(model, mesh.device_type, offload=config.cpu_offload)
+        engine_of(model).prepare()
+
+
+_OPTIONS = ("seed", "init", "tensor_plan", "broadcast_from", "weights", "topology", "ignored")

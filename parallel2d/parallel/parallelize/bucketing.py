@@ -1,0 +1,223 @@
+"""Groups the modules of a model whose parameters share one collective. Start at `bucket_modules`.
+
+The parameters of a group are gathered by one all-gather, and their gradients are reduced by one
+reduce-scatter. Parameters that are in no group belong to the root's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from parallel2d.base.config import BucketingConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.model_structure import own_parameters, owning_modules, parameter_bytes
+
+log = logging.getLogger(__name__)
+
+# The number of the root's group; smaller than the index of any other group.
+_ROOT = -1
+
+
+def bucket_modules(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    config: BucketingConfig,
+    apart: Collection[int] = (),
+) -> list[list[nn.Module]]:
+    """Groups of modules below the root, children before parents; modules with tied parameters
+    always share a group.
+
+    ``apart``: ids of modules that are a group each whatever the policy; so are those with complex
+    parameters in a model that has real ones. Raises `ConfigError` when one of them is tied to
+    another.
+    """
+    separate = {*apart, *_complex_modules(model)}
+    groups = _groups_by_policy(model, blocks, config)
+    groups = _set_apart(model, groups, separate)
+    groups = _merge_tied(model, groups)
+    # Only now it is certain which modules are alone: merging may have joined one to another.
+    _check_separate(model, groups, separate, fp32=apart)
+    return _innermost_first(model, groups)
+
+
+def _complex_modules(model: nn.Module) -> set[int]:
+    """Ids of modules whose trained parameters are all complex; empty when nothing in the model is
+    real. What is gathered together has one dtype."""
+    if False not in _are_complex(model.parameters()):
+        return set()
+    found = set()
+    for _, module in owning_modules(model):
+        # The root has a group of its own anyway.
+        if module is not model and _are_complex(own_parameters(module)) == {True}:
+            found.add(id(module))
+    return found
+
+
+def _are_complex(parameters: Iterable[nn.Parameter]) -> set[bool]:
+    """True when a trained one is complex, False when one is real: none, one or both of the two."""
+    return {parameter.is_complex() for parameter in parameters if parameter.requires_grad}
+
+
+def _groups_by_policy(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig
+) -> list[list[nn.Module]]:
+    """The groups that ``config`` names; parameters shared between them are not considered yet."""
+    policy = _usable_policy(model, blocks, config)
+    if policy == "block":
+        return [[block] for _, block in blocks]
+    # The root, whose name is empty, is in none of these groups: `fully_shard` gets it last.
+    owners = [(name, module) for name, module in owning_modules(model) if name]
+    if policy == "layer":
+        return [[module] for _, module in owners]
+    return _by_size(owners, config.size_mib)
+
+
+def _usable_policy(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: BucketingConfig
+) -> str:
+    """The policy that ``config`` names, or ``layer`` where ``model`` does not allow it."""
+    if config.name == "none":
+        # `fully_shard` takes modules: it cannot separate two parameters of one module.
+        log.info(
+            "bucketing=none: a group per single parameter is not possible; the finest, a group per "
+            "layer, is used"
+        )
+        return "layer"
+    if config.name == "block" and not blocks:
+        log.warning(
+            "bucketing=block: %s has no repeated blocks; a group per layer is used",
+            type(model).__name__,
+        )
+        return "layer"
+    return config.name
+
+
+def _by_size(owners: list[tuple[str, nn.Module]], size_mib: float) -> list[list[nn.Module]]:
+    """Consecutive modules up to the limit. A group's members must not contain each other, so only
+    owners without an owner inside are members; what a module around them owns itself goes to the
+    root's group."""
+    limit = size_mib * 2**20
+    containers = _names_around([name for name, _ in owners])
+    groups: list[list[nn.Module]] = []
+    filled = 0
+    for name, module in owners:
+        if name in containers:
+            continue
+        # A module that is larger than the limit by itself has a group of its own.
+        size = parameter_bytes(module)
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(module)
+        filled += size
+    # A single group would hold the whole model, which is what the root's group is for.
+    if len(groups) == 1:
+        return []
+    return groups
+
+
+def _names_around(names: Sequence[str]) -> set[str]:
+    """Names of all modules that contain one of ``names``: ``a.b.c`` is inside ``a`` and ``a.b``."""
+    found = set()
+    for name in names:
+        around = name.rpartition(".")[0]
+        while around:
+            found.add(around)
+            around = around.rpartition(".")[0]
+    return found
+
+
+def _set_apart(
+    model: nn.Module, groups: list[list[nn.Module]], separate: Collection[int]
+) -> list[list[nn.Module]]:
+    """``groups`` without the modules whose ids are in ``separate``, then one group for each of
+    those."""
+    result: list[list[nn.Module]] = []
+    for group in groups:
+        rest = [module for module in group if id(module) not in separate]
+        # A group may have held nothing else.
+        if rest:
+            result.append(rest)
+    for module in model.modules():
+        if id(module) in separate:
+            result.append([module])
+    return result
+
+
+def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
+    """Joins groups that hold one and the same parameter; a group that shares one with the root's is
+    dissolved into it."""
+    # For each index of a group the index of the group that it is joined to.
+    target = {index: index for index in range(len(groups))}
+    target[_ROOT] = _ROOT
+    for sharing in _groups_of_parameters(model, groups):
+        # Groups that were joined before stay together: all with the same target move at once.
+        joining = {target[index] for index in sharing}
+        first = min(joining)
+        for index, current in target.items():
+            if current in joining:
+                target[index] = first
+    joined: dict[int, list[nn.Module]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        joined[target[index]] += group
+    # The root's group needs no entry: it is what no other group holds.
+    joined.pop(_ROOT, None)
+    return list(joined.values())
+
+
+def _groups_of_parameters(model: nn.Module, groups: list[list[nn.Module]]) -> list[set[int]]:
+    """For each parameter the indices of the groups that hold it, `_ROOT` included; more than one
+    for a tied parameter."""
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for module in group:
+            group_of[id(module)] = index
+    holders: dict[int, set[int]] = defaultdict(set)
+
+    def visit(module: nn.Module, around: int) -> None:
+        # What is below a module of a group belongs to that group, unless it is in another one.
+        group = group_of.get(id(module), around)
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)].add(group)
+        for child in module.children():
+            visit(child, group)
+
+    visit(model, _ROOT)
+    return list(holders.values())
+
+
+def _check_separate(
+    model: nn.Module,
+    groups: list[list[nn.Module]],
+    separate: Collection[int],
+    fp32: Collection[int],
+) -> None:
+    """Raises `ConfigError` when a module of ``separate`` has no group of its own in ``groups``.
+
+    ``fp32``: ids of those of them that the user chose, by ``precision.fp32_modules``.
+    """
+    alone = {id(group[0]) for group in groups if len(group) == 1}
+    joined = set(separate) - alone
+    for name, module in model.named_modules():
+        if id(module) not in joined:
+            continue
+        why = "complex parameters are gathered apart"
+        if id(module) in fp32:
+            why = "precision.fp32_modules"
+        raise ConfigError(
+            f"{why}: {name} is tied to, or is, a module outside of them; choose both or none"
+        )
+
+
+def _innermost_first(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
+    depth = {id(module): name.count(".") for name, module in model.named_modules()}
+
+    def deepest(group: list[nn.Module]) -> int:
+        return max(depth[id(module)] for module in group)
+
+    # The sort is stable, in reverse too: groups of equal depth stay in the model's order.
+    return sorted(groups, key=deepest, reverse=True)

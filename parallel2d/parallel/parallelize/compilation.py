@@ -1,0 +1,83 @@
+"""Compiles each repeated block on its own by ``torch.compile``. Start at `compile_blocks`.
+
+Compilations are short that way, and all equal blocks share one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+
+from parallel2d.base.config import CompileConfig
+from parallel2d.base.errors import ConfigError
+
+
+def compile_blocks(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    config: CompileConfig,
+    tensor: int,
+    memory_budget: float | None,
+) -> nn.Module:
+    """Compiles the ``forward`` of ``blocks``; the sharding hooks stay outside.
+
+    ``tensor``: size of the tensor axis. ``memory_budget``: share of a block's activations that may
+    be kept for backward; None: all but what costs no time to recompute. Raises `ConfigError`
+    without blocks and for what `check_compilation` refuses.
+    """
+    if config.name == "none":
+        return model
+    if not blocks:
+        raise ConfigError(
+            f"compile={config.name}: {type(model).__name__} has no repeated blocks; name their "
+            "classes in bucketing.blocks"
+        )
+    check_compilation(config, tensor)
+    backend: Any = config.backend
+    if memory_budget is not None:
+        backend = _within_budget(config.backend, memory_budget)
+    for _, block in blocks:
+        # On the instance: hooks run in the module's call, around what is compiled.
+        block.forward = torch.compile(block.forward, backend=backend)
+    return model
+
+
+# One function per budget: compiled code is shared between blocks and models with the same backend,
+# and only then.
+@functools.cache
+def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
+    """A backend that splits forward from backward within ``budget``, by torch's own solver (a
+    knapsack over the graph)."""
+    compiler = torch._dynamo.lookup_backend(backend)
+
+    def compile_within_budget(graph: Any, inputs: Any, **options: Any) -> Any:
+        # torch has this setting for the whole process only, and reads it while it compiles.
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs, **options)
+
+    return compile_within_budget
+
+
+def check_compilation(config: CompileConfig, tensor: int) -> None:
+    """Raises `ConfigError` for a backend that torch.compile does not have, and for compilation
+    together with tensor parallelism.
+
+    With torch 2.13 a compiled tensor-parallel block returned a zero gradient for its input, without
+    any error.
+    """
+    if config.name == "none":
+        return
+    if config.backend not in torch.compiler.list_backends(exclude_tags=()):
+        # The message lists the back ends for users, not the many that are for debugging torch.
+        usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
+        raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
+    if tensor > 1 and config.backend != "eager":
+        raise ConfigError(
+            f"compile={config.name} with mesh.tensor={tensor}: compiled tensor-parallel blocks "
+            "return wrong gradients in this torch; choose compile=none or mesh.tensor=1"
+        )

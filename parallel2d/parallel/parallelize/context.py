@@ -1,0 +1,97 @@
+"""Builds a model without ever holding it whole on a rank: `model_sharded_context`.
+
+Module constructors run inside the context, on meta; when it ends without an exception, each
+outermost module that was built is parallelized in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import ParallelConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.parallelize import parallelize
+from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
+
+
+@contextmanager
+def model_sharded_context(
+    mesh: DeviceMesh,
+    config: ParallelConfig | None = None,
+    *,
+    seed: int,
+    init: Initializer | None = None,
+    tensor_plan: Mapping[str, object] | Callable[[nn.Module], Mapping[str, object]] | None = None,
+) -> Iterator[None]:
+    """Inside, modules are built without weights; at the end each outermost one with parameters is
+    parallelized over ``mesh``. Collective. ::
+
+        with model_sharded_context(mesh, ParallelConfig("hybrid"), seed=0):
+            model = MyModel(...)
+        optimizer = build_optimizer(model, ...)
+
+    Args:
+        mesh, config, seed, init: as of `parallel2d.parallel.parallelize`, for every outermost module alike.
+            ``init`` is called after the context, so
+            ``lambda module, name: model.init_weights(module, name)`` may name a model that is built
+            inside.
+        tensor_plan: also a function of the module that returns the plan, because the module does
+            not exist before.
+
+    No rank holds more than one parameter while it is built and its own parts plus the largest block
+    while weights are drawn. A module that is built and dropped inside, or put into another one, is
+    not outermost. An exception inside is passed on and nothing is parallelized.
+
+    Raises:
+        ConfigError: nothing with parameters was built inside, a module was given weights that are
+            not on meta (built outside), or what `parallel2d.parallel.parallelize` raises; of several
+            outermost modules, those before the one it refuses are parallelized.
+    """
+    built: list[weakref.ref[nn.Module]] = []
+    construct = nn.Module.__init__
+
+    # Every module calls this constructor, whatever its class.
+    def construct_and_remember(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        built.append(weakref.ref(self))
+
+    nn.Module.__init__ = construct_and_remember  # type: ignore[method-assign]
+    try:
+        with build_on_meta():
+            yield
+    finally:
+        nn.Module.__init__ = construct  # type: ignore[method-assign]
+    outermost = _outermost(built)
+    if not outermost:
+        raise ConfigError(
+            "model_sharded_context: no module with parameters was built inside; call the model's "
+            "constructor inside the context and keep the model in a variable"
+        )
+    for module in outermost:
+        plan = tensor_plan(module) if callable(tensor_plan) else tensor_plan
+        parallelize(module, mesh, config, seed=seed, init=init, tensor_plan=plan)
+
+
+def _outermost(built: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    """Those of ``built`` that still exist, have parameters and are in no other one, in the order in
+    which they were built."""
+    alive: dict[int, nn.Module] = {}
+    for reference in built:
+        module = reference()
+        if module is not None:
+            alive[id(module)] = module
+    inner: set[int] = set()
+    for module in alive.values():
+        inner.update(id(child) for child in module.modules() if child is not module)
+    outermost = []
+    for module in alive.values():
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters and id(module) not in inner:
+            outermost.append(module)
+    return outermost

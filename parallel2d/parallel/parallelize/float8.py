@@ -1,0 +1,185 @@
+"""Matrix products in 8-bit floating point, by torchao. Start at `convert_to_float8`.
+
+The Linear layers inside a model's blocks are replaced by float8 ones. Weights stay stored in
+`precision.storage`, gathered in `precision.param`, and are scaled and cast around each product;
+names and initial values do not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel2d.base.config import PrecisionConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.model_structure import fqn_of
+
+log = logging.getLogger(__name__)
+
+CAPABILITY = (8, 9)  # the first with float8 matrix units
+MULTIPLE = 16  # of both sides of a weight, which the float8 products of CUDA require
+
+
+def check_float8(precision: PrecisionConfig, device_type: str) -> None:
+    """Raises `ConfigError` where ``precision.float8`` cannot run: without torchao, on CPU, on a GPU
+    without float8 units."""
+    if precision.float8 == "none":
+        return
+    key = f"precision.float8={precision.float8}"
+    if device_type != "cuda":
+        raise ConfigError(
+            f"{key} needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on "
+            f"{device_type}; use none"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        raise ConfigError(
+            f"{key} needs a GPU of compute capability 8.9 or higher, this one has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    _torchao(key)
+
+
+def convert_to_float8(
+    blocks: Sequence[tuple[str, nn.Module]],
+    precision: PrecisionConfig,
+    apart: Collection[int] = (),
+    *,
+    emulate: bool = False,
+) -> list[str]:
+    """Replaces the Linear layers inside ``blocks`` by float8 ones with the same parameters. Returns
+    the names of those it replaced.
+
+    Left as they are, and logged with the reason: layers that a pattern of
+    ``precision.float8_exclude`` names, layers whose sides are no multiples of 16, a block that is
+    itself a Linear, and modules whose id is in ``apart`` (those computing in fp32). ``emulate``
+    computes the same roundings without float8 units, on any device. Raises `ConfigError` without
+    torchao, for a pattern without a match, and when nothing is left to replace.
+    """
+    if precision.float8 == "none":
+        return []
+    torchao = _torchao(f"precision.float8={precision.float8}")
+    kept, chosen = _choose(blocks, precision.float8_exclude, apart)
+    for reason, names in kept.items():
+        log.info(
+            "precision.float8: %d layers are left as they are (%s): %s",
+            len(names),
+            reason,
+            ", ".join(names),
+        )
+    if not chosen:
+        raise ConfigError(
+            f"precision.float8={precision.float8}: no Linear layer inside the blocks can be "
+            f"converted{_summary(kept)}"
+        )
+    recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
+    if emulate:
+        recipe = dataclasses.replace(recipe, emulate=True)
+    wanted = {id(module) for _, module in chosen}
+
+    def is_wanted(module: nn.Module, _name: str) -> bool:
+        # By identity: torchao passes names that begin inside the block.
+        return id(module) in wanted
+
+    # Block by block: a Linear outside of them, such as the model's head, stays as it is.
+    for _, block in blocks:
+        torchao.convert_to_float8_training(block, config=recipe, module_filter_fn=is_wanted)
+    return [name for name, _ in chosen]
+
+
+def float8_layers(
+    blocks: Sequence[tuple[str, nn.Module]], precision: PrecisionConfig
+) -> list[nn.Linear]:
+    """The layers that `convert_to_float8` would replace, whether torchao is there or not; none
+    without ``precision.float8``."""
+    if precision.float8 == "none":
+        return []
+    _, chosen = _choose(blocks, precision.float8_exclude, ())
+    return [layer for _, layer in chosen]
+
+
+def _choose(
+    blocks: Sequence[tuple[str, nn.Module]], exclude: Sequence[str], apart: Collection[int]
+) -> tuple[dict[str, list[str]], list[tuple[str, nn.Linear]]]:
+    """The Linear layers of ``blocks``: names that stay, by reason, and (name, layer) of those to
+    convert."""
+    kept: dict[str, list[str]] = {}
+    chosen: list[tuple[str, nn.Linear]] = []
+    unmatched = set(exclude)
+    for name, layer, is_block in _linear_layers(blocks):
+        patterns = [pattern for pattern in exclude if fnmatch.fnmatchcase(name, pattern)]
+        unmatched.difference_update(patterns)
+        if patterns:
+            reason: str | None = "excluded"
+        elif id(layer) in apart:
+            reason = "computes in fp32"
+        else:
+            reason = _obstacle(layer, is_block)
+        if reason is None:
+            chosen.append((name, layer))
+        else:
+            kept.setdefault(reason, []).append(name)
+    if unmatched:
+        names = [name for name, _ in chosen]
+        for group in kept.values():
+            names += group
+        raise ConfigError(
+            f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer "
+            f"inside a block{_first(names)}"
+        )
+    return kept, chosen
+
+
+def _linear_layers(
+    blocks: Sequence[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Linear, bool]]:
+    """(FQN, layer, whether it is a block itself) of each Linear in ``blocks``."""
+    for block_name, block in blocks:
+        for inner, module in block.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            name = block_name
+            if inner:
+                name = f"{block_name}.{inner}"
+            yield fqn_of(name), module, not inner
+
+
+def _obstacle(layer: nn.Linear, is_block: bool) -> str | None:
+    """Why ``layer`` cannot be converted; None where it can."""
+    if is_block:
+        # torchao replaces a layer on its parent, which is outside of what it is given here.
+        return "is a whole block"
+    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+        return f"sizes are no multiples of {MULTIPLE}"
+    return None
+
+
+def _summary(kept: dict[str, list[str]]) -> str:
+    return "".join(f"; {len(names)}: {reason}" for reason, names in kept.items())
+
+
+def _first(names: Sequence[str]) -> str:
+    """For messages: the first of ``names``; empty when there are none."""
+    if not names:
+        return ""
+    more = " ..." if len(names) > 4 else ""
+    return f"; there are {', '.join(names[:4])}{more}"
+
+
+def _torchao(key: str) -> Any:
+    """The module ``torchao.float8``. Raises `ConfigError` when torchao is not installed.
+
+    ``key``: the setting that needs it, for the message.
+    """
+    # Imported here because it is an optional dependency.
+    try:
+        import torchao.float8
+    except ImportError:
+        raise ConfigError(f'{key} needs torchao: pip install "parallel2d[float8]"') from None
+    return torchao.float8

@@ -1,0 +1,226 @@
+"""Errors for calls of a sharded model that would compute with parts of its parameters, or train
+it wrongly without an error: `guard` installs them.
+
+Under a tensor axis they cost one small collective in the first forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
+from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.fsdp_internals import RunningForward
+from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.model_structure import fqn_of
+
+
+def guard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Installs the errors on ``model``, after `fully_shard`."""
+    refuse_direct_forward(model)
+    explain_calls(model)
+    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    check_tensor_ranks_share_data(model, mesh)
+
+
+def _refuse_whole_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before ``load_state_dict``: raises `ConfigError` for plain tensors in the place of sharded
+    ones, which torch would refuse one by one."""
+    if prefix:  # a part of another model, whose state this is
+        return
+    for name, parameter in model.named_parameters():
+        value = state.get(name)
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if is_whole and isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"load_state_dict: {name} is sharded, and the state holds a whole tensor; use "
+                "parallel2d.load_state(model, state), which sends rank 0's tensors to their "
+                'places, or load_full_state(model, optimizer, {"model": ..., "optimizer": ...})'
+            )
+
+
+def explain_calls(model: nn.Module) -> None:
+    """Gives calls for which parameters are not gathered an error that says what to do: a block
+    before the model, methods other than forward, and arguments that a block changes in place."""
+    early = []
+    sharded = {path for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    for path, module in model.named_modules():
+        if path in sharded:
+            name = fqn_of(path)
+            _explain_methods(module, name)
+            _refuse_changed_arguments(module, name)
+            if path:
+                early.append(
+                    module.register_forward_pre_hook(
+                        functools.partial(_refuse_early, name, model), prepend=True
+                    )
+                )
+
+    # Once the model itself has been called, its modules may be called alone.
+    def forget(_module: nn.Module, _inputs: Any) -> None:
+        while early:
+            early.pop().remove()
+
+    model.register_forward_pre_hook(forget, prepend=True)
+
+
+def _refuse_early(name: str, root: nn.Module, _module: nn.Module, _inputs: Any) -> None:
+    if not fsdp_internals.has_begun(root):
+        raise RuntimeError(
+            f"{name} was called before the model that it is a part of: call the model first, or "
+            f"the method that calls {name} through "
+            "torch.distributed.fsdp.register_fsdp_forward_method(model, name of the method)"
+        )
+
+
+def _explain_methods(module: nn.Module, name: str) -> None:
+    """Wraps the public methods of the class that defines ``module``'s forward."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    for method, function in vars(owner).items():
+        if (
+            isinstance(function, FunctionType)
+            and not method.startswith("_")
+            and method != "forward"
+        ):
+            vars(module)[method] = functools.wraps(function)(_explained(module, name, method))
+
+
+def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
+    call = getattr(module, method)
+    forward = RunningForward(module)
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            if forward.now:  # the parameters are gathered, and the error is another
+                raise
+            raise RuntimeError(
+                f"{name or _class_name(module)}.{method} computes with parameters that only a call "
+                "of the module gathers: call "
+                f"torch.distributed.fsdp.register_fsdp_forward_method(module, {method!r}) once "
+                "after parallelize"
+            ) from error
+
+    return explained
+
+
+def _refuse_changed_arguments(module: nn.Module, name: str) -> None:
+    """Makes a call raise RuntimeError when ``module`` has added to a list or dict that it was
+    given: the sharding engine gives it a copy, so the caller would never see what was added."""
+    given: list[Any] = []
+
+    def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append({**dict(enumerate(args)), **kwargs})
+
+    def compare(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        if not given:  # an earlier hook has raised
+            return
+        received = {**dict(enumerate(args)), **kwargs}
+        arguments = given.pop()
+        for key in arguments.keys() & received.keys():
+            changed = _first_changed(arguments[key], received[key])
+            if changed is not None:
+                raise RuntimeError(
+                    f"{name or _class_name(module)} changed a {type(changed).__name__} that it was "
+                    "given, and the caller would not see it, because sharded modules get copies of "
+                    "their arguments: return the values instead"
+                )
+
+    module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+    module.register_forward_hook(compare, with_kwargs=True, always_call=True)
+
+
+def _first_changed(given: Any, received: Any) -> list[Any] | dict[Any, Any] | None:
+    """The first list or dict in ``given`` whose copy in ``received`` has another length."""
+    containers = zip(_containers_in(given), _containers_in(received), strict=False)
+    # One that is the same object was not copied, and the caller sees its changes.
+    for before, after in containers:
+        if before is not after and len(before) != len(after):
+            return before
+    return None
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name that the class had before `fully_shard` made it an `FSDPModule`."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _containers_in(value: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    """The plain lists and dicts in ``value`` and in each other, those outside of them first."""
+    if type(value) in (list, dict):
+        yield value
+    if type(value) not in (list, tuple, dict):
+        return
+    inside = value.values() if type(value) is dict else value
+    for inner in inside:
+        yield from _containers_in(inner)
+
+
+def refuse_direct_forward(model: nn.Module) -> None:
+    """Makes ``model.forward(x)`` raise RuntimeError outside of ``model(x)``: the hooks that gather
+    parameters run in the call."""
+    forward = model.forward
+    running = RunningForward(model)
+
+    @functools.wraps(forward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if not running.now:
+            raise RuntimeError(
+                "model.forward(...) was called directly: the parameters are sharded and only "
+                "model(...) gathers them; call the model"
+            )
+        return forward(*args, **kwargs)
+
+    model.forward = guarded
+
+
+def check_tensor_ranks_share_data(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes the first forward under a tensor axis compare its inputs over that axis; raises
+    `ConfigError` when they differ.
+
+    A sampler keyed on the global rank feeds each tensor rank other data, which their matrices,
+    parts of one, silently mix.
+    """
+    if "tensor" not in axis_names(mesh):
+        return
+    group = mesh.get_group("tensor")
+
+    # In the first forward alone: a sampler that is right once is right ever after.
+    def compare(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            raise ConfigError(
+                f"ranks {ranks} share one tensor axis and were fed different data: a sampler must "
+                "be keyed on parallel2d.data_coordinate(mesh) and its number of ranks, "
+                "mesh_shape(mesh).data_ranks, not on the global rank"
+            )
+
+    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def _digest(inputs: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            digest.update(
+                leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+    return digest.hexdigest()

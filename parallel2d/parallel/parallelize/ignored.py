@@ -1,0 +1,149 @@
+"""Parameters that are left out of sharding: they stay whole, plain tensors on every rank.
+
+`ignored_names` finds them by pattern or module before the transforms; after those,
+`ignored_parameters` makes the set that `fully_shard` takes.
+
+[Note: ignored parameters are frozen] Nothing reduces the gradient of a parameter that is not
+sharded: replicas would drift apart without an error. So only frozen parameters may be ignored. They
+need no master copy, and are stored in the dtype that computes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.parallel.model_structure import fqn_of
+
+
+def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
+    """FQNs of the parameters that ``ignored`` chooses, all names of a tied one, in the
+    model's order.
+
+    A pattern (``*`` matches dots too) chooses the parameters or modules of that name, a module all
+    that is below it. Raises `ConfigError` for an entry that chooses nothing, with near names, and
+    when a chosen parameter is trainable.
+    """
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        named[fqn_of(name)] = parameter
+    in_model = set(named.values())
+    chosen: set[nn.Parameter] = set()
+    for entry in ignored:
+        # A module or parameter may be given that is not part of this model.
+        found = in_model.intersection(_chosen_by(model, named, entry))
+        if not found:
+            raise ConfigError(_nothing_chosen(model, named, entry))
+        chosen |= found
+    names = [name for name, parameter in named.items() if parameter in chosen]
+    _check_frozen([name for name in names if named[name].requires_grad])
+    return names
+
+
+def _chosen_by(
+    model: nn.Module, named: dict[str, nn.Parameter], entry: str | nn.Module | nn.Parameter
+) -> list[nn.Parameter]:
+    """The parameters that one entry chooses; those of a module or a parameter itself may be outside
+    of ``model``."""
+    if isinstance(entry, nn.Module):
+        return list(entry.parameters())
+    if isinstance(entry, nn.Parameter):
+        return [entry]
+    return _matching(model, named, entry)
+
+
+def _matching(model: nn.Module, named: dict[str, nn.Parameter], pattern: str) -> list[nn.Parameter]:
+    """The parameters whose names match, and all those below the modules whose names match."""
+    found: list[nn.Parameter] = []
+    for name, parameter in named.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            found.append(parameter)
+    modules = dict(model.named_modules())
+    # The root's name is empty, and no pattern is meant for it.
+    del modules[""]
+    for name, module in modules.items():
+        if fnmatch.fnmatchcase(fqn_of(name), pattern):
+            found += module.parameters()
+    return found
+
+
+def _nothing_chosen(
+    model: nn.Module, names: Collection[str], entry: str | nn.Module | nn.Parameter
+) -> str:
+    """The message for an entry that chooses none of the parameters ``names``."""
+    of_model = f"chooses no parameter of {type(model).__name__}"
+    if not isinstance(entry, str):
+        return f"ignored: a {type(entry).__name__} {of_model}"
+    # Up to three, because layers of one kind have names that differ in a number alone.
+    word = entry.replace("*", "").strip(".")
+    near = nearest_words(word, names, alike=0.4)
+    if not near:
+        return f"ignored: pattern {entry} {of_model}"
+    return f"ignored: pattern {entry} {of_model}; near: {', '.join(near)}"
+
+
+def _check_frozen(trained: Sequence[str]) -> None:
+    """Raises `ConfigError` for the names of chosen parameters that are trained; see [Note: ignored
+    parameters are frozen]."""
+    if not trained:
+        return
+    shown = ", ".join(trained[:3])
+    if len(trained) > 3:
+        shown += " ..."
+    verb = "are" if len(trained) > 1 else "is"
+    raise ConfigError(
+        f"ignored: {shown} {verb} trainable, and nothing averages the gradient of a parameter that "
+        "is not sharded: freeze it (requires_grad_(False)), or let it be sharded"
+    )
+
+
+def cast_ignored(
+    model: nn.Module, names: Collection[str], dtype: torch.dtype, fp32: Collection[int]
+) -> None:
+    """Stores the named parameters in ``dtype``, those of the modules with ids ``fp32`` in fp32."""
+    # By the id of the parameter before: modules that share one must share the new one.
+    cast: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        wanted = dtype
+        if id(module) in fp32:
+            wanted = torch.promote_types(dtype, torch.float32)
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        for attribute, parameter in own:
+            name = fqn_of(f"{prefix}.{attribute}".removeprefix("."))
+            if name not in names:
+                continue
+            # Quantized weights keep their integers.
+            if not parameter.is_floating_point():
+                continue
+            if id(parameter) not in cast:
+                stored = parameter.detach().to(wanted)
+                cast[id(parameter)] = nn.Parameter(stored, requires_grad=False)
+            module._parameters[attribute] = cast[id(parameter)]
+
+
+def ignored_parameters(
+    model: nn.Module, names: Collection[str], device_type: str
+) -> set[nn.Parameter]:
+    """The parameters of these names, moved to this rank's device, for `fully_shard` to leave alone.
+    Raises `ConfigError` for one that the tensor plan has split."""
+    found: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters():
+        if fqn_of(name) not in names:
+            continue
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"ignored: {fqn_of(name)} is in the tensor plan, which splits or "
+                "replicates it: choose one of both"
+            )
+        # On meta there is nothing to move; values come after sharding, on the right device.
+        if not parameter.is_meta and parameter.device.type != device_type:
+            device = torch.device(device_type, torch.accelerator.current_device_index())
+            # The object stays the same, because `fully_shard` looks for it by identity.
+            parameter.data = parameter.data.to(device)
+        found.add(parameter)
+    return found

@@ -1,0 +1,195 @@
+"""The dtypes of mixed precision for one model: what is stored, gathered, added and sent in which.
+
+`Precision.of` turns the names in a `PrecisionConfig` into dtypes, once, for all transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from parallel2d.base.config import PrecisionConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.model_structure import (
+    candidate_classes,
+    own_parameters,
+    owning_modules,
+)
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a model that is trained in mixed precision."""
+
+    storage: torch.dtype  # of sharded parameters, their gradients and the optimizer state
+    param: torch.dtype  # of gathered parameters and activations
+    reduce: torch.dtype  # of gradients while they are sent
+    output: torch.dtype | None  # of what the model returns; None: whatever it computes
+    buffers: torch.dtype | None  # None: as built
+    cast_inputs: bool  # floating-point inputs are cast to `param`
+    keep_reduced: bool  # gradients stay in `reduce` instead of being cast to `storage`
+    fp32_modules: frozenset[int]  # ids of modules that compute in fp32 beside a lower `param`
+
+    @classmethod
+    def of(cls, config: PrecisionConfig, model: nn.Module) -> Precision:
+        """The dtypes that ``config`` names. Raises `ConfigError` for a class in
+        ``config.fp32_modules`` that ``model`` does not have."""
+        return cls(
+            storage=DTYPES[config.storage],
+            param=DTYPES[config.param],
+            reduce=DTYPES[config.reduce],
+            output=_dtype(config.output),
+            buffers=_dtype(_buffers(config)),
+            cast_inputs=config.cast_forward_inputs,
+            keep_reduced=config.keep_low_precision_gradients,
+            fp32_modules=frozenset(_fp32_modules(model, config.fp32_modules)),
+        )
+
+    @property
+    def sums(self) -> torch.dtype:
+        """In which gradients are added: fp32 at least."""
+        return torch.promote_types(self.storage, torch.float32)
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """For `fully_shard`; a dtype that equals the one it would have anyway is omitted."""
+        param = None if self.param == self.storage else self.param
+        reduce = None if self.reduce == self.param else self.reduce
+        return MixedPrecisionPolicy(
+            param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=self.cast_inputs
+        )
+
+    @property
+    def fp32_policy(self) -> MixedPrecisionPolicy:
+        """As `policy`, for a module that computes in fp32 and returns values in `param`."""
+        return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=self.param)
+
+
+def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
+    """In which floating-point inputs reach the model; None for as they are."""
+    if not config.cast_forward_inputs:
+        return None
+    return DTYPES[config.param]
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return DTYPES[name] if name else None
+
+
+def _buffers(config: PrecisionConfig) -> str | None:
+    """Buffers keep the dtype they were built with, but fp64 would be lost in narrower ones."""
+    if config.buffers is None and config.storage == "fp64":
+        return "fp64"
+    return config.buffers
+
+
+def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
+    """Ids of the modules of these classes that own parameters, and of such modules inside them."""
+    missing = set(classes)
+    found: set[int] = set()
+    for module in model.modules():
+        name = type(module).__name__
+        if name not in classes:
+            continue
+        # One without parameters, such as an activation, has no dtype to compute in.
+        if next(module.parameters(), None) is None:
+            continue
+        missing.discard(name)
+        for _, inner in owning_modules(module):
+            found.add(id(inner))
+    if missing:
+        raise ConfigError(
+            f"precision.fp32_modules={list(classes)}: no module of class "
+            f"{', '.join(sorted(missing))} with parameters in {type(model).__name__}; candidates: "
+            f"{candidate_classes(model)}"
+        )
+    return found
+
+
+def cast_storage(model: nn.Module, precision: Precision) -> nn.Module:
+    """Casts parameters to the storage dtype, complex ones to the complex dtype of its width, and
+    buffers to theirs. Makes them contiguous.
+
+    The parameters of ``precision.fp32_modules`` are stored in fp32 at least. Raises `ConfigError`
+    for complex parameters in fewer than 32 bits, which no such dtype can hold.
+    """
+    storage = _storage_dtypes(model, precision)
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, dtype in storage.items():
+        value = parameter.detach()
+        stored = value.to(dtype).contiguous()
+        # `to` and `contiguous` return the tensor itself where they have nothing to do.
+        if stored is not value:
+            cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
+    for module in model.modules():
+        _replace_parameters(module, cast)
+        if precision.buffers is not None:
+            _cast_buffers(module, precision.buffers)
+    return model
+
+
+def _storage_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+    """In which dtype each floating-point or complex parameter is stored."""
+    in_fp32 = _parameters_of(model, precision.fp32_modules)
+    storage: dict[nn.Parameter, torch.dtype] = {}
+    for name, parameter in model.named_parameters():
+        dtype = precision.sums if parameter in in_fp32 else precision.storage
+        if parameter.is_complex():
+            _check_complex(name, precision)
+            storage[parameter] = dtype.to_complex()
+        elif parameter.is_floating_point():
+            storage[parameter] = dtype
+    return storage
+
+
+def _parameters_of(model: nn.Module, modules: Container[int]) -> set[nn.Parameter]:
+    """The parameters that the modules of ``model`` with these ids own."""
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        if id(module) in modules:
+            found.update(own_parameters(module))
+    return found
+
+
+def _replace_parameters(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    # A copy of the items, since setattr changes the dict. A tied parameter is replaced by the same
+    # new one in each of its modules.
+    for name, held in list(module._parameters.items()):
+        if held is not None and held in new:
+            setattr(module, name, new[held])
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Complex ones only to a dtype of 32 bits or more."""
+    for name, buffer in module._buffers.items():
+        # A buffer may be registered without a value.
+        if buffer is None:
+            continue
+        if buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
+        elif buffer.is_complex() and dtype.itemsize >= 4:
+            module._buffers[name] = buffer.to(dtype.to_complex())
+
+
+def _check_complex(name: str, precision: Precision) -> None:
+    """Raises `ConfigError` where a dtype has fewer than 32 bits for the complex parameter
+    ``name``."""
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    for setting in ("storage", "param", "reduce"):
+        dtype = getattr(precision, setting)
+        if dtype.itemsize < 4:
+            raise ConfigError(
+                f"precision.{setting}={words[dtype]}: {name} is complex, and no complex dtype is "
+                "that narrow; use precision=fp32"
+            )

@@ -1,0 +1,315 @@
+"""Tensor parallelism: splits the matrices that a plan names over the ``tensor`` axis.
+
+Start at `apply_tensor_parallel`.
+
+A plan maps patterns of module names to a torch ``ParallelStyle`` or to a word:
+
+    colwise            splits the outputs of a Linear (its heads, its hidden units) or the columns
+                       of an Embedding; a Linear's output stays split
+    rowwise            splits the inputs of a Linear that a colwise one feeds, or the rows of an
+                       Embedding; the output is whole again
+    sequence           computes on a slice of the sequence (dim 1), whole before and after: a norm's
+                       work and memory are divided
+    replicate          stays whole, on purpose
+    colwise_gather_output
+                       colwise, and the output is gathered: a head whose logits any loss can read
+    replicated_with_grad_allreduce
+                       whole weights on split heads (a norm of queries and keys); their gradients
+                       are summed
+    rowwise_split_input
+                       rowwise, and the input is whole: what a gathered colwise one feeds
+    embedding_rowwise  rowwise, of an Embedding
+
+The last four are words of Hugging Face's own plans. A layer under a word takes and returns whole
+activations, but for the split between a colwise and its rowwise; so a plan may name any part of a
+model.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from parallel2d.base.config import TENSOR_WORDS
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.model_structure import ATOMIC, tied_parameters
+
+log = logging.getLogger(__name__)
+
+
+class _OnSlices(ParallelStyle):
+    """A module with whole weights computes on a slice of its input; its weights' gradients are
+    summed over the slices.
+
+    ``dim``: of the input that is split. ``split_already``: what comes in is this rank's slice, and
+    so is what goes out; otherwise both are whole.
+    """
+
+    def __init__(self, dim: int, split_already: bool) -> None:
+        super().__init__()
+        self.dim = dim
+        self.split_already = split_already
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # DTensor sums the gradients of replicated weights over the axis.
+        def replicate(_name: str, owner: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in owner.named_parameters(recurse=False):
+                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+                owner.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+
+        def enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            x: Tensor = inputs[0]
+            split = Shard(self.dim % x.ndim)
+            # With run_check torch would broadcast the first rank's values.
+            if self.split_already:
+                return (DTensor.from_local(x, mesh, [split], run_check=False), *inputs[1:])
+            whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            return (whole.redistribute(placements=[split]), *inputs[1:])
+
+        def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+            if self.split_already:
+                return output.to_local()
+            return output.redistribute(placements=[Replicate()]).to_local()
+
+        return distribute_module(module, device_mesh, replicate, enter, leave)  # type: ignore[arg-type]
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object] | None
+) -> nn.Module:
+    """Applies ``plan`` (module pattern -> style or word) over the mesh's ``tensor`` axis; without
+    that axis, nothing.
+
+    Logs which parameters stayed whole. Raises `ConfigError` when there is an axis and no plan, for
+    a pattern that matches no module, a word that does not fit the module, and sizes or heads that
+    the axis does not divide.
+    """
+    if "tensor" not in axis_names(mesh):
+        return model
+    if not plan:
+        raise ConfigError(
+            f"mesh.tensor={mesh['tensor'].size()}: {type(model).__name__} has no tensor-parallel "
+            "plan; give one (model.tensor_plan={pattern: word} or package.module:function, or "
+            "tensor_plan= in code) or set mesh.tensor=1"
+        )
+    split_layers(model, mesh, plan)
+    for line in whole_parameters(model):
+        log.info(line)
+    return model
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object]) -> None:
+    """As `apply_tensor_parallel`, without logging; the mesh must have a ``tensor`` axis."""
+    styles = resolve_plan(model, plan, mesh["tensor"].size())
+    ties = tied_parameters(model)
+    parallelize_module(model, mesh["tensor"], styles)
+    _check_ties(model, ties)
+    # Splitting makes a new parameter per module; tied ones must stay one.
+    for places in ties:
+        first, first_name = places[0]
+        for module, name in places[1:]:
+            module._parameters[name] = first._parameters[first_name]
+
+
+def resolve_plan(
+    model: nn.Module, plan: Mapping[str, object], tensor: int
+) -> dict[str, ParallelStyle]:
+    """The plan with words turned to styles, one entry per module for them; checked against the
+    model. See `apply_tensor_parallel`."""
+    modules = dict(model.named_modules())
+    styles: dict[str, ParallelStyle] = {}
+    words: dict[str, str] = {}
+    problems: list[str] = []
+    for pattern, style in plan.items():
+        matched = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            problems.append(f"{pattern!r} matches no module of {type(model).__name__}")
+        elif isinstance(style, str):
+            # Of several patterns that match a module, the last one counts.
+            words |= dict.fromkeys(matched, style)
+        else:
+            # `parallelize_module` matches patterns too, and a torch style needs no check of ours.
+            styles[pattern] = style  # type: ignore[assignment]
+    _complete_ties(model, words)
+    for name, word in words.items():
+        try:
+            resolved = _style(name, modules, word, tensor)
+        except ValueError as error:
+            # Collected, so that one message has all problems of a plan.
+            problems.append(str(error))
+            continue
+        if resolved is not None:
+            styles[name] = resolved
+    _refuse(problems)
+    return styles
+
+
+def _refuse(problems: list[str]) -> None:
+    """Raises `ConfigError` with the first eight of ``problems``, if there are any."""
+    if not problems:
+        return
+    shown = "; ".join(problems[:8])
+    if len(problems) > 8:
+        shown += f"; and {len(problems) - 8} more"
+    raise ConfigError(f"tensor-parallel plan: {shown}")
+
+
+def whole_parameters(model: nn.Module) -> list[str]:
+    """A table, one line each: the share of the parameters that the tensor axis splits, then what
+    every tensor rank keeps whole.
+
+    Equal parameters of repeated layers share a line.
+    """
+    kept: dict[str, list[int]] = {}
+    split = 0
+    total = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if _is_split(parameter):
+            split += parameter.numel()
+            continue
+        # layers.0.norm.weight and layers.1.norm.weight both count as layers.*.norm.weight.
+        parts = ["*" if part.isdigit() else part for part in name.split(".")]
+        kept.setdefault(".".join(parts), []).append(parameter.numel())
+    lines = [
+        f"tensor axis: {split / max(total, 1):.1%} of {total:,} parameters are split; whole on "
+        "every tensor rank:"
+    ]
+    for key, sizes in kept.items():
+        lines.append(f"  {key}: {len(sizes)} x {sizes[0]:,}")
+    return lines
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    return any(isinstance(placement, Shard) for placement in parameter.placements)
+
+
+def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
+    """Adds to ``words`` the Embeddings that are tied to a split Linear: both are split by rows of
+    the one weight. Other ties cannot be completed."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for group in tied_parameters(model):
+        modules = {names[id(module)]: module for module, _ in group}
+        split = {words[name] for name in modules if name in words}
+        # What stays whole on purpose requires nothing of the others.
+        split.discard("replicate")
+        is_colwise = all(word.startswith("colwise") for word in split)
+        if not split or not is_colwise:
+            continue
+        for name, module in modules.items():
+            if isinstance(module, nn.Embedding):
+                words.setdefault(name, "rowwise")
+
+
+def _check_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Raises `ConfigError` when one place of a tied parameter was split otherwise than another: it
+    cannot stay one parameter."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for group in ties:
+        layouts: dict[str, tuple[Placement, ...] | None] = {}
+        for module, attribute in group:
+            place = f"{names[id(module)]}.{attribute}"
+            parameter = module._parameters[attribute]
+            layouts[place] = None
+            if isinstance(parameter, DTensor):
+                layouts[place] = parameter.placements
+        if len(set(layouts.values())) == 1:
+            continue
+        described = [f"{place} {_describe(layout)}" for place, layout in layouts.items()]
+        raise ConfigError(
+            f"tensor-parallel plan: {' and '.join(layouts)} are one parameter, and the plan makes "
+            f"{', '.join(described)}; split all of its places alike (embedding: rowwise with head: "
+            "colwise or colwise_gather_output) or none"
+        )
+
+
+def _describe(layout: tuple[Placement, ...] | None) -> str:
+    """Placements on the tensor axis, None for a plain parameter, as a word of a message."""
+    return "whole" if layout is None else f"as {layout[0]}"
+
+
+def _style(
+    name: str, modules: Mapping[str, nn.Module], word: str, tensor: int
+) -> ParallelStyle | None:
+    """The style for one module; None to leave it whole. Raises ValueError when the word does not
+    fit the module."""
+    if word not in TENSOR_WORDS:
+        raise ValueError(f"{name}: {word} is not one of {', '.join(TENSOR_WORDS)}")
+    if word == "replicate":
+        return None
+    module = modules[name]
+    parent = modules[name.rpartition(".")[0]]
+    if isinstance(parent, ATOMIC) or isinstance(module, ATOMIC):
+        raise ValueError(
+            f"{name}: {type(parent).__name__} reads its children's weights without calling them "
+            "and cannot be split"
+        )
+    if word == "sequence":
+        return _OnSlices(1, split_already=False)
+    if word == "replicated_with_grad_allreduce":
+        # A norm of queries or keys gets [..., heads, head_dim], with this rank's heads.
+        return _OnSlices(-2, split_already=True)
+    if isinstance(module, nn.Embedding):
+        return _embedding_style(name, module, word, tensor)
+    if isinstance(module, nn.Linear):
+        return _linear_style(name, module, parent, word, tensor)
+    raise ValueError(f"{name}: {word} splits a Linear or an Embedding, not {type(module).__name__}")
+
+
+def _embedding_style(name: str, module: nn.Embedding, word: str, tensor: int) -> ParallelStyle:
+    if word == "colwise":
+        _must_divide(name, "embedding_dim", module.embedding_dim, tensor)
+        return ColwiseParallel(output_layouts=Replicate())
+    if word in ("rowwise", "embedding_rowwise"):
+        # Any number of rows can be split: ids outside of a rank's rows give zeros there.
+        return RowwiseParallel(input_layouts=Replicate())
+    raise ValueError(f"{name}: an Embedding is split colwise or rowwise, not {word}")
+
+
+def _linear_style(
+    name: str, module: nn.Linear, parent: nn.Module, word: str, tensor: int
+) -> ParallelStyle:
+    if word in ("rowwise", "rowwise_split_input"):
+        _must_divide(name, "in_features", module.in_features, tensor)
+        if word == "rowwise":
+            return RowwiseParallel()
+        return RowwiseParallel(input_layouts=Replicate())
+    if word == "embedding_rowwise":
+        raise ValueError(f"{name}: a Linear is split colwise or rowwise, not {word}")
+    if word == "colwise_gather_output":
+        # Uneven parts can be gathered, so that a vocabulary of any size can be split.
+        return ColwiseParallel(output_layouts=Replicate())
+    _must_divide(name, "out_features", module.out_features, tensor)
+    # The outputs of attention projections are heads, and a rank needs whole ones.
+    head_dim = getattr(parent, "head_dim", None)
+    if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
+        _must_divide(name, "heads", module.out_features // head_dim, tensor)
+    return ColwiseParallel()
+
+
+def _must_divide(name: str, what: str, size: int, tensor: int) -> None:
+    """Raises ValueError when ``tensor`` ranks cannot have equal parts of ``size``."""
+    if size % tensor:
+        raise ValueError(f"mesh.tensor={tensor} does not divide the {size} {what} of {name}")

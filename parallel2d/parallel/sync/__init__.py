@@ -1,0 +1,38 @@
+"""Reduces gradients over the replicate axis: in which micro-batch, in which order and by which
+collective. `GradientSync` is the engine."""
+
+from parallel2d.parallel.sync.accumulation import (
+    accumulate,
+    clear_with_gradients,
+    discard_accumulated,
+    no_sync,
+)
+from parallel2d.parallel.sync.engine import TorchSync
+from parallel2d.parallel.sync.gradient_sync import GradientSync
+from parallel2d.parallel.sync.updates import (
+    attach_optimizer,
+    compare_replicas,
+    finish_updates,
+    outer_parameters,
+    register_sync_hook,
+    replicate_group,
+    set_step,
+    updated_parameters,
+)
+
+__all__ = [
+    "GradientSync",
+    "TorchSync",
+    "accumulate",
+    "attach_optimizer",
+    "clear_with_gradients",
+    "compare_replicas",
+    "discard_accumulated",
+    "finish_updates",
+    "no_sync",
+    "outer_parameters",
+    "register_sync_hook",
+    "replicate_group",
+    "set_step",
+    "updated_parameters",
+]

@@ -1,0 +1,122 @@
+"""Gradient accumulation: which micro-batch moves gradients over which axis.
+
+[Note: once per global batch] The sum of gradients over micro-batches commutes with the reduction
+over replicas, so one reduction of the sum is enough. ``reduce_scatter_only`` adds up sharded
+gradients and averages them over the replicas after the last micro-batch: the slow axis is used
+once. ``none`` keeps full gradients and moves nothing before the last (least bytes, most memory).
+``full`` reduces every micro-batch over both axes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.sync.engine import engines_in
+
+Batch = TypeVar("Batch")
+
+MODES = ("full", "reduce_scatter_only", "none")
+
+# In the place of a micro-batch when there is none left. None could be a micro-batch.
+_NOTHING = object()
+
+
+def accumulate(
+    model: nn.Module, micro_batches: Iterable[Batch], mode: str = "reduce_scatter_only"
+) -> Iterator[Batch]:
+    """Yields the micro-batches of one global batch; ``model`` is set up for each before it is
+    yielded.
+
+    Run forward and backward inside the loop. Whatever ends the loop early, an exception or
+    ``break`` included, what was accumulated apart from ``.grad`` is dropped and the model
+    synchronizes fully afterwards. Raises ValueError for an unknown mode.
+    """
+    _check_mode(mode)
+    remaining = iter(micro_batches)
+    batch = next(remaining, _NOTHING)
+    try:
+        while batch is not _NOTHING:
+            # Read one ahead: the model must be set up before the last one runs.
+            following = next(remaining, _NOTHING)
+            _set_up(model, mode, last=following is _NOTHING)
+            yield batch  # type: ignore[misc]
+            batch = following
+        # Where the last micro-batch had no backward pass on this rank, something is left.
+        for engine in engines_in(model):
+            if engine.pending:
+                engine.finish()
+    # `break` ends a generator by GeneratorExit, which is no Exception.
+    except BaseException:
+        discard_accumulated(model)
+        raise
+    finally:
+        _set_up(model, "full", last=True)
+
+
+@contextmanager
+def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[None]:
+    """Backward passes inside accumulate; the first one after the context reduces the sum over the
+    replicate axis.
+
+    ``mode="none"`` omits even the reduce-scatter. Safe against exceptions.
+    """
+    _check_mode(mode)
+    _set_up(model, mode, last=False)
+    try:
+        yield
+    except BaseException:
+        discard_accumulated(model)
+        raise
+    finally:
+        _set_up(model, "full", last=True)
+
+
+def discard_accumulated(model: nn.Module) -> None:
+    """Drops what an interrupted forward or backward left behind.
+
+    The sharding engine is ready for the next one. Gradient sums that are kept outside of ``.grad``,
+    where ``zero_grad`` does not reach them, are not added to the next global batch.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            fsdp_internals.reset_iteration(module)
+    for engine in engines_in(model):
+        engine.reset()
+
+
+def clear_with_gradients(model: nn.Module) -> None:
+    """Makes ``model.zero_grad()`` drop all gradients: also those of sharded parameters while the
+    gathered ones are in their places, and sums that are kept outside of ``.grad``."""
+    zero_grad = model.zero_grad
+
+    @functools.wraps(zero_grad)
+    def clear(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        for engine in engines_in(model):
+            engine.clear_gradients(set_to_none)
+
+    model.zero_grad = clear  # type: ignore[method-assign]
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
+
+
+def _set_up(model: nn.Module, mode: str, last: bool) -> None:
+    """Sets what the next backward pass of ``model`` reduces. ``last``: of the global batch."""
+    assert isinstance(model, FSDPModule), (
+        "the model did not come from parallel2d.parallel.parallelize"
+    )
+    reduces_over_shards = last or mode != "none"
+    reduces_over_replicas = last or mode == "full"
+    model.set_requires_gradient_sync(reduces_over_shards)
+    model.set_requires_all_reduce(reduces_over_replicas)
+    model.set_is_last_backward(reduces_over_replicas)

@@ -1,0 +1,127 @@
+"""Compares what must be equal on all replicas: `ReplicaComparison`.
+
+One bit that differs would stay for the rest of the run, and be saved. A hash of each group of
+parameters travels on a sum over all ranks that exists anyway; only where hashes differ do ranks
+exchange more, to name the parameter and the rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.base.exchange import all_gather
+from parallel2d.parallel.mesh import axis_positions, mesh_shape
+from parallel2d.parallel.weights.geometry import local_part
+
+_HASH_BITS = 20  # so that fp64 adds the squares of up to 8,192 ranks exactly
+_PIECE = 2**22  # elements that are hashed at a time, in 8 bytes each
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaComparison:
+    """Compares the tensors of ``groups``: by group, by name. All replicas have the same ones."""
+
+    def __init__(self, mesh: DeviceMesh, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._groups = groups
+        shape = mesh_shape(mesh)
+        self._replicas = shape.replicate
+        self._places = shape.shard * shape.tensor
+        at = axis_positions(mesh)
+        # This rank's place in its replica: ranks of one place hold equal tensors.
+        self._place = at.get("shard", 0) * shape.tensor + at.get("tensor", 0)
+        self._replica = at.get("replicate", 0)
+
+    def vector(self) -> Tensor:
+        """fp64 [2 * groups * places], on CPU, to be summed over all ranks: by group and place the
+        hash of this rank's tensors, and its square."""
+        vector = torch.zeros(len(self._groups), self._places, 2, dtype=torch.float64)
+        for number, tensors in enumerate(self._groups.values()):
+            value = _short(hashes_of(list(tensors.values())))
+            vector[number, self._place] = torch.tensor([value, value**2], dtype=torch.float64)
+        return vector.flatten()
+
+    def check(self, summed: Tensor) -> None:
+        """Raises `ConfigError` on every rank when replicas differ. Collective over the world when
+        they do. ``summed``: the sum of `vector` over all ranks."""
+        total, squares = summed.view(len(self._groups), self._places, 2).unbind(2)
+        # Equal numbers are those whose squares add up to the square of their sum over their count.
+        differs = (squares * self._replicas != total**2).any(1)
+        if differs.any():
+            names = [name for name, each in zip(self._groups, differs, strict=True) if each]
+            raise ConfigError(self._explain(names))
+
+    def _explain(self, groups: Sequence[str]) -> str:
+        """The message for ``groups`` that differ. Collective over the world."""
+        own: dict[str, int] = {}
+        for group in groups:
+            tensors = self._groups[group]
+            hashes = hashes_of(list(tensors.values()))
+            own.update(zip(tensors, hashes, strict=True))
+        ranks = all_gather((self._replica, self._place, own))
+        found: list[str] = []
+        for name in own:
+            found.extend(_differing(name, [(r, p, each[name]) for r, p, each in ranks]))
+        return (
+            f"replicas are not equal any more, in {first_five(groups, ', ')}: {first_five(found)}. "
+            "Memory was damaged, or something other than the optimizer has changed a parameter on "
+            "some ranks. Checkpoints since the last comparison may hold it: go on from an earlier "
+            "one (checkpoint.resume=PATH)"
+        )
+
+
+def _differing(name: str, ranks: Sequence[tuple[int, int, int]]) -> list[str]:
+    """One line for each place at which replicas have different hashes of ``name``. ``ranks``:
+    replica, place and hash of each rank."""
+    lines: list[str] = []
+    for place in sorted({place for _, place, _ in ranks}):
+        here = [(rank, value) for rank, (_, at, value) in enumerate(ranks) if at == place]
+        counts = Counter(value for _, value in here)
+        if len(counts) == 1:
+            continue
+        # With two replicas nobody is in the majority.
+        common, _ = counts.most_common(1)[0]
+        others = [rank for rank, value in here if value != common]
+        majority = [rank for rank, value in here if value == common]
+        lines.append(f"{name} differs between ranks {majority} and {others}")
+    return lines
+
+
+def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of the bits of this rank's part of each tensor. Any single bit changes the hash."""
+    if not tensors:
+        return []
+    values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
+    # One copy from the device for all.
+    return [int(value) for value in torch.stack(values).tolist()]
+
+
+def _hash_of(local: Tensor) -> Tensor:
+    """int64: the sum of the elements' bits, each times an odd number that depends on its place,
+    modulo 2**64."""
+    # A product with an odd number has another value for every other factor, so a single element
+    # that differs always shows.
+    # Of as many bytes as an element, or half of a complex one, has
+    integer = _INTEGERS[min(local.element_size(), 8)]
+    bits = local.contiguous().view(-1).view(torch.uint8).view(integer)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for begin in range(0, len(bits), _PIECE):
+        piece = bits[begin : begin + _PIECE].to(torch.int64)
+        places = torch.arange(begin, begin + len(piece), device=local.device)
+        # The places are spread, so that exchanged neighbours show too.
+        total += (piece * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
+    return total
+
+
+def _short(hashes: Sequence[int]) -> int:
+    """20 bits of several hashes."""
+    mixed = 0
+    for value in hashes:
+        mixed = (mixed * 0x100000001B3 + value) % 2**64
+    mixed = (mixed ^ (mixed >> 29)) * 0x9E3779B97F4A7C15 % 2**64
+    return mixed >> (64 - _HASH_BITS)

@@ -1,0 +1,230 @@
+"""What the engine keeps about one group of parameters between its hooks (`GroupState`), and what
+prepares its gradients for a reduction: one dtype, and additions in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.sync.bucket import keep_until_done
+from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
+from parallel2d.parallel.weights.geometry import pieces_of
+
+
+class GroupState:
+    """The state of a group in the current global batch."""
+
+    def __init__(self, group: ParameterGroup) -> None:
+        self.group = group
+        # By parameter, frozen ones included: whether this rank holds a gradient of it. After the
+        # agreement: whether any rank does.
+        self.used = [False] * len(group.parameters)
+        # Forwards that autograd recorded and no backward pass has ended since; 2 means several.
+        self.forwards = 0
+        # It has run more than once before a backward pass, and may again.
+        self.repeats = False
+        # Its reduction over the shard axis has begun in this backward pass.
+        self.started = False
+        # Its gradients will not change any more in this backward pass.
+        self.final = False
+        # What its gradients hold is the mean over all data ranks already.
+        self.averaged = False
+        self._set_aside: list[tuple[GroupParameter, Tensor]] = []
+        self._hooks: list[tuple[GroupParameter, list[Callable[[Tensor], object]]]] = []
+
+    # Forward and backward passes
+
+    def count_forward(self) -> None:
+        """Called at each forward of the group that autograd records."""
+        self.forwards = min(self.forwards + 1, 2)
+        if self.forwards > 1:
+            self.repeats = True
+
+    def start_reduction(self) -> None:
+        """Its reduction over the shard axis begins."""
+        # The second one in this backward pass.
+        if self.started:
+            self.repeats = True
+        self.started = True
+
+    def set_final(self) -> None:
+        """Decides, after a reduction over the shard axis, whether another one may follow."""
+        # A group that ran twice is reduced twice. It is final at the end of the backward pass.
+        ran_once = self.forwards == 1
+        self.final = ran_once and not self.repeats
+
+    def end_backward(self) -> None:
+        """Called at the end of every backward pass."""
+        if self.started:
+            # A forward whose backward pass is still to come goes on counting.
+            self.forwards = max(self.forwards - 1, 0)
+        self.started = False
+
+    # Used parameters
+
+    def note_used(self) -> None:
+        """Brings `used` up to date with this pass."""
+        for number, parameter in enumerate(self.group.parameters):
+            if parameter.has_whole_gradient:
+                self.used[number] = True
+                continue
+            # One of an earlier pass is in the part that this replica updates once it is reduced.
+            sharded = parameter.sharded
+            if sharded.grad is None and updated_as(sharded).grad is None:
+                self.used[number] = False
+
+    def drop_unused(self) -> None:
+        """Removes the gradients of parameters that are not `used`."""
+        for parameter, used in zip(self.group.parameters, self.used, strict=True):
+            if not used:
+                updated_as(parameter.sharded).grad = None
+
+    # Means of earlier backward passes
+
+    def set_aside_means(self) -> None:
+        """Takes gradients out that are averaged already, where sending them again in a narrow dtype
+        would round them again."""
+        were_averaged = self.averaged
+        self.averaged = False
+        if not were_averaged:
+            return
+        # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
+        if self.group.wire.itemsize >= 4:
+            return
+        for parameter in self.group.trained:
+            local = parameter.local_gradient
+            if local is not None:
+                self._set_aside.append((parameter, local))
+                parameter.set_gradient(None)
+
+    def add_means(self) -> None:
+        """Adds what `set_aside_means` has taken out to the new gradients."""
+        for parameter, earlier in self._set_aside:
+            local = parameter.local_gradient
+            # There is none where the global batch was abandoned.
+            if local is not None:
+                local.add_(earlier)
+                keep_until_done(earlier)
+        self._set_aside = []
+
+    # Hooks of `register_post_accumulate_grad_hook`: torch would call them after the reduction over
+    # the shard axis, and they are to see the mean over all data ranks.
+
+    def take_hooks(self) -> None:
+        """Removes the hooks of its parameters and keeps them."""
+        self._hooks = []
+        for parameter in self.group.trained:
+            hooks = parameter.take_hooks()
+            # Most parameters have none.
+            if hooks:
+                self._hooks.append((parameter, hooks))
+
+    def give_hooks_back(self) -> None:
+        """Registers them again; `call_hooks` can still call them."""
+        for parameter, _ in self._hooks:
+            parameter.give_hooks_back()
+
+    def call_hooks(self) -> None:
+        """Calls the hooks that `take_hooks` has kept, for parameters that have a gradient."""
+        for parameter, hooks in self._hooks:
+            updated = updated_as(parameter.sharded)
+            # Autograd calls none for a parameter that was not used.
+            if updated.grad is None:
+                continue
+            for hook in hooks:
+                hook(updated)
+        self._hooks = []
+
+    def reset(self) -> None:
+        """Drops what an interrupted global batch left behind."""
+        self.final = False
+        self.started = False
+        self._set_aside = []
+        self.give_hooks_back()
+        self._hooks = []
+        self.group.discard()
+
+
+def refuse_second_derivatives(group: ParameterGroup) -> None:
+    """Raises RuntimeError in a backward pass that autograd records."""
+    # Gradients are enabled in a backward pass only with create_graph=True.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"backward(create_graph=True) reached {group.called}: second derivatives are not "
+            "possible here, because its parameters are released after the first; the difference of "
+            "two forward passes, (model(x + e) - model(x)) / |e|, gives such penalties"
+        )
+
+
+def clear_gradients(groups: Iterable[ParameterGroup], set_to_none: bool) -> None:
+    """Drops the gradients of sharded parameters, or sets them to zero.
+
+    ``model.zero_grad()`` does not reach them while the gathered parameters are in the modules.
+    """
+    for group in groups:
+        for parameter in group.trained:
+            if set_to_none:
+                parameter.set_gradient(None)
+                continue
+            # As `zero_grad(set_to_none=False)` does: the memory is kept.
+            local = parameter.local_gradient
+            if local is not None:
+                local.zero_()
+
+
+def cast_gradient(parameter: GroupParameter, dtype: torch.dtype) -> None:
+    """Casts the reduced gradient, if there is one, to ``dtype``."""
+    local = parameter.local_gradient
+    if local is not None and local.dtype != dtype:
+        parameter.set_gradient(local.to(dtype))
+
+
+def make_uniform(parameters: Sequence[GroupParameter]) -> None:
+    """Gives the whole gradients of a group one dtype, in which the sharding engine reduces them.
+
+    They differ where some are sums of micro-batches, which are in `gradient_dtype`, and where a
+    module casts its own weights.
+    """
+    dtypes = {parameter.whole_gradient_dtype for parameter in parameters}
+    # None: there is no gradient before the first forward.
+    dtypes.discard(None)
+    any_accumulated = any(parameter.is_accumulated for parameter in parameters)
+    # Sums over micro-batches hold the parts of the tensor axis too, in fp32 at least.
+    if len(dtypes) > 1 or any_accumulated or _sum_parts(parameters):
+        for parameter in parameters:
+            parameter.accumulate()
+
+
+@torch.no_grad()
+def _sum_parts(parameters: Sequence[GroupParameter]) -> bool:
+    """Adds the parts of gradients over the tensor axis in fp32, in one all-reduce. Returns whether
+    there were such parts, whose sums are in `gradient_dtype`, while the group must have one dtype.
+
+    The sharding engine would add them in the dtype that computes (pytorch issue 190626).
+    """
+    narrow = _narrow_parts(parameters)
+    if not narrow:
+        return False
+    flat = torch.cat([part.flatten().float() for _, part in narrow])
+    first, _ = narrow[0]
+    dist.all_reduce(flat, group=first.tensor_group)
+    totals = pieces_of(flat, [part.shape for _, part in narrow])
+    for (parameter, _), total in zip(narrow, totals, strict=True):
+        parameter.set_sum_of_parts(total)
+    return True
+
+
+def _narrow_parts(parameters: Sequence[GroupParameter]) -> list[tuple[GroupParameter, Tensor]]:
+    """The parts of sums over the tensor axis that have fewer than 32 bits."""
+    narrow = []
+    for parameter in parameters:
+        part = parameter.part
+        # None: nothing has to be added over the tensor axis.
+        if part is None or part.dtype.itemsize >= 4:
+            continue
+        narrow.append((parameter, part))
+    return narrow

@@ -1,0 +1,318 @@
+"""``sync=diloco``: replicas train on their own, and share what they have learned every few steps.
+
+[Note: DiLoCo] All replicas keep the *outer* parameters, equal on all of them. Every `every` steps
+each replica sends how far its own parameters are from the outer ones. The mean of that is taken for
+a gradient by an outer optimizer, SGD with Nesterov momentum, which moves the outer parameters, and
+all replicas go on from there (Douillard et al. 2023, arXiv 2311.08105).
+
+With fragments, parts of the model take turns, so that less is sent at once. With a delay, training
+goes on while a fragment is on its way: what arrives is mixed with the replica's own parameters
+(Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel2d.base.config import SyncConfig
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.gradients import squared_norm_share
+from parallel2d.parallel.sync.blocks import Piece, RoundingKeys
+from parallel2d.parallel.sync.outer_parameter import (
+    RESIDUAL_DECAY,
+    Fragment,
+    OuterParameter,
+    split_in_fragments,
+)
+from parallel2d.parallel.sync.outer_settings import mix_of, outer_settings
+from parallel2d.parallel.sync.rounded_exchange import KEEPS_REST, begin_mean, expected_mean
+from parallel2d.parallel.weights.geometry import Region, as_real, first_position, local_part
+
+
+class OuterSync:
+    """The outer parameters of one model.
+
+    ``group``: the process group of the replicas. ``units``: names of parameters that belong
+    together, in the order of the model. ``seed``: of what is rounded at random.
+    """
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        group: dist.ProcessGroup,
+        units: Sequence[Sequence[str]],
+        seed: int,
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._units = units
+        self._seed = seed
+        self._mix = mix_of(config)
+        self.replicas = group.size()
+        self.replica = dist.get_group_rank(group, dist.get_rank())
+        self.steps = 0  # updates of the replica's parameters
+        # This rank's share of the squared norm of the mean change that the last update applied;
+        # None where it was no outer step
+        self.squared_change: Tensor | None = None
+        # The step at which `finish` was called, if it was.
+        self.finished_after = 0
+        self.fragments: list[Fragment] = []
+        self.parameters: dict[str, OuterParameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
+        # How many `outer_parameters` are entered.
+        self._shown = 0
+        # Made by `make`, which comes before all else.
+        self._outer: torch.optim.SGD
+
+    def make(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Copies the values that the trained ones of ``parameters`` have now. ``parameters``: all
+        of the model's, by name."""
+        keeps_residual = self._config.wire in KEEPS_REST
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                self._frozen[name] = parameter
+                continue
+            self.parameters[name] = OuterParameter(name, parameter, keeps_residual)
+        parts = split_in_fragments(self._units, self.parameters, self._config.fragments)
+        for number, part in enumerate(parts):
+            # The last fragment is sent at the end of each period, the others evenly before.
+            begins = (number + 1) * self._config.every // len(parts) % self._config.every
+            self.fragments.append(Fragment(part, begins))
+        lr, momentum = outer_settings(self._config)
+        self._outer = torch.optim.SGD(
+            [parameter.outer for parameter in self.parameters.values()],
+            lr=lr,
+            momentum=momentum,
+            nesterov=momentum > 0,
+        )
+
+    # After each update of the replica's parameters
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Counts an update, sends the fragments that are due, and applies those that arrive.
+        Collective over the replicas in some steps."""
+        self._check_trained()
+        self.steps += 1
+        self.squared_change = None
+        delay = self._config.delay
+        for fragment in self.fragments:
+            since = self.steps - fragment.sent_after
+            if fragment.in_flight and since == delay:
+                self._apply(fragment, self._mix)
+            # Halfway: what was received is there by now, and its mean can go on its way.
+            elif fragment.pending is not None and since == (delay + 1) // 2:
+                fragment.pending.send_means()
+        for fragment in self.fragments:
+            if self.steps % self._config.every == fragment.begins:
+                self._send(fragment)
+                if delay == 0:
+                    self._apply(fragment, self._mix)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """At the end of training: an outer step with what is left, after which all replicas have
+        the outer parameters. Collective over the replicas."""
+        for fragment in self.fragments:
+            if fragment.in_flight:
+                self._apply(fragment, self._mix)
+        for fragment in self.fragments:
+            if fragment.sent_after < self.steps:
+                self._send(fragment)
+                self._apply(fragment, 0.0)
+            for parameter in fragment.parameters:
+                parameter.take(0.0)
+            fragment.sent_after = self.steps
+        self.finished_after = self.steps
+
+    def _check_trained(self) -> None:
+        changed = [name for name, each in self.parameters.items() if not each.own.requires_grad]
+        changed += [name for name, each in self._frozen.items() if each.requires_grad]
+        if changed:
+            raise ConfigError(
+                f"sync=diloco: {first_five(changed, ', ')}: frozen or unfrozen after parallelize, "
+                "which decides what replicas share; do it before"
+            )
+
+    def _send(self, fragment: Fragment) -> None:
+        """Begins the exchange of ``fragment``."""
+        changes: list[Tensor] = []
+        means: list[Tensor] = []
+        pieces: list[Piece] = []
+        keys = RoundingKeys(self._seed, self.steps)
+        for parameter in fragment.parameters:
+            parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
+            changes.append(as_real(parameter.change()))
+            means.append(as_real(local_part(parameter.mean)))
+            pieces.append(Piece(keys.of(parameter.name), first_position(parameter.outer)))
+        fragment.pending = begin_mean(self._config.wire, self._group, changes, means, pieces)
+        fragment.sent_after = self.steps
+
+    def receive(self) -> None:
+        """Waits for what is on its way, so that it can be saved. Collective over the replicas."""
+        for fragment in self.fragments:
+            if fragment.pending is not None:
+                fragment.pending.finish()
+                fragment.pending = None
+
+    def _apply(self, fragment: Fragment, mix: float) -> None:
+        """An outer step with what has arrived of ``fragment``."""
+        if fragment.pending is not None:
+            fragment.pending.finish()
+            fragment.pending = None
+        changed: list[Tensor] = []
+        for parameter in fragment.parameters:
+            parameter.outer.grad = parameter.mean
+            parameter.mean = None
+            changed.append(parameter.outer)
+        share = squared_norm_share(changed, dist.get_world_size())
+        if self.squared_change is not None:
+            share += self.squared_change
+        self.squared_change = share
+        self._outer.step()
+        self._outer.zero_grad()
+        for parameter in fragment.parameters:
+            parameter.take(mix)
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """The model has the outer parameters inside, for validation and export."""
+        self._shown += 1
+        if self._shown == 1:
+            self._show(OuterParameter.show_outer)
+        try:
+            yield
+        finally:
+            self._shown -= 1
+            if self._shown == 0:
+                self._show(OuterParameter.show_own)
+
+    @torch.no_grad()
+    def _show(self, show: Callable[[OuterParameter], None]) -> None:
+        for parameter in self.parameters.values():
+            show(parameter)
+
+    # As `parallel2d.parallel.weights.named_tensors.MasterValues`
+
+    replicas_differ = True
+
+    def masters(self) -> dict[str, Tensor]:
+        """The outer parameters, by name."""
+        return {name: parameter.outer for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def masters_were_loaded(self) -> None:
+        """All replicas start from the outer parameters, without momentum."""
+        for parameter in self.parameters.values():
+            parameter.take(0.0)
+        self._forget()
+
+    @torch.no_grad()
+    def parameters_were_loaded(self) -> None:
+        """The parameters are the outer ones, without momentum."""
+        for parameter in self.parameters.values():
+            local_part(parameter.outer.detach()).copy_(local_part(parameter.own.detach()))
+        self._forget()
+
+    def parameters_were_changed(self) -> None:
+        """Does nothing: a change of the replica's parameters is shared like an update."""
+
+    def _forget(self) -> None:
+        """Drops what belongs to the values before."""
+        self.receive()
+        self._outer.state.clear()
+        for parameter in self.parameters.values():
+            parameter.mean = None
+            if parameter.residual is not None:
+                parameter.residual.zero_()
+
+    # Saving and loading
+
+    def resume(self, steps: int, finished_after: int, arrived: Container[str]) -> list[str]:
+        """Goes on after ``steps`` updates, ``finished_after`` as it was. ``arrived``: parameters of
+        which a mean was received that is not applied. Returns those of them that are still to be
+        applied."""
+        self.steps = steps
+        self.finished_after = finished_after
+        expected: list[str] = []
+        for fragment in self.fragments:
+            # The last step at which it was sent, which depends on the number of steps alone.
+            sent_after = steps - (steps - fragment.begins) % self._config.every
+            fragment.sent_after = max(sent_after, finished_after, 0)
+            since = steps - fragment.sent_after
+            names = [parameter.name for parameter in fragment.parameters]
+            if since < self._config.delay and all(name in arrived for name in names):
+                expected.extend(names)
+        return expected
+
+    @property
+    def momenta(self) -> dict[str, Tensor]:
+        """By name, the momentum of the outer optimizer; made where it does not exist yet."""
+        found: dict[str, Tensor] = {}
+        if self._outer.defaults["momentum"] == 0:
+            return found
+        for name, parameter in self.parameters.items():
+            state = self._outer.state[parameter.outer]
+            if state.get("momentum_buffer") is None:
+                # Zeros are what torch's first step, which copies the gradient, amounts to.
+                state["momentum_buffer"] = torch.zeros_like(parameter.outer, requires_grad=False)
+            found[name] = state["momentum_buffer"]
+        return found
+
+
+@dataclass
+class ExpectedOuter:
+    """Computes in one process what `OuterSync` comes to, for proofs.
+
+    ``replicas``: by name, the whole parameters of each, which `after_update` changes. ``begins``:
+    by name, after which step of a period it is sent. ``cuts``: as in `expected_mean`, by name.
+    """
+
+    config: SyncConfig
+    seed: int
+    replicas: Sequence[Mapping[str, Tensor]]
+    begins: Mapping[str, int]
+    cuts: Mapping[str, Sequence[Region]]
+    # The outer parameters, to be set before training
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    velocity: dict[str, Tensor] = field(default_factory=dict)
+    # By replica and name, what was not sent yet
+    unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    arriving: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        """Sends what is due after ``step`` updates of every replica, and applies what arrives."""
+        for name, begins in self.begins.items():
+            if step % self.config.every == begins:
+                self.arriving[name] = self._mean_change(name, step)
+            # Nothing arrives before something was sent.
+            is_due = (step - self.config.delay) % self.config.every == begins
+            if is_due and name in self.arriving:
+                self._apply(name, self.arriving.pop(name))
+
+    def _mean_change(self, name: str, step: int) -> Tensor:
+        wire, messages = self.config.wire, []
+        for replica, own in enumerate(self.replicas):
+            change = self.shared[name] - own[name]
+            if wire in KEEPS_REST:
+                # `expected_mean` leaves there what is not sent.
+                rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
+                change = rest.mul_(RESIDUAL_DECAY).add_(change)
+            messages.append(change)
+        return expected_mean(messages, wire, self.cuts[name], RoundingKeys(self.seed, step), name)
+
+    def _apply(self, name: str, change: Tensor) -> None:
+        lr, momentum = outer_settings(self.config)
+        velocity = self.velocity.setdefault(name, torch.zeros_like(change))
+        velocity.mul_(momentum).add_(change)
+        # Nesterov: a step ahead of the momentum
+        self.shared[name] -= lr * (change + momentum * velocity)
+        for own in self.replicas:
+            own[name].lerp_(self.shared[name], 1 - mix_of(self.config))

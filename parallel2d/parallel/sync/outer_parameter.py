@@ -1,0 +1,132 @@
+"""The parameters that ``sync=diloco`` shares: each with its outer value (`OuterParameter`), and the
+parts of a model that are exchanged together (`Fragment`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.sync.rounded_exchange import PendingMean
+from parallel2d.parallel.weights.geometry import local_part
+
+# What a replica did not send is added to its next message, times this (error feedback; SparseLoCo)
+RESIDUAL_DECAY = 0.95
+
+
+class OuterParameter:
+    """One parameter: the replica's own, the outer one, and what is on its way."""
+
+    def __init__(self, name: str, own: nn.Parameter, keeps_residual: bool) -> None:
+        self.name = name
+        self.own = own
+        wide = torch.promote_types(own.dtype, torch.float32)
+        self.outer = own.detach().clone().to(wide).requires_grad_()
+        # The mean change that is on its way, or here and not applied yet.
+        self.mean: Tensor | None = None
+        # The replica's own values while the model has the outer ones.
+        self._own_values: Tensor | None = None
+        # What was not sent yet.
+        self.residual: Tensor | None = None
+        if keeps_residual:
+            self.residual = torch.zeros_like(self.outer, requires_grad=False)
+
+    def change(self) -> Tensor:
+        """How far the replica's parameter is from the outer one; with what was not sent before."""
+        own = local_part(self.own.detach())
+        outer = local_part(self.outer.detach())
+        # Where parameters are stored in a narrower dtype, what rounding took is no change.
+        change = outer.to(own.dtype).to(outer.dtype) - own
+        if self.residual is None:
+            return change
+        kept = local_part(self.residual)
+        return kept.mul_(RESIDUAL_DECAY).add_(change)
+
+    def take(self, mix: float) -> None:
+        """Moves the replica's parameter to the outer one, but keeps the share ``mix`` of it."""
+        own = local_part(self.own.detach())
+        outer = local_part(self.outer.detach()).to(own.dtype)
+        if mix == 0:
+            own.copy_(outer)
+        else:
+            own.lerp_(outer, 1 - mix)
+
+    @property
+    def own_values(self) -> Tensor:
+        """What the replica goes on from, also while the model has the outer values."""
+        return self.own if self._own_values is None else self._own_values
+
+    def show_outer(self) -> None:
+        """Gives the model the outer values."""
+        self._own_values = self.own.detach().clone()
+        self.take(0.0)
+
+    def show_own(self) -> None:
+        """Gives the model the replica's own values back."""
+        assert self._own_values is not None
+        local_part(self.own.detach()).copy_(local_part(self._own_values))
+        self._own_values = None
+
+
+class Fragment:
+    """Parameters that are exchanged together. ``begins``: the steps, modulo the period, after which
+    they are sent."""
+
+    def __init__(self, parameters: Sequence[OuterParameter], begins: int) -> None:
+        self.parameters = parameters
+        self.begins = begins
+        self.sent_after = 0  # the step after which it was last sent
+        self.pending: PendingMean | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a mean is here or on its way that is not applied."""
+        return any(parameter.mean is not None for parameter in self.parameters)
+
+
+def split_in_fragments(
+    units: Sequence[Sequence[str]], parameters: Mapping[str, OuterParameter], count: int
+) -> list[list[OuterParameter]]:
+    """``count`` parts of about equal size: the largest units first, each to the part that has
+    least, so that equal layers are dealt out in turn.
+
+    A unit that is larger than a part is dealt out by parameter. Sizes are those of whole
+    parameters, so that all ranks make the same parts. Raises `ConfigError` for more parts than
+    there are parameters.
+    """
+    sizes = {name: parameter.outer.numel() for name, parameter in parameters.items()}
+    pieces = _pieces_of_units(units, sizes, sum(sizes.values()) / count)
+    if count > len(pieces):
+        raise ConfigError(
+            f"sync.fragments={count}: the model has {len(pieces)} parts that can be exchanged one "
+            "by one"
+        )
+    parts: list[list[OuterParameter]] = [[] for _ in range(count)]
+    loads = [0] * count
+    # Sorting is stable: of equal units the first comes first.
+    for piece in sorted(pieces, key=lambda piece: -sum(sizes[name] for name in piece)):
+        smallest = loads.index(min(loads))
+        parts[smallest].extend(parameters[name] for name in piece)
+        # One more, so that parameters without elements are dealt out too.
+        loads[smallest] += sum(sizes[name] for name in piece) + 1
+    return parts
+
+
+def _pieces_of_units(
+    units: Sequence[Sequence[str]], sizes: Mapping[str, int], share: float
+) -> list[list[str]]:
+    """The names of each unit, or one by one where it is larger than ``share``."""
+    pieces: list[list[str]] = []
+    in_units: set[str] = set()
+    for unit in units:
+        names = [name for name in unit if name in sizes]
+        in_units.update(names)
+        if sum(sizes[name] for name in names) > share:
+            pieces.extend([name] for name in names)
+        elif names:
+            pieces.append(names)
+    # Parameters that no group has, such as those without dimensions.
+    pieces.extend([name] for name in sizes if name not in in_units)
+    return pieces

@@ -1,0 +1,314 @@
+"""The parts of the parameters that this replica updates, for ``strategy=hybrid_full``.
+
+[Note: split updates] Each replica owns an equal number of rows of this rank's shard of every
+parameter. Its gradient rows are reduced to it (`ScatterToOwners`), the optimizer has its rows alone
+(`OwnedParameters.make`), and after the optimizer's step the updated rows are gathered on all
+replicas (`OwnedParameters.after_update`). That sends as many bytes as an all-reduce of the
+gradients, and the optimizer state is divided by the number of replicas.
+
+Owned rows are views of the sharded parameters. Where updates are sent in a narrower dtype they are
+tensors of their own, which keep what rounding would lose; all replicas, the owner too, compute with
+the rounded values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.parallel.mesh import axis_names, mesh_shape
+from parallel2d.parallel.model_structure import update_as
+from parallel2d.parallel.sync.bucket import Bucket, fill_buckets, keep_until_done
+from parallel2d.parallel.sync.group import GroupParameter, ParameterGroup
+from parallel2d.parallel.sync.reduction import Wait
+from parallel2d.parallel.weights.geometry import as_real, local_part, pieces_of
+
+
+class OwnedParameters:
+    """The parts of one model.
+
+    ``group``: the process group of the replicas. ``groups``: in the order in which backward ends
+    them. ``wire``: the dtype in which updated parameters are sent; None: as they are stored.
+    ``bucket_bytes``: parameters are gathered in pieces of about this size. ``gradient_dtype``: of
+    the gradients that the optimizer sees; None: in which they are added.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+        groups: Sequence[ParameterGroup],
+        wire: torch.dtype | None,
+        bucket_bytes: int,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
+        self._group = group
+        self._groups = groups
+        self._wire = wire
+        self._bucket_bytes = bucket_bytes
+        self._gradient_dtype = gradient_dtype
+        self._replicas = group.size()
+        self._replica = dist.get_group_rank(group, dist.get_rank())
+        self._mesh = _from_inside_out(mesh)
+        # By axes: making a mesh of some of them takes a millisecond.
+        self._meshes = {self._mesh.mesh_dim_names: self._mesh}
+        self._owned: dict[int, nn.Parameter] = {}
+        # Those whose parts are tensors of their own
+        self._masters: list[GroupParameter] = []
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Makes the owned parts of the parameters, which have their values by now."""
+        for group in self._groups:
+            for parameter in group.parameters:
+                owned = self._part_of(parameter)
+                self._owned[id(parameter)] = owned
+                update_as(parameter.sharded, owned)
+
+    def owned(self, parameter: GroupParameter) -> nn.Parameter:
+        """This replica's part."""
+        return self._owned[id(parameter)]
+
+    # As `parallel2d.parallel.weights.named_tensors.MasterValues`
+
+    replicas_differ = False
+
+    def masters(self) -> dict[str, Tensor]:
+        """By name, the parts that are tensors of their own; none where they are views."""
+        return {parameter.name: self.owned(parameter) for parameter in self._masters}
+
+    def masters_were_loaded(self) -> None:
+        """Sends the parts to all replicas. Collective."""
+        if self._masters:
+            self._gather(self._masters)
+
+    def parameters_were_loaded(self) -> None:
+        """Makes the parts that are tensors of their own equal to the parameters."""
+        self.parameters_were_changed()
+
+    @torch.no_grad()
+    def parameters_were_changed(self) -> None:
+        """Takes over what differs from the rounded parts."""
+        for parameter in self._masters:
+            rows = self._rows(local_part(parameter.sharded), self._replica)
+            owned = local_part(self.owned(parameter))
+            is_rounded = owned.to(self._wire).to(rows.dtype) == rows
+            owned.copy_(torch.where(is_rounded, owned, rows))
+
+    def _part_of(self, parameter: GroupParameter) -> nn.Parameter:
+        whole = parameter.sharded
+        assert isinstance(whole, DTensor)
+        rows = self._rows(local_part(whole.detach()), self._replica)
+        if self._wire is not None and whole.requires_grad:
+            rows = rows.clone()
+            self._masters.append(parameter)
+        owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
+        # Any dtype: that of gradients may differ from the parameter's.
+        owned.grad_dtype = None
+        return owned
+
+    def _as_dtensor(self, rows: Tensor, whole: DTensor) -> DTensor:
+        """``rows`` of this replica as a part of ``whole``."""
+        names = axis_names(whole.device_mesh)
+        by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
+        # Rows are split over the shard axis first, and this rank's part of them over the replicas.
+        by_axis["shard"] = by_axis["replicate"] = Shard(0)
+        used = tuple(axis for axis in axis_names(self._mesh) if axis in by_axis)
+        if used not in self._meshes:
+            self._meshes[used] = self._mesh[used]
+        return DTensor.from_local(
+            rows,
+            self._meshes[used],
+            [by_axis[axis] for axis in used],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def _rows(self, local: Tensor, replica: int) -> Tensor:
+        """The rows of a local tensor that ``replica`` owns, a view."""
+        begin, length = self._place(local.shape[0], replica)
+        return local.narrow(0, begin, length)
+
+    def _place(self, rows: int, replica: int) -> tuple[int, int]:
+        """Where the rows of ``replica`` begin among ``rows``, and how many they are."""
+        size = -(-rows // self._replicas)  # rounded up; the last ones have fewer, or none
+        begin = min(replica * size, rows)
+        return begin, min(size, rows - begin)
+
+    # Gradients
+
+    def pieces(self, tensors: Sequence[Tensor], replica: int) -> list[Tensor]:
+        """Of each of these local tensors the rows that ``replica`` owns, views."""
+        return [self._rows(tensor, replica) for tensor in tensors]
+
+    def take_gradient(self, parameter: GroupParameter, rows: Tensor) -> None:
+        """Moves the reduced gradient of ``parameter`` to the owned part, of which ``rows`` are
+        those, and adds it to what is there."""
+        whole = parameter.sharded
+        assert isinstance(whole, DTensor)
+        if whole.is_complex():
+            rows = torch.view_as_complex(rows)
+        parameter.set_gradient(None)
+        owned = self.owned(parameter)
+        if owned.grad is not None:
+            local_part(owned.grad).add_(rows)
+        else:
+            owned.grad = self._as_dtensor(rows.to(self._gradient_dtype or rows.dtype), whole)
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drops the gradients of the parts, or sets them to zero."""
+        for owned in self._owned.values():
+            if set_to_none:
+                owned.grad = None
+            elif owned.grad is not None:
+                local_part(owned.grad).zero_()
+
+    # Updates
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Sends this replica's updated rows to the others and takes theirs. Collective. Raises
+        `ConfigError` for a parameter that was unfrozen and whose rows would be rounded for good."""
+        trained: list[GroupParameter] = []
+        for group in reversed(self._groups):
+            trained.extend(group.trained)
+        if self._wire is not None:
+            known = {id(parameter) for parameter in self._masters}
+            new = [parameter.name for parameter in trained if id(parameter) not in known]
+            if new:
+                raise ConfigError(
+                    f"strategy=hybrid_full sync.wire=bf16: {first_five(new, ', ')}: unfrozen after "
+                    "parallelize, which keeps unrounded rows of trained parameters alone; do it "
+                    "before"
+                )
+        self._gather(trained)
+
+    @torch.no_grad()
+    def _gather(self, parameters: Sequence[GroupParameter]) -> None:
+        """Sends this replica's rows of ``parameters`` and takes those of the others. Collective."""
+        pending: list[Wait] = []
+        for batch in self._batches(parameters):
+            pending.append(self._start_gather(batch))
+            # Two at a time: each holds a copy of its parameters.
+            if len(pending) == 2:
+                pending.pop(0)()
+        for wait in pending:
+            wait()
+
+    def _batches(self, parameters: Sequence[GroupParameter]) -> list[list[GroupParameter]]:
+        """``parameters`` in pieces of one dtype and of about `bucket_bytes`."""
+        locals_ = [local_part(parameter.sharded) for parameter in parameters]
+        sizes, dtypes = [each.nbytes for each in locals_], [each.dtype for each in locals_]
+        batches = fill_buckets(sizes, dtypes, self._bucket_bytes)
+        return [[parameters[index] for index in batch] for batch in batches]
+
+    def _start_gather(self, parameters: Sequence[GroupParameter]) -> Wait:
+        own = [local_part(self.owned(parameter)) for parameter in parameters]
+        locals_ = [local_part(parameter.sharded) for parameter in parameters]
+        # The first replica never owns fewer rows than another.
+        largest = sum(piece.numel() for piece in self.pieces(locals_, 0))
+        sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
+        if self._wire is not None:
+            sent = sent.to(self._wire)
+        factor = 2 if own[0].is_complex() else 1
+        sent = torch.nn.functional.pad(sent, (0, largest * factor - sent.numel()))
+        received = sent.new_empty(self._replicas * sent.numel())
+        work = dist.all_gather_single(received, sent, group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            for replica, piece in enumerate(received.chunk(self._replicas)):
+                # Views of the owned rows hold their values already.
+                if replica == self._replica and self._wire is None:
+                    continue
+                targets = [as_real(rows) for rows in self.pieces(locals_, replica)]
+                values = pieces_of(piece, [target.shape for target in targets])
+                for target, value in zip(targets, values, strict=True):
+                    target.copy_(value)
+
+        return wait
+
+
+class ScatterToOwners:
+    """Reduces the gradients of a bucket to the replicas that own them, and frees the others.
+
+    As in [Note: rounded exchange], each replica sends its contributions in the bucket's wire, and
+    the owner adds them in fp32 at least, in the order of the replicas. Gloo has no reduce-scatter
+    that costs less than an all-reduce; an all-to-all costs half.
+    """
+
+    most_in_flight = 2
+
+    def __init__(self, group: dist.ProcessGroup, owners: OwnedParameters) -> None:
+        self._group = group
+        self._owners = owners
+        self._replica = dist.get_group_rank(group, dist.get_rank())
+
+    def start(self, bucket: Bucket) -> Wait:
+        """Begins to average the owned rows of the bucket over the replicas."""
+        replicas = self._group.size()
+        gradients = bucket.pieces()
+        shapes = [rows.shape for rows in self._owners.pieces(gradients, self._replica)]
+        flat: list[Tensor] = []
+        sizes: list[int] = []
+        for replica in range(replicas):
+            rows = self._owners.pieces(gradients, replica)
+            flat.extend(piece.reshape(-1) for piece in rows)
+            sizes.append(sum(piece.numel() for piece in rows))
+        own = sizes[self._replica]
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        sent = torch.cat(flat)
+        if bucket.wire.itemsize < sent.dtype.itemsize:
+            sent = sent.to(bucket.wire)
+        # All of it has been copied.
+        keep_until_done(gradients[0])
+        device = sent.device
+        gradients.clear()
+        flat.clear()
+        bucket.release()
+        for parameter in bucket.trained:
+            parameter.set_gradient(None)
+        received = sent.new_empty(replicas * own)
+        work = dist.all_to_all_single(
+            received, sent, [own] * replicas, sizes, group=self._group, async_op=True
+        )
+
+        def wait() -> None:
+            work.wait()
+            contributions = received.chunk(replicas) if own else ()
+            mean = torch.zeros(own, dtype=wide, device=device)
+            for contribution in contributions:
+                mean += contribution
+            mean /= replicas
+            for parameter, rows in zip(bucket.trained, pieces_of(mean, shapes), strict=True):
+                self._owners.take_gradient(parameter, rows)
+
+        return wait
+
+
+def _from_inside_out(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with the axes tensor, shard, replicate: the order in which a parameter is
+    split when replicas split what the other axes leave. Collective over the world.
+
+    Placements on the usual order would need torch's strided shards, which put rows elsewhere where
+    sizes do not divide.
+    """
+    shape = mesh_shape(mesh)
+    ranks = mesh.mesh.reshape(shape.replicate, shape.shard, shape.tensor).permute(2, 1, 0)
+    names = ("tensor", "shard", "replicate")
+    return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names)
+
+
+def expected_copy(updated: Tensor, wire: str) -> Tensor:
+    """Returns what all replicas should have of an ``updated`` parameter, for proofs."""
+    # One without dimensions is not gathered.
+    if wire != "bf16" or not updated.ndim:
+        return updated
+    return updated.bfloat16().to(updated.dtype)

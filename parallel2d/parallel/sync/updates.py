@@ -1,0 +1,152 @@
+"""What a training loop of one's own needs where something happens after each update of the
+parameters (``strategy=hybrid_full`` and ``sync=diloco``), and where it reduces gradients itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.mesh import has_cpu_backend
+from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.sync.comparison import ReplicaComparison
+from parallel2d.parallel.sync.engine import engine_of
+from parallel2d.parallel.sync.gradient_sync import GradientSync, gradient_syncs
+from parallel2d.parallel.sync.outer import OuterSync
+from parallel2d.parallel.sync.reduction import Hook
+from parallel2d.parallel.weights.named_tensors import parameters_by_name, reshard
+
+
+def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters to build an optimizer on: with ``strategy=hybrid_full`` the parts that this
+    replica updates, otherwise those of ``model``."""
+    return [updated_as(parameter) for parameter in model.parameters()]
+
+
+def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Lets ``model`` follow the updates of ``optimizer``, which becomes collective where replicas
+    must hear of them. `parallel2d.build_optimizer` does this.
+
+    With several optimizers attach the one that steps last. Raises `ConfigError` for a model that
+    did not come from `parallel2d.parallel.parallelize`, and for an optimizer that has whole parameters where
+    replicas own parts.
+    """
+    engine_of(model).attach(optimizer)
+
+
+def outer_sync(model: nn.Module) -> OuterSync | None:
+    """What ``sync=diloco`` keeps for ``model``; None with ``sync=every_step``."""
+    for engine in gradient_syncs(model):
+        if engine.method.outer is not None:
+            return engine.method.outer
+    return None
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Tells ``model`` the number of the global batch that comes next, from 1, on which depends what
+    is rounded at random. Without it the batches of this process are counted."""
+    for engine in gradient_syncs(model):
+        engine.keys.step = step
+
+
+@contextmanager
+def outer_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` has the parameters that all replicas share, for validation and export.
+    They are its own but with ``sync=diloco``."""
+    outer = outer_sync(model)
+    if outer is None:
+        yield
+        return
+    # Parameters that a forward has gathered would hide the others.
+    reshard(model)
+    with outer.outer_parameters():
+        try:
+            yield
+        finally:
+            reshard(model)
+
+
+def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """By group of parameters and by name, what must be equal on all replicas: the parameters, or
+    with ``sync=diloco`` those that the replicas share."""
+    outer = outer_sync(model)
+    found: dict[str, dict[str, Tensor]] = {}
+    for engine in gradient_syncs(model):
+        for group in engine.groups:
+            tensors: dict[str, Tensor] = {}
+            for parameter in group.parameters:
+                tensors[parameter.name] = parameter.sharded
+                # Frozen parameters have no outer ones.
+                if outer is not None and parameter.name in outer.parameters:
+                    tensors[parameter.name] = outer.parameters[parameter.name].outer
+            found[group.called] = tensors
+    # Parameters without dimensions are in no group.
+    alone = {name: value for name, value in parameters_by_name(model).items() if value.ndim == 0}
+    if alone and found:
+        masters = outer.masters() if outer is not None else {}
+        found["parameters without dimensions"] = {n: masters.get(n, alone[n]) for n in alone}
+    return found
+
+
+def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises `ConfigError`, with the parameter and the ranks, when replicas differ in a single bit
+    of what must be equal. Collective over the world; the train command does it every
+    ``sync.compare_every`` steps."""
+    comparison = ReplicaComparison(mesh, replicated_tensors(model))
+    vector = comparison.vector()
+    if not has_cpu_backend():
+        vector = vector.to(mesh.device_type)
+    dist.all_reduce(vector)
+    comparison.check(vector.cpu())
+
+
+def finish_updates(model: nn.Module) -> None:
+    """At the end of training: with ``sync=diloco`` a last outer step with what the replicas have
+    not shared yet. Collective."""
+    outer = outer_sync(model)
+    if outer is not None:
+        reshard(model)
+        outer.finish()
+
+
+def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
+    """Lets ``hook`` reduce the gradients of ``model`` over the replicate axis, in its own way.
+
+    Args:
+        hook: ``hook(state, bucket)`` gets the gradients of this replica, averaged over its shard
+            group, as ``bucket.buffer()``, a flat tensor in the dtype of gradients; `Bucket` has the
+            methods of torch's ``GradBucket``. It returns a future of their mean over the replicas,
+            or the mean itself, or None if it has changed the buffer in place. It runs on every
+            replica for the same buckets in the same order, one after the other.
+        state: passed to the hook; default: the process group of the replicate axis.
+
+    The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work, among them
+    ``default_hooks.bf16_compress_hook`` and ``powerSGD_hook``, whose state takes the group that
+    ``replicate_group(model)`` returns. Raises `ConfigError` where no replicate axis is reduced by
+    this package: one replica, or ``sync.engine=torch``.
+    """
+    _engine_with_replicas(model).register_hook(state, hook)
+
+
+def replicate_group(model: nn.Module) -> dist.ProcessGroup:
+    """The process group on which the gradients of ``model`` are reduced over the replicas. Raises
+    `ConfigError` as `register_sync_hook` does."""
+    group = _engine_with_replicas(model).replicate_group
+    assert group is not None
+    return group
+
+
+def _engine_with_replicas(model: nn.Module) -> GradientSync:
+    engine = engine_of(model)
+    if not isinstance(engine, GradientSync) or engine.replicate_group is None:
+        raise ConfigError(
+            "no gradients cross a replicate axis here: the mesh has one replica, or "
+            "sync.engine=torch reduces over it"
+        )
+    return engine

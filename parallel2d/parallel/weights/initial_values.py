@@ -1,0 +1,367 @@
+"""Initial values that depend on a seed and on names alone: `build_on_meta` builds a model without
+values, `plan_weights` and `InitialWeights.write` give it their slices after it was sharded.
+
+[Note: mesh-independent weights] A module's initial values depend on the seed and on fully
+qualified names (FQNs) alone. Before any transform a blueprint of the model (structure without
+storage) is kept. After sharding it is filled one unit at a time, where a unit is a repeated block
+or the rest of the model: storage on CPU, each module's own initializer in post-order, under a
+generator seeded from a hash of the seed and that module's FQN. Every rank does the same and keeps
+its slice, so no device, mesh or world size enters, and a rank never holds more than the largest
+unit.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.models import adapters
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    held_parameters,
+    join_names,
+    owns_itself,
+    tied_parameters,
+)
+from parallel2d.parallel.weights.whole_tensors import copy_part
+
+Initializer = Callable[[nn.Module, str], None]
+
+_DRAWING = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
+_DRAWS = {getattr(Tensor, name) for name in _DRAWING}
+
+
+class _NothingToDraw(TorchFunctionMode):
+    """Skips the drawing of initial values for tensors on meta, which hold none. On meta, drawing
+    would be decomposed in Python, for which torch loads its whole compiler: a second per
+    process."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _DRAWS or getattr(function, "__module__", None) == "torch.nn.init":
+            # Initializers take the tensor first, and return it.
+            tensor = next(iter([*args, *kwargs.values()]))
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def build_on_meta() -> Iterator[None]:
+    """Inside, every parameter that a module registers goes to the meta device; buffers stay real,
+    so that tables which a constructor computes are right without being computed again. Costs one
+    parameter of memory at a time."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            # Subclasses of Parameter and attributes that a library hangs on it are kept.
+            attributes = dict(param.__dict__)
+            param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param.__dict__.update(attributes)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        with _NothingToDraw():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
+    """Whether all parameters are on meta. Raises `ConfigError` for a mixture, or for meta without a
+    seed."""
+    # One of those that are on meta, and one of those that are not.
+    one = {parameter.is_meta: name for name, parameter in model.named_parameters()}
+    if not one:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    if len(one) == 2:
+        raise ConfigError(
+            f"{one[True]} is on meta and {one[False]} is not: build the whole model one way"
+        )
+    if True in one and seed is None:
+        raise ConfigError("the parameters are on meta: give the seed of their initial values")
+    return True in one
+
+
+def plan_weights(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], init: Initializer | None
+) -> InitialWeights:
+    """Keeps a blueprint of ``model``, whose parameters are on meta, before the transforms;
+    `InitialWeights.write` comes after them. See [Note: mesh-independent weights]."""
+    return InitialWeights(copy.deepcopy(model), [name for name, _ in blocks], init)
+
+
+# Of a tensor on meta: its FQN, the parameters or buffers of its module, its key there, and itself.
+_Place = tuple[str, dict[str, Any], str, Tensor]
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """A blueprint of a model, the names of its blocks, and the function that initializes a module,
+    None for the modules' own."""
+
+    blueprint: nn.Module
+    blocks: list[str]
+    init: Initializer | None
+
+    def write(
+        self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()
+    ) -> None:
+        """Allocates what is still on meta on this rank's device and fills it with its slice of the
+        initial values.
+
+        What ``given`` lists by FQN keeps its value; a unit of which everything is given costs
+        nothing. Raises `ConfigError` naming every other parameter that no initializer sets.
+        """
+        if any(parameter.is_meta for parameter in model.parameters()):
+            allocate(model, device_type)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        here = {fqn_of(name): tensor for name, tensor in {**parameters, **buffers}.items()}
+        # Ids of what has its values: a tied parameter is drawn under its first name.
+        written = {id(tensor) for name, tensor in here.items() if name in given}
+        unset: list[str] = []
+        have_values = {name for name, tensor in here.items() if id(tensor) in written}
+        for modules in self._units(have_values):
+            unset += self._write_unit(modules, here, written, seed)
+        unset += [fqn_of(name) for name, each in parameters.items() if id(each) not in written]
+        if unset:
+            raise _no_initializer(unset)
+
+    def _units(self, given: set[str]) -> Iterator[list[tuple[str, nn.Module]]]:
+        """(name, module) of what is drawn together: first the model without its blocks, then each
+        block; children before their parent, whose initializer may overwrite what they draw."""
+        loaded: set[int] = set()
+        # The base of a model with adapters is large and loaded, and its adapters are in every
+        # block. In other models the initializer of a module may set what is inside a loaded one.
+        if given and adapters.settings_of(self.blueprint):
+            for module in adapters.given_modules(self.blueprint, given):
+                loaded.update(map(id, module.modules()))
+        blocks = {name: self.blueprint.get_submodule(name) for name in self.blocks}
+        in_blocks: set[int] = set()
+        for block in blocks.values():
+            in_blocks.update(map(id, block.modules()))
+        yield list(_in_post_order(self.blueprint, "", in_blocks | loaded))
+        for name, block in blocks.items():
+            yield list(_in_post_order(block, name, loaded))
+
+    def _write_unit(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        here: Mapping[str, Tensor],
+        written: set[int],
+        seed: int,
+    ) -> list[str]:
+        """Draws the values of ``modules`` and copies this rank's slices of what is not ``written``
+        yet; adds it there. Returns the FQNs of what no initializer set."""
+        places = list(_places_on_meta(modules))
+        # Nothing is drawn for a unit whose values were all loaded.
+        if all(id(here.get(fqn)) in written for fqn, *_ in places):
+            return []
+        storage: dict[int, Tensor] = {}
+        for _, held, key, on_meta in places:
+            # A tied parameter has several places, which get the same storage.
+            if id(on_meta) not in storage:
+                storage[id(on_meta)] = _without_values(on_meta)
+            held[key] = storage[id(on_meta)]
+        # Values are made on CPU, so only its generator is seeded, and restored afterwards.
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for name, module in modules:
+                self._initialize(module, name, seed)
+        unset = []
+        for fqn, held, key, on_meta in places:
+            value = held[key]
+            # Back on meta: no other unit is held beside this one.
+            held[key] = on_meta
+            tensor = here.get(fqn)
+            # The transforms may have taken a buffer out of the model.
+            if tensor is None or id(tensor) in written:
+                continue
+            if _is_unset(value):
+                unset.append(fqn)
+            written.add(id(tensor))
+            copy_part(tensor, value)
+        return unset
+
+    def _initialize(self, module: nn.Module, name: str, seed: int) -> None:
+        digest = hashlib.sha256(f"{seed}/{fqn_of(name)}".encode()).digest()
+
+        # Seeded anew each time: the values of a module depend on no other module's draws.
+        def run(initialize: Callable[..., object], *args: Any) -> None:
+            # torch's generators take a seed of 64 bits with a sign.
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            initialize(*args)
+
+        has_values = False
+        library = self._library_initializer(name)
+        if library is not None:
+            # Hugging Face's initializers may reach below a module. What is of another unit is on
+            # meta, where setting it does nothing.
+            run(library, module)
+            # Classes that the library has no rule for still get their own initializer.
+            has_values = all(_has_values(value) for _, value in held_parameters(module))
+        # The initializer of a module would reach into parts of it that are of another unit. If it
+        # has parameters of its own it must run nevertheless: nothing else sets them.
+        is_complete = not any(parameter.is_meta for parameter in module.parameters())
+        reset = _initializer_of(module)
+        if not has_values and (is_complete or owns_itself(module)):
+            if self.init is not None:
+                run(self.init, module, fqn_of(name))
+            elif reset is not None:
+                run(reset)
+        if adapters.has_adapter(module):
+            # Such a layer sets them last, whatever its parts have drawn for them.
+            try:
+                run(adapters.reset_adapter, module, self.blueprint)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+    def _library_initializer(self, name: str) -> Callable[[nn.Module], None] | None:
+        """``_init_weights`` of the innermost model around ``name`` that has one: Hugging Face's
+        contract, by which a model sets the weights of the modules below it."""
+        if self.init is not None or not callable(getattr(self.blueprint, "_init_weights", None)):
+            return None
+        # Ends at the latest at the blueprint itself, whose name is empty.
+        while True:
+            found = getattr(self.blueprint.get_submodule(name), "_init_weights", None)
+            if callable(found):
+                return found
+            name = name.rpartition(".")[0]
+
+
+def _in_post_order(
+    module: nn.Module, name: str, skipped: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of what is below ``module``, but ``skipped`` ones, by id, and of itself. A
+    module in two places comes twice."""
+    for child_name, child in module.named_children():
+        if id(child) not in skipped:
+            yield from _in_post_order(child, join_names(name, child_name), skipped)
+    yield name, module
+
+
+def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place]:
+    for name, module in modules:
+        held: dict[str, Any]
+        # Buffers are real under `build_on_meta`, and keep what the constructor computed.
+        for held in (module._parameters, module._buffers):
+            for key, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    yield fqn_of(join_names(name, key)), held, key, tensor
+
+
+def _initializer_of(module: nn.Module) -> Callable[[], object] | None:
+    # nn.MultiheadAttention and nn.Transformer have theirs under the second name.
+    for attribute in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, attribute, None)
+        if callable(reset):
+            return reset
+    return None
+
+
+def check_initializers(model: nn.Module, init: Initializer | None) -> None:
+    """Raises `ConfigError` naming every parameter on meta that no initializer can set, as `write`
+    does. Nothing is drawn, so an initializer that omits a parameter is not found here."""
+    library = callable(getattr(model, "_init_weights", None))
+    # Adapters have initializers of their own.
+    if init is not None or library or adapters.settings_of(model):
+        return
+    # An initializer may set all that is below its module.
+    within_reach: set[int] = set()
+    for module in model.modules():
+        if _initializer_of(module) is not None:
+            within_reach.update(map(id, module.parameters()))
+    unset = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and id(parameter) not in within_reach:
+            unset.append(fqn_of(name))
+    if unset:
+        raise _no_initializer(unset)
+
+
+def _no_initializer(names: Sequence[str]) -> ConfigError:
+    owned = "them" if len(names) > 1 else "it"
+    return ConfigError(
+        f"no initializer sets {', '.join(names)}: give the module that owns {owned} a "
+        "reset_parameters method, pass init=function(module, name) "
+        "(model.init=package.module:function), or build the model with real weights"
+    )
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """A parameter or buffer like ``tensor``, on CPU, of which `_is_unset` is true."""
+    dtype = tensor.dtype
+    if not isinstance(tensor, nn.Parameter):
+        # Integers that nothing sets are zeros, which may be what is wanted.
+        missing: complex = torch.nan if dtype.is_floating_point else 0
+        return torch.full_like(tensor, missing, device="cpu")
+    missing = False
+    # Drawn in 32 bits whatever they are stored in: every precision starts from the same values.
+    if dtype.is_complex:
+        missing = complex(torch.nan, torch.nan)
+        dtype = torch.complex64
+    elif dtype.is_floating_point:
+        missing = torch.nan
+        dtype = torch.float32
+    elif dtype != torch.bool:
+        missing = torch.iinfo(dtype).max
+    values = torch.full(tensor.shape, missing, dtype=dtype)
+    return nn.Parameter(values, tensor.requires_grad)
+
+
+def _is_unset(value: Tensor) -> bool:
+    """Whether a part of ``value``, or an integer ``value`` as a whole, is as `_without_values` made
+    it."""
+    if value.is_floating_point() or value.is_complex():
+        return bool(value.isnan().any())
+    # Neither of the two values of a bool can mark it as unset.
+    if value.dtype == torch.bool or value.numel() == 0:
+        return False
+    # The largest integer may be one of the values, but is hardly all of them.
+    return bool((value == torch.iinfo(value.dtype).max).all())
+
+
+def _has_values(value: Tensor) -> bool:
+    # `all` of nothing is true.
+    return value.is_meta or value.numel() == 0 or not value.isnan().all()
+
+
+def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replaces every parameter and buffer by ``function`` of it; tied parameters stay tied."""
+    # `_apply` makes a new parameter at each place of a tied one: ties are restored after it.
+    ties = tied_parameters(model)
+    model._apply(function)
+    for (first, first_name), *others in ties:
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
+
+
+def allocate(model: nn.Module, device_type: str, *, offload: bool = False) -> None:
+    """Gives every parameter and buffer storage on this rank's device, with ``offload`` sharded
+    parameters in CPU memory."""
+    cpu = torch.device("cpu")
+    device = cpu
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.accelerator.current_device_index())
+
+    def place(tensor: Tensor) -> Tensor:
+        home = cpu if offload and isinstance(tensor, DTensor) else device
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=home)
+        return tensor.to(home)
+
+    apply_to_tensors(model, place)

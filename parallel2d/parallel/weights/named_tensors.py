@@ -1,0 +1,177 @@
+"""Tensors of a model and of its optimizer by fully qualified name (FQN), the same on every rank and
+layout; and the master values that are saved and loaded in the place of parameters.
+
+[Note: master values] Some methods of synchronization compute with other values than those that a
+run is about: with ``sync=diloco`` each replica has its own parameters, with split updates sent in
+bf16 all replicas compute with rounded ones. What the run is about are master values, kept by the
+method beside the parameters (`MasterValues`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from parallel2d.parallel.model_structure import fqn_of, join_names, updated_as
+from parallel2d.parallel.weights.optimizer_settings import plain_settings
+
+SCALARS = (bool, int, float, str)
+
+# Attributes of modules: of all modules of a model, and of the model itself
+_MASTERS = "_parallel2d_masters"
+_MASTERS_OF = "_parallel2d_masters_of"
+
+
+class MasterValues(Protocol):
+    """The master values of one model. See [Note: master values]."""
+
+    replicas_differ: bool
+    """Whether each replica has parameters of its own."""
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """By FQN of the parameter, for those that have one."""
+
+    def masters_were_loaded(self) -> None:
+        """Makes the parameters what the master values imply. Collective."""
+
+    def parameters_were_loaded(self) -> None:
+        """Makes the master values equal to the parameters."""
+
+    def parameters_were_changed(self) -> None:
+        """Takes over parameters that something other than the optimizer has changed."""
+
+
+def register_masters(model: nn.Module, masters: MasterValues) -> None:
+    """Makes ``masters`` the master values of ``model``."""
+    vars(model).setdefault(_MASTERS_OF, []).append(masters)
+    # A change through any module of the model must reach them.
+    for module in model.modules():
+        vars(module).setdefault(_MASTERS, []).append(masters)
+    model.register_load_state_dict_post_hook(lambda *_: masters.parameters_were_loaded())
+
+
+def masters_in(model: nn.Module) -> list[MasterValues]:
+    """Those of ``model``, of the model that it is a part of, and of models inside it."""
+    found: dict[int, MasterValues] = {}
+    for module in model.modules():
+        for masters in vars(module).get(_MASTERS, []):
+            found[id(masters)] = masters
+    return list(found.values())
+
+
+def masters_were_loaded(model: nn.Module) -> None:
+    """After `model_tensors` were written to: parameters follow their master values. Collective."""
+    for masters in masters_in(model):
+        masters.masters_were_loaded()
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees gathered parameters (after a forward without backward), so that every parameter is the
+    sharded one again."""
+    for module in model.modules():
+        # `reshard` is not recursive: each module frees the parameters of its own group.
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """FQN -> parameter; a shared one once, under its first name."""
+    return {fqn_of(name): parameter for name, parameter in model.named_parameters()}
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """FQN -> what is saved and loaded: a parameter, or its master value, or a persistent buffer. A
+    shared one is listed once, under its first name."""
+    found: dict[str, Tensor] = {**parameters_by_name(model)}
+    for masters in vars(model).get(_MASTERS_OF, []):
+        found.update(masters.masters())
+    transient: set[str] = set()
+    for prefix, module in model.named_modules():
+        # torch has no public name for the buffers that no state dict has.
+        for name in module._non_persistent_buffers_set:
+            transient.add(join_names(prefix, name))
+    for name, buffer in model.named_buffers():
+        if name not in transient:
+            found[fqn_of(name)] = buffer
+    return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further FQNs of shared parameters -> the one they are stored under, the first."""
+    return {fqn_of(name): fqn_of(first) for name, first in ties_of(model).items()}
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """As `tied_names`, by names as they are in ``model``."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return ties
+
+
+def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """FQN -> what an optimizer updates: the parameter, or the part of it that this replica owns."""
+    return {name: updated_as(value) for name, value in parameters_by_name(model).items()}
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """FQN -> parameter, or the part of it that the optimizer has, for those that it steps; in the
+    model's order."""
+    stepped: set[int] = set()
+    for group in optimizer.param_groups:
+        stepped.update(map(id, group["params"]))
+    # The order of the groups may differ between runs; that of the model does not.
+    return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """``<key>/<FQN>`` -> optimizer state that is a tensor. Empty before the first step."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in trained_parameters(model, optimizer).items():
+        # `get`, because looking up in the state of an optimizer creates an entry.
+        entries = optimizer.state.get(parameter, {})
+        # Sorted, so that every rank lists them in one order, restored or not.
+        for key, value in sorted(entries.items()):
+            # Anything else, such as a count of steps, is in `describe_optimizer`.
+            if isinstance(value, Tensor):
+                found[f"{key}/{name}"] = value
+    return found
+
+
+def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The manifest's part: class, parameter groups by FQN with their settings, and state that is
+    not tensors."""
+    names: dict[int, str] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, parameter in trained_parameters(model, optimizer).items():
+        names[id(parameter)] = name
+        entries = optimizer.state.get(parameter, {})
+        # Tensors are in `optimizer_tensors`; nothing else is saved.
+        plain = {key: value for key, value in entries.items() if isinstance(value, SCALARS)}
+        if plain:
+            scalars[name] = plain
+    groups = []
+    for group in optimizer.param_groups:
+        settings = plain_settings(group)
+        # What a manifest cannot hold, such as a tensor of several values, is omitted.
+        kept = {key: value for key, value in settings.items() if _is_plain(value)}
+        # An optimizer may hold parameters that are not in this model.
+        listed = [names[id(each)] for each in group["params"] if id(each) in names]
+        groups.append({"settings": kept, "parameters": listed})
+    return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is made of None, scalars, and lists and tuples of them."""
+    if value is None:
+        return True
+    # Such as the betas of Adam.
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, SCALARS)

@@ -1,0 +1,171 @@
+"""Where the weights of a model come from: `WeightSource` keeps them while the model is sharded, and
+checks that all ranks hold the same model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Container, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.base.exchange import all_gather, broadcast, raise_together
+from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.weights.initial_values import (
+    Initializer,
+    InitialWeights,
+    allocate,
+    apply_to_tensors,
+    has_meta_parameters,
+    plan_weights,
+)
+from parallel2d.parallel.weights.named_tensors import ties_of
+from parallel2d.parallel.weights.whole_tensors import fill
+
+
+class WeightSource:
+    """The weights that a model starts from: those it has, those of one rank, or, for a model on
+    meta, values drawn from a seed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        seed: int | None,
+        init: Initializer | None,
+        broadcast_from: int | None,
+        given: Callable[[nn.Module], Container[str]] | None,
+    ) -> None:
+        """Takes the weights that one rank gives the others out of ``model``. Collective. Arguments
+        are those of `parallel2d.parallel.parallelize`, ``given`` is its ``weights``.
+
+        Raises `ConfigError` when ranks have different models, and for arguments that exclude each
+        other.
+        """
+        self._seed = seed
+        self._init = init
+        self._given = given
+        self._source = broadcast_from
+        self._received: dict[str, Tensor] = {}
+        if broadcast_from is not None:
+            self._received = _hand_over(model, broadcast_from)
+            seed = 0  # nothing is drawn, so a model on meta needs no seed
+        # After the weights were handed over, which ties on all ranks what is tied on the source.
+        check_same_structure(model)
+        self._on_meta = has_meta_parameters(model, seed)
+        drawn = self._on_meta and broadcast_from is None
+        if given is not None and not drawn:
+            raise ConfigError(
+                "weights= is for a model on meta without broadcast_from: build it under "
+                "parallel2d.build_on_meta"
+            )
+        self._initial: InitialWeights | None = None
+
+    def remember(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        """Keeps what `fill` needs of ``model`` as it is before the transforms. Collective. Raises
+        `ConfigError` when ranks hold different weights."""
+        if not self._on_meta:
+            check_equal_on_all_ranks(model)
+        elif self._source is None:
+            self._initial = plan_weights(model, blocks, self._init)
+
+    def fill(self, model: nn.Module, device_type: str, *, offload: bool) -> None:
+        """Gives ``model``, sharded by now, storage where it has none, in CPU memory with
+        ``offload``, and its weights. Collective."""
+        if self._on_meta:
+            allocate(model, device_type, offload=offload)
+        if self._source is not None:
+            here: dict[str, Tensor] = dict(model.named_parameters())
+            # Those of the other ranks may have been on meta.
+            here |= model.named_buffers()
+            weights = self._received
+            pairs = [(each, weights.get(fqn_of(name))) for name, each in here.items()]
+            fill(pairs, self._source)
+        if self._initial is not None:
+            assert self._seed is not None
+            # Weights that are loaded into the allocated model are not drawn.
+            given: Container[str] = ()
+            if self._given is not None:
+                given = self._given(model)
+            self._initial.write(model, self._seed, device_type, given=given)
+
+
+def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
+    """Takes the weights out of ``model``, which is on meta afterwards; returns them by FQN on rank
+    ``source``. Collective. Raises `ConfigError` on every rank when the source has none."""
+    world = dist.get_world_size()
+    if not 0 <= source < world:
+        raise ConfigError(f"broadcast_from={source} is no rank: there are {world}, counted from 0")
+    # The source alone has weights to give, and finds out whether it lacks any.
+    weights: dict[str, Tensor] = {}
+    problem = None
+    if dist.get_rank() == source:
+        tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= model.named_buffers(remove_duplicate=False)
+        weights = {fqn_of(name): tensor.detach() for name, tensor in tensors.items()}
+        meta = [name for name, tensor in weights.items() if tensor.is_meta]
+        if meta:
+            listed = ", ".join(meta[:5])
+            problem = f"broadcast_from={source}: that rank has no values for {listed}, on meta"
+    raise_together(problem, source)
+    # `model.to("meta")`, with which the other ranks may have been built, takes ties apart.
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, first in broadcast(ties_of(model), source).items():
+        # What differs here is reported by the check that all ranks have one structure.
+        if {name, first} <= named.keys() and named[name].shape == named[first].shape:
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path)._parameters[attribute] = named[first]
+    # Buffers stay real, and are overwritten.
+    apply_to_tensors(
+        model, lambda each: each.to("meta") if isinstance(each, nn.Parameter) else each
+    )
+    return weights
+
+
+def check_same_structure(model: nn.Module) -> None:
+    """Raises `ConfigError` when a rank's model has other parameters, shapes, ties or frozen
+    parameters than rank 0's: sooner or later its collectives would wait for, or be filled with,
+    something else. Collective."""
+    ties = ties_of(model)
+    # Dtypes of parameters may differ: they are cast alike.
+    own = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        training = "trained" if parameter.requires_grad else "frozen"
+        tie = f" tied to {ties[name]}" if name in ties else ""
+        own.append(f"{name}, {training}, of shape {tuple(parameter.shape)}{tie}")
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}")
+    # Every rank compares its model with rank 0's; all show what the first that differs has found.
+    first = broadcast(own)
+    more = sorted(set(own) - set(first)) or ["the same in another order"]
+    less = sorted(set(first) - set(own)) or ["nothing"]
+    found = all_gather("" if own == first else f"{first_five(more)}; not {first_five(less)}")
+    different = [rank for rank, text in enumerate(found) if text]
+    if different:
+        one = different[0]
+        raise ConfigError(
+            f"ranks {different} have another model than rank 0. Rank {one} has {found[one]}"
+        )
+
+
+def check_equal_on_all_ranks(model: nn.Module) -> None:
+    """Raises `ConfigError` when ranks hold different weights, which sharding would mix silently.
+    Collective."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        data = parameter.detach()
+        if data.is_complex():
+            data = torch.view_as_real(data.resolve_conj())
+        # Sums of narrower dtypes would overflow, or be too coarse to show a difference.
+        wide = data.double() if data.is_floating_point() else data.long()
+        sums = wide.sum().item(), wide.square().sum().item()
+        digest.update(f"{name} {tuple(parameter.shape)} {sums}".encode())
+    digests = all_gather(digest.hexdigest())
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise ConfigError(
+            f"ranks {different} hold other weights than rank 0: build the model under the same "
+            "torch.manual_seed on every rank, or under parallel2d.build_on_meta with seed="
+        )

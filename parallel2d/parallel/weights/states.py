@@ -1,0 +1,396 @@
+"""The state of a sharded model and its optimizer in memory: whole by `full_state`, in each rank's
+parts by `sharded_state`, loaded by `load_full_state`, `load_sharded_state` and `load_state`. For
+states that should outlive the process use `Checkpointer`.
+
+Those of ``torch.distributed.checkpoint.state_dict`` are not used. To get an optimizer's state they
+step it where it has none, and they do not find parameters of which a replica updates a part. To set
+a state they send a pickle, give every rank each parameter whole, and have written some when they
+find that another one does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.base.exchange import broadcast, sendable
+from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.weights.named_tensors import (
+    describe_optimizer,
+    masters_were_loaded,
+    model_tensors,
+    optimizer_tensors,
+    reshard,
+    tied_names,
+    trained_parameters,
+)
+from parallel2d.parallel.weights.optimizer_settings import (
+    Settings,
+    match_settings,
+    plain_settings,
+    put_settings,
+)
+from parallel2d.parallel.weights.whole_tensors import fill, gather_tensor
+
+Key = Literal["name", "id"]
+Entries = Mapping[str, Mapping[str, Any]]  # FQN of a parameter -> key, such as exp_avg -> value
+
+
+@torch.no_grad()
+def full_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rank0_only: bool = True,
+    cpu: bool = True,
+    key_by: Key = "name",
+) -> dict[str, Any]:
+    """``{"model": ..., "optimizer": ...}`` with whole tensors; the latter only where ``optimizer``
+    is given. Collective.
+
+    Args:
+        rank0_only: the other ranks get an empty dict and keep nothing.
+        cpu: each tensor is moved to CPU memory as soon as it is whole.
+        key_by: the keys of the optimizer's parameters: FQNs, or numbers (``id``), as
+            ``torch.optim``'s own ``load_state_dict`` wants them; `rekey_optimizer_state` converts.
+
+    ``state["model"]`` is what the bare module's ``load_state_dict`` takes. Gathered tensor by
+    tensor: the peak beside what is kept is one whole tensor. Raises `ConfigError` for another
+    ``key_by``.
+    """
+    if key_by not in ("name", "id"):
+        raise ConfigError(f"key_by={key_by} is not one of name, id")
+    keep = not (rank0_only and dist.is_initialized()) or dist.get_rank() == 0
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        return gather_tensor(tensor, keep=keep, cpu=cpu)
+
+    # Gathering is collective: ranks that keep nothing go through all of it too.
+    state = _state(model, optimizer, gather)
+    if not keep:
+        return {}
+    # A bare module's `load_state_dict` expects a tied parameter under each of its names.
+    for name, first in tied_names(model).items():
+        state["model"][name] = state["model"][first]
+    if optimizer is not None and key_by == "id":
+        state["optimizer"] = rekey_optimizer_state(state["optimizer"], key="id")
+    return state
+
+
+@torch.no_grad()
+def sharded_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, copy: bool = False
+) -> dict[str, Any]:
+    """``{"model": ..., "optimizer": ...}`` with this rank's parts, `DTensor`s where tensors are
+    sharded; the optimizer's parameters by FQN. No communication.
+
+    The tensors are the live ones, which the next step changes; ``copy=True`` copies them.
+    """
+
+    def take(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone() if copy else tensor.detach()
+
+    return _state(model, optimizer, take)
+
+
+def _state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    take: Callable[[Tensor], Tensor | None],
+) -> dict[str, Any]:
+    """``{"model": ..., "optimizer": ...}`` by FQN, with ``take`` of each tensor."""
+    # After a forward without backward, some parameters may still be gathered.
+    reshard(model)
+    tensors = {name: take(tensor) for name, tensor in model_tensors(model).items()}
+    if optimizer is None:
+        return {"model": tensors}
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in trained_parameters(model, optimizer).items():
+        # Before the first step, and where a parameter got no gradient, there is no state, and
+        # torch's own `state_dict` does not list the parameter either.
+        for key, value in optimizer.state.get(parameter, {}).items():
+            taken = take(value) if isinstance(value, Tensor) else value
+            state.setdefault(name, {})[key] = taken
+    groups = []
+    for group in describe_optimizer(model, optimizer)["groups"]:
+        groups.append({**group["settings"], "params": group["parameters"]})
+    return {"model": tensors, "optimizer": {"state": state, "param_groups": groups}}
+
+
+def rekey_optimizer_state(
+    state: Mapping[str, Any], *, key: Key, names: list[str] | None = None
+) -> dict[str, Any]:
+    """An optimizer state whose parameters are called by name, called by number instead
+    (``key="id"``), or the other way round (``key="name"``).
+
+    Numbers count parameters in the order of the groups. Going to names, ``names`` gives theirs in
+    that order. Raises `ConfigError` when names and parameters do not match in number.
+    """
+    old = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
+    # In torch, the number of a parameter is its position.
+    new: Sequence[Any] = range(len(old))
+    if key == "name":
+        if names is None or len(names) != len(old):
+            raise ConfigError(
+                f"names must give the {len(old)} parameters of the groups, got {len(names or [])}"
+            )
+        new = names
+    rekeyed = dict(zip(old, new, strict=True))
+    groups = []
+    for group in state["param_groups"]:
+        parameters = [rekeyed[parameter] for parameter in group["params"]]
+        groups.append({**group, "params": parameters})
+    # Parameters without state are in groups alone.
+    state_of = {rekeyed[parameter]: entries for parameter, entries in state["state"].items()}
+    return {"state": state_of, "param_groups": groups}
+
+
+def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: int = 0) -> None:
+    """Loads ``state``, FQN -> tensor, into a parallelized ``model``. Collective.
+
+    Whole tensors are needed on rank ``source`` alone; the others pass None and get their parts
+    piece by piece (`parallel2d.parallel.weights.whole_tensors.PIECE_BYTES`), so none of them ever holds a
+    whole one. `DTensor`s, as ``model.state_dict()`` gives them on every rank, are copied, or
+    redistributed one at a time where they are split differently.
+
+    Raises `ConfigError` on every rank, before anything is written, when names or shapes differ.
+    """
+    given = state or {}
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in given.values())
+    is_sent = dist.is_initialized() and not is_sharded
+    _load(model, None, {"model": given}, source if is_sent else None, settings=False)
+
+
+def load_full_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any] | None,
+    *,
+    from_rank0: bool = True,
+    settings: bool = True,
+) -> None:
+    """Gives whole tensors to a model (and its optimizer), sharded or bare: what `full_state`
+    returned, or plain state dicts. Collective.
+
+    Args:
+        optimizer: None: the model alone is loaded.
+        state: ``{"model": state dict, "optimizer": state dict}``, the optimizer's keyed by FQN or
+            by number. Rank 0 alone needs it (others may pass None or ``{}``) unless ``from_rank0``
+            is false.
+        from_rank0: rank 0's tensors are sent to the others piece by piece; False: every rank takes
+            its part of its own, and nothing is sent.
+        settings: parameter groups take those of the state (lr, betas, weight decay), from which a
+            scheduler of torch goes on; False: they keep theirs.
+
+    Optimizer state that does not exist yet is created. Raises `ConfigError` on every rank, before
+    anything is written, when names, shapes or the class of the optimizer differ; with
+    ``from_rank0=False`` on the ranks whose own state differs.
+    """
+    is_sent = from_rank0 and dist.is_initialized()
+    _load(model, optimizer, state or {}, 0 if is_sent else None, settings)
+
+
+def load_sharded_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any],
+    *,
+    settings: bool = True,
+) -> None:
+    """Gives back what `sharded_state` returned, on every rank, to a model on the same ranks;
+    another layout of them is redistributed tensor by tensor. Collective where layouts differ.
+
+    ``settings``: as for `load_full_state`. Raises `ConfigError` when names, shapes or the class of
+    the optimizer differ.
+    """
+    _load(model, optimizer, state, None, settings)
+
+
+@sendable
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of an optimizer state, for the ranks that do not have the state."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def _load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any],
+    source: int | None,
+    settings: bool,
+) -> None:
+    """Loads the whole tensors that rank ``source`` alone has, or, for None, this rank's parts of
+    tensors that every rank has, whole or sharded."""
+    reshard(model)
+    problems: list[str] = []
+    tensors: Mapping[str, Tensor] = {}
+    entries: Entries = {}
+    new_settings: list[Settings] = []
+    if source is None or dist.get_rank() == source:
+        # All problems at once: whoever loads the state of another model wants the list.
+        tensors, problems = _match_model(model, state)
+        if optimizer is not None:
+            given = state.get("optimizer")
+            entries, new_settings, more = _match_optimizer(model, optimizer, given, settings)
+            problems += more
+    # Nothing is read of an optimizer's state that does not fit.
+    described = {} if problems else _described(entries)
+    if source is not None:
+        # Ranks without the state learn whether it fits, and which tensors come in which order.
+        plan = problems, described, new_settings
+        problems, described, new_settings = broadcast(plan, source)
+    if problems:
+        raise ConfigError(f"the state does not fit: {first_five(problems)}")
+
+    fill([(here, tensors.get(name)) for name, here in model_tensors(model).items()], source)
+    masters_were_loaded(model)
+    if optimizer is not None:
+        put_settings(optimizer, new_settings)
+        parameters = trained_parameters(model, optimizer)
+        fill(_tensors_to_fill(optimizer, parameters, described, entries), source)
+
+
+def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """The model's tensors in ``state`` by FQN, and in what they differ from those here."""
+    given = state.get("model")
+    if not isinstance(given, Mapping):
+        problem = "it has no model"
+        # A likely slip: the model's state dict itself was given.
+        if any(isinstance(value, Tensor) for value in state.values()):
+            problem += ': give a state dict as {"model": state_dict}'
+        return {}, [problem]
+    tensors = {fqn_of(name): tensor for name, tensor in given.items()}
+    here = model_tensors(model)
+    # A bare model's state dict lists a tied parameter under each of its names. Buffers that are in
+    # no state dict may be given all the same.
+    known = {*here, *tied_names(model), *(fqn_of(name) for name, _ in model.named_buffers())}
+    problems = [f"{name} is missing" for name in here if name not in tensors]
+    problems += _other_shapes(tensors, here)
+    problems += [f"{name} is not in the model" for name in tensors if name not in known]
+    return tensors, problems
+
+
+def _other_shapes(given: Mapping[str, Any], here: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, tensor in here.items():
+        value = given.get(name)
+        # Where one of them is no tensor, what is given replaces what is here.
+        if isinstance(value, Tensor) and value.shape != tensor.shape:
+            yield f"{name} has shape {list(value.shape)}, not {list(tensor.shape)}"
+
+
+def _match_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any] | None,
+    settings: bool,
+) -> tuple[Entries, list[Settings], list[str]]:
+    """The entries of ``state`` by FQN, new settings for each group of ``optimizer`` ({}: its own),
+    and in what ``state`` does not fit."""
+    if state is None:
+        return {}, [], ["it has no optimizer"]
+    names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
+    listed = [group["params"] for group in state["param_groups"]]
+    # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
+    if isinstance(next(chain.from_iterable(listed), None), int):
+        # Numbers count through the groups: they mean the same only where groups are as large.
+        sizes = list(map(len, listed))
+        here = list(map(len, names))
+        if sizes != here:
+            problem = (
+                f"its optimizer has groups of {sizes} parameters, this one of {here}; call them by "
+                "name with rekey_optimizer_state"
+            )
+            return {}, [], [problem]
+        all_names = list(chain.from_iterable(names))
+        state = rekey_optimizer_state(state, key="name", names=all_names)
+    entries: Entries = state["state"]
+    unknown = entries.keys() - set(chain.from_iterable(names))
+    problems = [f"{name} is in its optimizer and not in this one" for name in sorted(unknown)]
+    given: dict[str, Any] = {}
+    for name, values in entries.items():
+        given |= {f"{key}/{name}": value for key, value in values.items()}
+    # Before the optimizer's first step it has no tensors: any shape fits.
+    problems += _other_shapes(given, optimizer_tensors(model, optimizer))
+    stored = [(plain_settings(group), group["params"]) for group in state["param_groups"]]
+    new_settings, more = match_settings(optimizer, names, stored, wanted=settings, check_class=True)
+    return entries, new_settings, problems + more
+
+
+def _described(entries: Entries) -> dict[str, dict[str, Any]]:
+    """``entries`` with a `TensorEntry` in the place of each tensor."""
+    described: dict[str, dict[str, Any]] = {}
+    for name, values in entries.items():
+        described[name] = dict(values)
+        for key, value in values.items():
+            # Sent with the description, a scalar needs no collective of its own.
+            is_scalar = type(value) is Tensor and value.ndim == 0
+            if isinstance(value, Tensor) and not is_scalar:
+                described[name][key] = TensorEntry(value.shape, value.dtype)
+    return described
+
+
+def _tensors_to_fill(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    described: Entries,
+    entries: Entries,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each tensor of the optimizer's state, created where it does not exist, with that of
+    ``entries``, empty on ranks that do not have them. Sets scalars and plain values."""
+    for name, values in described.items():
+        parameter = parameters[name]
+        # A default dict: where the parameter has no state yet, this makes an empty one.
+        state = optimizer.state[parameter]
+        for key, value in values.items():
+            if not isinstance(value, TensorEntry | Tensor):
+                state[key] = value
+                continue
+            if not isinstance(state.get(key), Tensor):
+                state[key] = new_state_tensor(optimizer, parameter, key, value.shape, value.dtype)
+            if isinstance(value, Tensor):
+                state[key].copy_(value)
+            else:
+                yield state[key], entries.get(name, {}).get(key)
+
+
+def new_state_tensor(
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    key: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """A tensor of zeros as ``optimizer`` itself would make it for ``key`` of the state of
+    ``parameter``: split like the parameter, or a scalar of ``dtype``.
+
+    Raises `ConfigError` for any other ``shape``: only the optimizer knows how it is split.
+    """
+    # The step count of a parameter without dims has its shape too, and is no `DTensor` like it.
+    if tuple(shape) == tuple(parameter.shape) and key != "step":
+        return torch.zeros_like(parameter, requires_grad=False)
+    if tuple(shape) not in ((), (1,)):
+        raise ConfigError(
+            f"{key} of shape {list(shape)}: how it is split is unknown before the optimizer's "
+            "first step"
+        )
+    # torch's optimizers count steps on the CPU, unless their kernels are fused or captured in a
+    # CUDA graph and read the count on the device.
+    device = torch.device("cpu")
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        # By id: `in` would compare the values of tensors.
+        if on_device and id(parameter) in set(map(id, group["params"])):
+            device = parameter.device
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)

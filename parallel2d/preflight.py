@@ -1,0 +1,174 @@
+"""``python -m parallel2d.preflight``: started as the train command, once on every node or, by
+torchrun or srun, as every rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from parallel2d import launching
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.config.composition import compose
+from parallel2d.base.config.words import quoted
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import for_terminal
+from parallel2d.base.store.secret import write_secret
+from parallel2d.launching.failures import failures_told_once
+from parallel2d.launching.processes import end_with_parent
+
+# Option -> key of train, type, meaning.
+_LAUNCHING: dict[str, tuple[str, type, str]] = {
+    "nnodes": ("launch.nnodes", int, "number of nodes (default 1: this machine alone)"),
+    "endpoint": ("launch.rdzv_endpoint", str, "HOST:PORT where nodes meet, an address of one"),
+    "nproc": ("launch.nproc_per_node", int, "ranks per node (default: one per GPU, 4 without)"),
+    "timeout": ("launch.rendezvous_timeout", float, "seconds to wait for others (default 60)"),
+    "secret-file": ("launch.secret_file", str, "of the job (default: PARALLEL2D_SECRET, or none)"),
+}
+_GONE = {
+    "--calibrate": "--write FILE measures the same beside the check",
+    "--node-rank": "nodes are numbered as they meet",
+    "--name": "launch.job_id=WORD tells jobs at one store apart",
+}
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """The arguments of the command, which was called as ``program``."""
+    words = argparse.ArgumentParser(
+        prog=program,
+        allow_abbrev=False,
+        description="Is this cluster fit to train on? Start it as train: once on every node, or by "
+        "torchrun or srun as every rank. Exit code: 0 fit, 1 not fit, 2 wrong arguments.",
+    )
+    words.add_argument(
+        "words", nargs="*", metavar="WORD", help="of train, for the job that the check is for"
+    )
+    for option, (key, kind, meaning) in _LAUNCHING.items():
+        words.add_argument(f"--{option}", dest=key, type=kind, metavar="X", help=meaning)
+    words.add_argument("--run-dir", default=".", help="where runs will be written (default: here)")
+    words.add_argument("--seconds", type=float, default=0.3, help="of a measurement (default 0.3)")
+    words.add_argument("--largest-mib", type=float, default=16.0, help="of a collective (16)")
+    words.add_argument("--write", metavar="FILE", help="measure all that cluster=FILE (YAML) needs")
+    words.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    words.add_argument("--strict", action="store_true", help="warnings count as not fit")
+    # The file in which a rank tells its launcher the exit code.
+    words.add_argument("--verdict", help=argparse.SUPPRESS)
+    return words
+
+
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.preflight"
+) -> int:
+    """Returns the exit code: 0 fit, 1 not fit, 2 wrong arguments, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    launching.open_standard_streams()
+    try:
+        given, config = understand(words, program)
+        identity = launching.find_rank()
+    except ConfigError as error:
+        print(f"preflight: {for_terminal(error)}", file=sys.stderr)
+        return 2
+    if identity is not None:
+        return _take_part(identity, given, config)
+    try:
+        return _start_ranks(words, config)
+    except (ConfigError, launching.WorkersFailed) as error:
+        print(f"preflight on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, TrainConfig]:
+    """The arguments, and the job that they describe. Raises `ConfigError`."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name in _GONE:
+            raise ConfigError(f"{name} is gone: {_GONE[name]}")
+    given = parser(program).parse_intermixed_args(words)
+    keys = ["launch.rendezvous_timeout=60", "launch.insecure=true", *given.words]
+    for key, _, _ in _LAUNCHING.values():
+        value = getattr(given, key)
+        if value is not None:
+            keys.append(f"{key}={quoted(value)}")
+    problems = list(_problems(given))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    composition = compose(keys)
+    if composition is None:
+        raise ConfigError("the check is for one job: give each key one value")
+    settings = composition.config.launch
+    # All nodes are checked, and a rank that failed would fail again.
+    settings.nnodes, settings.max_restarts = settings.node_range[1], 0
+    return given, composition.config
+
+
+def _problems(given: argparse.Namespace) -> Iterator[str]:
+    if given.write and not given.write.endswith((".yaml", ".yml")):
+        yield f"--write={given.write} must end with .yaml, as cluster=FILE.yaml does"
+    if given.write and not os.access(os.path.dirname(given.write) or ".", os.W_OK):
+        yield f"--write={given.write} cannot be written"
+    if not 0 < given.seconds <= 10:
+        yield f"--seconds={given.seconds:g} must be above 0 and at most 10"
+    if not 0.0625 <= given.largest_mib <= 1024:
+        yield f"--largest-mib={given.largest_mib:g} must be from 0.0625 to 1024"
+
+
+def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
+    """Starts this node's ranks as train does, and returns the exit code when they have ended."""
+    launching.start_server()
+    workers = launching.workers_per_node(config.launch)
+    with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
+        if config.launch.nnodes == 1 and config.launch.rdzv_endpoint is None:
+            config.launch.rdzv_endpoint = "127.0.0.1:0"
+            config.launch.secret_file = f"{folder}/secret"
+            write_secret(config.launch.secret_file)
+        verdict = Path(folder, "verdict")
+        own = [*words, f"--verdict={verdict}"]
+        launching.start_node(config, own, workers, "parallel2d.preflight:main")
+        return int(verdict.read_text())
+
+
+def _take_part(
+    identity: launching.RankIdentity, given: argparse.Namespace, config: TrainConfig
+) -> int:
+    """This process is a rank: checks with all others. Returns the exit code."""
+    from torch.distributed import DistError
+
+    from parallel2d.base.runtime import connect, process_group
+    from parallel2d.instruments.preflight.check import ClusterCheck
+
+    settings = config.launch
+    if identity.launcher == "torchrun":
+        end_with_parent()
+    with failures_told_once(identity, None):
+        store = connect(identity, settings)
+    with failures_told_once(identity, store):
+        try:
+            with process_group(
+                identity,
+                store,
+                timeout_s=settings.rendezvous_timeout,
+                host_id=settings.host_id,
+                first_timeout_s=settings.rendezvous_timeout,
+            ) as runtime:
+                code = ClusterCheck(runtime, given).run(config)
+        except RuntimeError as error:
+            if "gloo" not in str(error).lower() and not isinstance(error, DistError):
+                raise
+            text = str(error).partition("\n")[0]
+            where = f"rank {identity.rank} on {socket.gethostname()}"
+            raise ConfigError(f"{where}: {text}") from None
+    if given.verdict is None:
+        return code
+    if identity.local_rank == 0:
+        Path(given.verdict).write_text(str(code))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""``python -m parallel2d.report RUN [RUN ...]``: writes ``report.md`` and ``report.html`` about one
+run, several, or all of a folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel2d.base import files
+from parallel2d.base.errors import ConfigError
+from parallel2d.instruments.report.page import markdown, page
+from parallel2d.instruments.report.runs import Run, find_runs, read_run
+
+_MOST_RUNS = 24  # that can be told apart on one page
+
+
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.report"
+) -> int:
+    """Writes the report and returns the exit code. It is 2, with one message, for a folder that is
+    not a run directory or cannot be written to."""
+    parser = argparse.ArgumentParser(
+        prog=program, description="Writes report.md and report.html about one run or several."
+    )
+    run_help = "run directory, or a folder with runs below it; the first given is the first shown"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=run_help)
+    parser.add_argument("--out", help="folder of the report; default: RUN, or . for several")
+    parser.add_argument("--markdown", action="store_true", help="report.md alone, without plotly")
+    options = parser.parse_args(arguments)
+    folder = options.out or (options.runs[0] if len(options.runs) == 1 else ".")
+    try:
+        runs = _read(options.runs)
+        # All is made before the first is written, so a failure leaves no incomplete report.
+        texts = {"report.md": markdown(runs)}
+        if not options.markdown:
+            texts["report.html"] = page(runs)
+        os.makedirs(folder, exist_ok=True)
+        for name, text in texts.items():
+            path = os.path.join(folder, name)
+            files.replace(path, text)
+            print(files.printable(path, 4096))
+    except ConfigError as error:
+        print(f"parallel2d: {files.for_terminal(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        shown = files.printable(folder)
+        print(f"parallel2d: --out: {shown} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _read(given: Sequence[str]) -> list[Run]:
+    """The runs that were named, and those below folders; of these, one that cannot be read or has
+    no finished step yet is omitted, with a message. Raises `ConfigError`."""
+    paths = find_runs(given)
+    if len(paths) > _MOST_RUNS:
+        raise ConfigError(
+            f"{len(paths)} runs are too many for one page, of at most {_MOST_RUNS}: name some"
+        )
+    base = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    runs: list[Run] = []
+    for path in paths:
+        try:
+            # Two folders may each have a run 0.
+            name = files.printable(os.path.relpath(path, base), 300)
+            runs.append(replace(read_run(path), name=name))
+        except ConfigError as error:
+            if path in given:
+                raise
+            print(f"parallel2d: omitted: {files.for_terminal(error)}", file=sys.stderr)
+    if not runs:
+        raise ConfigError("no run is left to report on")
+    return runs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

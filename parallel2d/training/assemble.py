@@ -1,0 +1,237 @@
+"""Builds the parts of a run from its configuration, in the order in which they need each other.
+
+`check` does what one process can do without workers, so that a job that cannot work ends before any
+is started; `build_trainer` does all of it on a rank. Both go through the same functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from parallel2d.base.config import Job, TrainConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import check_same_data
+from parallel2d.base.runtime import Runtime, barrier, seed_everything
+from parallel2d.base.topology import Topology
+from parallel2d.models.adapters import settings_of
+from parallel2d.parallel.chunked_head import ChunkedHead, find_head
+from parallel2d.parallel.loss import cross_entropy_sum
+from parallel2d.parallel.mesh import MeshShape, MeshSpec, build_mesh, data_coordinate
+from parallel2d.parallel.parallelize import parallelize
+from parallel2d.parallel.parallelize.activation_checkpointing import kept_operators
+from parallel2d.parallel.parallelize.compilation import check_compilation
+from parallel2d.parallel.parallelize.float8 import check_float8
+from parallel2d.parallel.parallelize.sharding import check_offload
+from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.data import BatchPlan
+from parallel2d.training.hooks import Hook, build_hooks, check_hooks
+from parallel2d.training.model_families import ModelParts, build_model, plan_tensor_axis
+from parallel2d.training.optimizer import build_optimizer, plan_groups
+from parallel2d.training.recovery import memory_copies
+from parallel2d.training.run_description import (
+    RunFacts,
+    build_recorder,
+    describe_run,
+    flops_per_sequence,
+    predict_activations,
+)
+from parallel2d.training.run_directory import accept_start
+from parallel2d.training.trainer import Trainer
+from parallel2d.training.training_data import (
+    check_position,
+    check_targets,
+    fit_to_data,
+    open_training_data,
+)
+
+
+def check(config: TrainConfig, topology: Topology) -> None:
+    """Raises `ConfigError` for a mesh, batch, model or data set that cannot work on
+    ``topology``."""
+    shape = resolve_mesh(config, topology)
+    plan_batches(config, shape, data_rank=0, pad=False)
+    check_compilation(config.compile, shape.tensor)
+    kept_operators(config.activation_checkpointing.keep)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    check_offload(config.cpu_offload, device_type, shape.replicate)
+    check_float8(config.precision, device_type)
+    parts = build_model(config.model)
+    plan_groups(parts.module, config.optimizer)
+    plan_tensor_axis(config, parts, shape)
+    name_of_head(config, parts)
+    check_hooks(config.train.hooks)
+    data = open_training_data(config, parts)
+    check_targets(config, parts, data)
+    fit_to_data(config, data)
+
+
+def build_trainer(
+    job: Job, runtime: Runtime, *, quiet: bool = False, hooks: Sequence[Hook] = ()
+) -> Trainer:
+    """The trainer of this rank. Collective. Raises `ConfigError`, on every rank alike, for what
+    cannot work.
+
+    ``quiet``: it writes and shows nothing; ``hooks``: called after those of ``train.hooks``.
+    """
+    config, device = job.config, runtime.device
+    shape = resolve_mesh(config, runtime.topology)
+    mesh = build_mesh(
+        shape.spec(),
+        config.strategy,
+        topology=runtime.topology,
+        allow_cross_node=config.mesh.allow_cross_node,
+        device_type=device.type,
+    )
+    # Tensor ranks of one data rank draw the same numbers: they drop the same activations.
+    seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
+    # After a restart there may be another number of ranks, which need not divide the batch.
+    pad = job.restarted or config.launch.elastic
+    plan = plan_batches(config, shape, data_coordinate(mesh), pad=pad)
+    parts = build_model(config.model)
+    data = open_training_data(config, parts)
+    check_same_data(data.fingerprint + data.validation_fingerprint)
+    check_targets(config, parts, data)
+    config = fit_to_data(config, data)
+    job = dataclasses.replace(job, config=config)
+
+    # What must be found on the plain model, before it is sharded.
+    head = name_of_head(config, parts)
+    sample = data.train.shape
+    writes = runtime.is_first and not quiet
+    flops = flops_per_sequence(job, parts, sample) if writes else None
+    tensor_plan = plan_tensor_axis(config, parts, shape)
+    activations = predict_activations(
+        config, parts, mesh, plan.micro_batch_size, tensor_plan, sample
+    )
+
+    model = parallelize(
+        parts.module,
+        mesh,
+        config.parallel(),
+        seed=config.train.seed,
+        init=parts.init,
+        tensor_plan=tensor_plan,
+        weights=parts.weights,
+        topology=runtime.topology,
+    )
+    optimizer = build_optimizer(model, config.optimizer)
+    facts = describe_run(
+        job,
+        runtime,
+        shape,
+        mesh,
+        plan,
+        data,
+        model,
+        optimizer,
+        flops=flops,
+        activations=activations,
+        head=head,
+    )
+    # An export to another format needs to know the model's configuration, and its tokenizer.
+    tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
+    layout = {**facts.layout(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
+    if adapted := settings_of(model):
+        layout["adapters"] = adapted
+    checkpointer = Checkpointer(
+        config.checkpoint,
+        job.run_dir,
+        mesh,
+        model,
+        optimizer,
+        layout=layout,
+        copies=memory_copies(config.checkpoint, job.run_dir, mesh),
+    )
+    trainer = Trainer(
+        config=config,
+        model=model,
+        loss=parts.loss_in_training(config.train.z_loss),
+        validation_loss=parts.loss,
+        mesh=mesh,
+        optimizer=optimizer,
+        training=data.train,
+        validation=data.validation,
+        plan=plan,
+        recorder=build_recorder(config, facts, mesh, first=writes, label=job.label),
+        checkpointer=checkpointer,
+        device=device,
+        data_fingerprint=data.fingerprint,
+        named_validation=data.named_validation,
+        hooks=[*build_hooks(config.train.hooks), *hooks],
+        run_dir=job.run_dir,
+        tokenizer=data.tokenizer,
+        chunked_head=_chunked_head(config, model, head),
+    )
+    restored = checkpointer.restore(restarted=job.restarted, begin=False)
+    if restored is not None:
+        check_position(restored, data, config)
+        trainer.load_state_dict(restored)
+    # A run that has ended already keeps the records of the start that trained last.
+    if not quiet and trainer.has_steps():
+        _begin_records(job, facts, trainer, first=runtime.is_first)
+    else:
+        trainer.recorder.begin(trainer.progress.step)
+    return trainer
+
+
+def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:
+    """Nothing refuses this start any more: the run's records become its own. Collective."""
+    finished, recorder = trainer.progress.step, trainer.recorder
+    number, not_before = 1, 0.0
+    if first:
+        start = accept_start(job, facts.layout(), finished)
+        number, not_before = start.segment.number, start.begun_before_s
+        trainer.before_writing = start.claim.check
+        for change in start.changes:
+            recorder.say(f"changed     {change}")
+    # Only once this start owns the directory.
+    barrier("start")
+    trainer.checkpointer.begin()
+    recorder.begin(finished, number, restarted=job.restarted, not_before=not_before)
+
+
+def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
+    """Of the Linear with which the loss is computed in chunks; None without ``train.loss_chunk``.
+
+    Raises `ConfigError` for a model whose loss cannot be computed so.
+    """
+    chunk = config.train.loss_chunk
+    if chunk is None:
+        return None
+    if parts.loss is not cross_entropy_sum:
+        raise ConfigError(
+            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
+            "the targets, which its head does not know; omit train.loss_chunk"
+        )
+    return find_head(parts.module)
+
+
+def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> ChunkedHead | None:
+    chunk = config.train.loss_chunk
+    if head is None or chunk is None:
+        return None
+    return ChunkedHead(model, chunk, head, config.train.z_loss)
+
+
+def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
+    """The sizes of the mesh axes on the machines that are there."""
+    spec = MeshSpec.from_config(config.mesh)
+    if config.launch.elastic:
+        return spec.resolve_elastic(config.strategy, topology, config.launch.node_range[1])
+    return spec.resolve(config.strategy, topology)
+
+
+def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: bool) -> BatchPlan:
+    """This data rank's share of every global batch. ``pad``: sizes need not divide, because the
+    number of ranks is not what the job began with."""
+    return BatchPlan(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_rank=data_rank,
+        data_ranks=shape.data_ranks,
+        allow_padding=pad,
+    )

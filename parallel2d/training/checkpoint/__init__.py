@@ -1,0 +1,19 @@
+"""Saves and loads checkpoints: `Checkpointer` for a run, `Checkpoint` to read one.
+
+A checkpoint is complete or absent, loads on any mesh, and executes no code when it is read.
+"""
+
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.training.checkpoint.checkpointer import Checkpointer
+from parallel2d.training.checkpoint.manifest import Checkpoint
+from parallel2d.training.checkpoint.state import load_model, load_optimizer
+from parallel2d.training.checkpoint.storage import CheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "load_model",
+    "load_optimizer",
+]

@@ -1,0 +1,421 @@
+"""`Checkpointer`: when a run saves, what it resumes from, and what happens when that fails.
+
+The trainer calls `restore` before the loop, `save_if_due` after every step and `finish` at the end.
+All ranks make the same calls. Every decision depends only on values that all ranks have, or is made
+by rank 0 and broadcast.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.folder import is_remote
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.parallel.mesh import AXES, axis_names
+from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
+from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.training.checkpoint.resume import Copies, Resume
+from parallel2d.training.checkpoint.save import Group, Staging, write_checkpoint
+from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
+from parallel2d.training.checkpoint.storage import (
+    CheckpointError,
+    describe_error,
+    open_store,
+    step_name,
+)
+
+log = logging.getLogger(__name__)
+
+BEST = "best.json"  # in the folder of the checkpoints: which of them is the best
+
+
+class Checkpointer:
+    """Saves and restores one run. Collective: every rank builds it and calls its methods at the
+    same points.
+
+    Args:
+        run_dir: checkpoints go to ``checkpoints/`` in it unless ``config.folder`` is set.
+        mesh: the job's mesh; None for a single process without one.
+        model, optimizer: sharded or plain. ``optimizer=None`` saves the model alone.
+        layout: facts for the manifest: numbers, strings, lists and dicts.
+        copies: kept between the saves; `parallel2d.training.recovery.memory_copies` makes those that
+            ``config.memory_every`` asks for. None: the store alone.
+
+    Attributes:
+        blocked_s: seconds the last `save_if_due` kept the loop waiting.
+        age_steps: steps since the state that the newest published checkpoint holds.
+        failures: saves in a row that failed.
+        published: steps published by this object, ascending.
+
+    Raises `ConfigError`: the folder cannot be written, or is not the same on every rank, or
+    ``config.memory_every`` is a number and there are no ``copies``.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_dir: str | os.PathLike[str],
+        mesh: DeviceMesh | None,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        layout: dict[str, Any] | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        self.config, self.mesh, self.model, self.optimizer = config, mesh, model, optimizer
+        self.layout, self.copies = layout or {}, copies
+        if copies is None and config.enabled and config.memory_every not in ("auto", 0):
+            raise ConfigError(
+                f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
+                "copies=parallel2d.training.recovery.memory_copies(config, run_dir, mesh)"
+            )
+        self.group = Group.new()
+        # The agreement of a step must not mix with the messages of a save that runs beside it.
+        self._votes = Group.new() if config.every_minutes else None
+        self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
+        self.blocked_s = 0.0
+        self.bytes_written = 0
+        self.failures = 0
+        self.published: list[int] = []
+        self._known_good: set[int] = set()
+        self._resume: Resume | None = None
+        # Rank 0, with `keep_best`: the best state of which there is a checkpoint.
+        self._best: dict[str, Any] | None = None
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._outcome: tuple[int, str | None, int] | None = None
+        self._last_step = self._base = 0
+        self._first_call = True
+        self._last_save = time.monotonic()
+        if config.enabled:
+            self._check_folder()
+
+    def _check_folder(self) -> None:
+        """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
+        keep only its own part of a checkpoint."""
+        token: str | None = self.group.on_first(self._leave_token)
+        if token is None:
+            return
+        seen = os.path.join(self.store.root, token)
+        hosts = self.group.all_gather("" if os.path.exists(seen) else socket.gethostname())
+        if self.group.rank == 0:
+            os.unlink(seen)
+        ranks = [rank for rank, host in enumerate(hosts) if host]
+        if ranks:
+            blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
+            raise ConfigError(
+                f"{self.store.root} is not the same folder on every rank: {blind} (ranks {ranks}) "
+                "does not see what rank 0 writes. Put the run directory on a shared file system, "
+                "or set checkpoint.folder to one"
+            )
+
+    def _leave_token(self) -> str | None:
+        """The name of a new file in the store, for the other ranks to see; None in one that all
+        reach by the same address."""
+        root = self.store.root
+        try:
+            self.store.prepare()
+            if is_remote(root):
+                return None
+            token = f".shared-{os.urandom(8).hex()}"
+            with open(os.path.join(root, token), "x"):
+                return token
+        except Exception as fault:
+            reason = describe_error(fault)
+            raise ConfigError(f"checkpoints cannot be written to {root}: {reason}") from None
+
+    @property
+    def age_steps(self) -> int:
+        return self._last_step - max([self._base, *self.published])
+
+    def restore(
+        self, *, restarted: bool = False, settings: bool = False, begin: bool = True
+    ) -> dict[str, Any] | None:
+        """Fills model, optimizer and random generators as ``config.resume`` asks. Collective.
+
+        ``auto`` takes the newest complete checkpoint of this run, verified; damaged ones are passed
+        over, each named with the reason. ``never`` moves those that are there aside. A path is
+        loaded; if it belongs to another run and this one has checkpoints of its own (it was
+        restarted), its own come first.
+
+        Args:
+            restarted: these workers replace others of the same run. They go on from its newest
+                checkpoint, or from a newer copy, whatever ``config.resume`` was for the first
+                workers. It is enough that one rank passes True.
+            settings: parameter groups take the lr, betas and weight decay that were saved, which a
+                scheduler of torch goes on from. By default they keep those they were built with.
+            begin: false leaves the run's folders as they are until `begin` is called, for callers
+                that may still refuse what was restored.
+
+        Returns the ``state`` given to the save that was loaded (``step`` included), or None when
+        the run starts from step 0: nothing to resume, or ``load=model_only`` from another run.
+
+        Raises `ConfigError`: all checkpoints are damaged, the path is no checkpoint, or model or
+        optimizer do not fit.
+        """
+        restarted = any(self.group.all_gather(restarted))
+        self._resume = Resume(
+            self.config, self.store, self.group, self.model, self.optimizer, self.copies, settings
+        )
+        state = self._resume.run(restarted)
+        if state is not None:
+            self._last_step, self._base = int(state["step"]), self._resume.stored
+            if self._resume.own_step is not None:
+                self._known_good.add(self._resume.own_step)
+        if self.config.enabled:
+            self._find_best(state or {})
+        if begin:
+            self.begin()
+        self._last_save = time.monotonic()
+        return state
+
+    def begin(self) -> None:
+        """The run goes on from what `restore` has loaded. Moves aside the checkpoints that it has
+        passed over, drops copies of other states, and names the best checkpoint. Collective."""
+        if self._resume is None:
+            return
+        self._resume.set_aside()
+        self._resume = None
+        if self.copies is not None:
+            self.copies.begin(self._last_step)
+        if self.config.enabled and self.group.rank == 0:
+            try:
+                self._name_best()
+            except Exception as fault:
+                log.warning("%s could not be written: %s", BEST, describe_error(fault))
+
+    def newest(self) -> str | None:
+        """The path of the newest checkpoint of this run that this object knows to be sound."""
+        return self.store.path_of(max(self._known_good)) if self._known_good else None
+
+    def best(self) -> str | None:
+        """The path of the checkpoint that ``keep_best`` keeps. Rank 0; None on others."""
+        return self.store.path_of(self._best["step"]) if self._best else None
+
+    def _find_best(self, state: dict[str, Any]) -> None:
+        """Takes over the best step that ``state`` knows. If its checkpoint is there no longer, or
+        it is of another run, ``state`` forgets it, and the next value is the best."""
+        self._best = None
+        # Nothing of the state was checked yet: it may come from anywhere.
+        best = state.get("best")
+        if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
+            return
+        if self.group.rank == 0:
+            try:
+                if best.get("step") in self.store.steps():
+                    self._best = best
+            except Exception as fault:
+                log.warning("%s cannot be read: %s", self.store.root, describe_error(fault))
+            if self._best is None:
+                log.warning("there is no checkpoint of the best step so far; it is forgotten")
+        if not self.group.broadcast(self._best is not None):
+            state["best"] = None
+
+    def save_if_due(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        last: bool = False,
+        preempted: bool = False,
+        due: bool | None = None,
+        wanted: bool = False,
+    ) -> None:
+        """Saves after ``step``, from 1, if that is due; by default waits for the staging copy only.
+        Collective.
+
+        Args:
+            state: what a resumed run needs beside model and optimizer: numbers, strings, lists,
+                dicts. ``samples`` is the position in the data; ``best``, with ``keep_best``, has
+                ``step``, ``value``, ``metric`` and ``mode`` of the best state so far.
+            last: the run ends here: save whatever the interval.
+            preempted: save now and return only when it is published.
+            due: whether ``every_minutes`` have passed, where all ranks have agreed on it already
+                (see `time_is_up`); None: rank 0's clock decides, which costs a broadcast a step.
+            wanted: save whatever the interval, and go on.
+
+        Raises `CheckpointError`, alike on every rank: ``max_failures`` saves in a row failed.
+        """
+        begin = time.perf_counter()
+        self._last_step = step
+        self.blocked_s = 0.0
+        # The last state and that of a pre-emption are needed on disk, whatever copies there are.
+        if self.copies is not None and self.copies.is_due(step) and not (last or preempted):
+            self.copies.save(*self._state(step, state))
+            self.blocked_s = time.perf_counter() - begin
+        if self.config.enabled and self._is_due(step, last or preempted or wanted, due):
+            # One save at a time: all use the same staging buffers.
+            self._join()
+            if step not in self._known_good:
+                self._start(step, state, wait=preempted or not self.config.asynchronous)
+            self.blocked_s = time.perf_counter() - begin
+        elif preempted:
+            self._join()
+        self._first_call = False
+
+    def time_is_up(self) -> bool:
+        """Whether ``every_minutes`` have passed on this rank's clock."""
+        minutes = self.config.every_minutes
+        return minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
+
+    @property
+    def save_is_done(self) -> bool:
+        """Whether a save that ran beside the loop has ended on this rank, and `collect` has not
+        been called since."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def collect(self) -> None:
+        """Takes account of a save that has ended on every rank. Collective. Raises as
+        `save_if_due`."""
+        self._join()
+
+    def finish(self) -> None:
+        """Waits for a save that is still running, then removes the copies. For a run that ended
+        well. Collective. Raises `CheckpointError` if its last save failed."""
+        self._join()
+        if self.failures:
+            failed = f"({self.failures} failed in a row); see the log"
+            raise CheckpointError(f"the last checkpoint could not be written {failed}")
+        if self.copies is not None:
+            self.copies.finish()
+
+    def _is_due(self, step: int, forced: bool, due: bool | None) -> bool:
+        config = self.config
+        by_time = False
+        if config.every_minutes:
+            assert self._votes is not None
+            by_time = bool(self._votes.broadcast(self.time_is_up())) if due is None else due
+        by_step = config.every > 0 and step % config.every == 0
+        return forced or by_time or by_step or (config.on_first_step and self._first_call)
+
+    def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
+        self._last_save = time.monotonic()
+        taken = self._staging.take(*self._state(step, state), self.mesh)
+
+        def write() -> None:
+            try:
+                error, size = write_checkpoint(taken, self.store, self.group, self._clear_the_way)
+            except Exception as fault:  # a rank has ended: the loop will get an error too
+                error, size = describe_error(fault), 0
+            if self.group.rank == 0:
+                if error:
+                    log.error("the checkpoint of step %d could not be written: %s", step, error)
+                else:
+                    log.info("%s is published: %.1f MiB", step_name(step), size / 2**20)
+                    self._retire(step, state.get("best"))
+            self._outcome = step, error, size
+
+        if wait:
+            write()
+            self._settle()
+        else:
+            # A daemon: a save must not keep the process alive when the run fails elsewhere.
+            self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
+            self._thread.start()
+
+    def _state(
+        self, step: int, state: dict[str, Any]
+    ) -> tuple[Manifest, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """What is saved: the manifest without tensors and files, what all replicas share, what this
+        replica alone has, and what this rank alone has."""
+        # Parameters that a forward has gathered would hide the sharded ones.
+        reshard(self.model)
+        described = {}
+        if self.optimizer is not None:
+            described = describe_optimizer(self.model, self.optimizer)
+        mesh = dict.fromkeys(AXES, 1)
+        if self.mesh is not None:
+            mesh |= dict(zip(axis_names(self.mesh), self.mesh.shape, strict=True))
+        manifest = Manifest(
+            step=step,
+            state={**state, "step": step},
+            layout=self.layout,
+            mesh=mesh,
+            world_size=self.group.size,
+            optimizer=described,
+            tied=tied_names(self.model),
+        )
+        shared = saved_tensors(self.model, self.optimizer)
+        of_replica = replica_tensors(self.model, self.optimizer)
+        return manifest, shared, of_replica, rng_tensors(self.group.rank)
+
+    def _join(self) -> None:
+        """Waits for the save in progress, so that all ranks take account of it at one point."""
+        if self._thread is not None:
+            if self._thread.is_alive() and self.group.rank == 0:
+                log.info("waiting for the checkpoint that is still being written")
+            self._thread.join()
+            self._thread = None
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._outcome is None:
+            return
+        (step, error, size), self._outcome = self._outcome, None
+        if error is None:
+            self.failures = 0
+            self.bytes_written += size
+            self.published.append(step)
+            self._known_good.add(step)
+            return
+        self.failures += 1
+        if self.failures >= self.config.max_failures:
+            raise CheckpointError(
+                f"{self.failures} checkpoints in a row could not be written "
+                f"(checkpoint.max_failures={self.config.max_failures}), the last, of step {step}: "
+                f"{error}"
+            )
+
+    def _clear_the_way(self, step: int) -> str | None:
+        """Rank 0: a checkpoint of this step that is there already is kept if it is sound, else
+        moved aside."""
+        if step not in self.store.steps():
+            return None
+        try:
+            Checkpoint.open(self.store.path_of(step)).verify()
+        except DamagedCheckpointError as fault:
+            name = self.store.move_aside(step)
+            log.warning("%s was damaged (%s) and is now %s", step_name(step), fault, name)
+            return None
+        return f"{step_name(step)} is there already and sound: it is kept"
+
+    def _retire(self, newest: int, best: dict[str, Any] | None) -> None:
+        """Rank 0: names the best checkpoint, and deletes what ``keep_best``, ``keep_last`` and
+        ``keep_every`` do not keep. The newest was read back before it was published, so what is
+        deleted is never the last good one."""
+        config = self.config
+        try:
+            steps = self.store.steps()
+            # If the best step could not be saved, the one before it stays the best.
+            if config.keep_best is not None and best and best["step"] in steps:
+                self._best = best
+                self._name_best()
+            if not config.keep_last:
+                return
+            kept = {*steps[-config.keep_last :], newest, (self._best or {}).get("step")}
+            for step in steps:
+                if step not in kept and not (config.keep_every and step % config.keep_every == 0):
+                    self.store.delete(step)
+        except Exception as fault:
+            log.warning("an old checkpoint could not be deleted: %s", describe_error(fault))
+
+    def _name_best(self) -> None:
+        """Rank 0: writes `BEST`, or removes it."""
+        text = None
+        if self._best is not None:
+            named = {key: self._best.get(key) for key in ("metric", "mode", "step", "value")}
+            named["checkpoint"] = step_name(self._best["step"])
+            text = json.dumps(named, indent=1) + "\n"
+        self.store.put_note(BEST, text)

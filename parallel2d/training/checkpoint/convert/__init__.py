@@ -1,0 +1,180 @@
+"""Weights in other formats: `open_source` reads them, `convert` writes them, with one tensor in
+memory at a time.
+
+The target is complete or absent: it is written beside its place and renamed into it. An existing
+target is never overwritten. Optimizer state is converted between our format, ``torch.save`` and
+safetensors on request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import flush_folder
+from parallel2d.base.files.folder import is_remote
+from parallel2d.base.files.tensor_file import DTYPES
+from parallel2d.training.checkpoint.convert.hugging_face import (
+    llama_arguments,
+    read_llama,
+    write_adapter,
+    write_model,
+)
+from parallel2d.training.checkpoint.convert.own_formats import (
+    Source,
+    read_ours,
+    read_safetensors,
+    write_ours,
+    write_safetensors,
+)
+from parallel2d.training.checkpoint.convert.torch_file import read_torch, write_torch
+from parallel2d.training.checkpoint.manifest import MANIFEST
+from parallel2d.training.checkpoint.storage import find_checkpoint
+
+__all__ = ["Source", "convert", "guess_format", "llama_arguments", "open_source"]
+
+FORMATS = ("parallel2d", "safetensors", "hf", "peft", "torch")
+DTYPE_CHOICES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+_TORCH = (".pt", ".pth", ".bin")
+
+Progress = Callable[[int], object]
+
+
+def open_source(path: str) -> Source:
+    """Weights in any of five formats: our checkpoint, a run directory, which stands for its newest
+    checkpoint, one safetensors file, a ``torch.save`` file, and a folder of Hugging Face's Llama.
+    Raises `ConfigError` for anything else."""
+    if is_remote(path):
+        return read_ours(find_checkpoint(path))
+    if os.path.isfile(path):
+        _check_has_no_holes(path)
+        if path.endswith(".safetensors"):
+            return read_safetensors(path)
+        if path.endswith(_TORCH):
+            return read_torch(path)
+        raise ConfigError(f"{path}: a file must end in .safetensors or {', '.join(_TORCH)}")
+    if os.path.isdir(path):
+        found = find_checkpoint(path)
+        if os.path.lexists(os.path.join(found, MANIFEST)):
+            return read_ours(found)
+        if os.path.lexists(os.path.join(path, "config.json")):
+            return read_llama(path)
+        raise ConfigError(f"{path} holds neither {MANIFEST} (ours) nor config.json (Hugging Face)")
+    raise ConfigError(f"{path}: there is no such file or folder")
+
+
+def _check_has_no_holes(path: str) -> None:
+    """Raises `ConfigError` for a few bytes that would be converted to many."""
+    status = os.stat(path)
+    stored = status.st_blocks * 512
+    # Some file systems count no blocks.
+    if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
+        sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
+        raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
+
+
+def guess_format(target: str) -> str:
+    """The format that a target's name implies. Raises `ConfigError` when it implies none."""
+    if target.endswith(".safetensors"):
+        return "safetensors"
+    if target.endswith(_TORCH):
+        return "torch"
+    raise ConfigError(f"{target}: which format? say --to hf, --to peft or --to parallel2d")
+
+
+def convert(
+    source: Source,
+    target: str,
+    format: str,
+    *,
+    dtype: str | None = None,
+    optimizer: bool = False,
+    shard_bytes: int = 5 * 2**30,
+    arguments: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Writes ``source`` to ``target``, a file for ``safetensors`` and ``torch``, a folder for the
+    other formats; returns how many tensors it wrote.
+
+    Args:
+        format: one of `FORMATS`.
+        dtype: safetensors name of the dtype that floating-point weights are converted to; None
+            keeps each. Optimizer state is never converted.
+        optimizer: convert optimizer state and the run's position too.
+        shard_bytes: size at which a folder's data goes on in another file.
+        arguments: ``given`` of `write_model`.
+        progress: gets the bytes read since the last call.
+
+    Raises `ConfigError`: the target exists, or the source lacks what the format needs.
+    """
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists already; nothing is written over")
+    if optimizer and format in ("hf", "peft"):
+        raise ConfigError("a Hugging Face model has no place for optimizer state")
+    if optimizer and not source.optimizer:
+        raise ConfigError("the source holds no optimizer state")
+    chosen = _chosen(source, dtype, optimizer, progress)
+    with _published(target) as place:
+        if format == "hf":
+            return write_model(chosen, place, shard_bytes, arguments or {})
+        if format == "peft":
+            return write_adapter(chosen, place)
+        if format == "torch":
+            write_torch(chosen, place)
+        elif format == "safetensors":
+            write_safetensors(chosen, place)
+        else:
+            write_ours(chosen, place, shard_bytes)
+    return len(chosen.tensors)
+
+
+def _chosen(
+    source: Source, dtype: str | None, optimizer: bool, progress: Progress | None
+) -> Source:
+    """What is written of ``source``: the widest dtypes first, weights converted to ``dtype``; and
+    without optimizer state, the facts about the weights alone."""
+    tensors = {}
+    for name, (stored, shape) in source.tensors.items():
+        is_weight = name.startswith("model/")
+        if is_weight and dtype is not None and DTYPES[stored].is_floating_point:
+            stored = dtype
+        if is_weight or optimizer:
+            tensors[name] = stored, shape
+    if not any(name.startswith("model/") for name in tensors):
+        raise ConfigError("the source holds no weights")
+
+    def read(name: str) -> Tensor:
+        values = source.read(name)
+        if progress is not None:
+            progress(values.nbytes)
+        return values.to(DTYPES[tensors[name][0]]).contiguous()
+
+    order = sorted(tensors, key=lambda name: DTYPES[tensors[name][0]].itemsize, reverse=True)
+    chosen = replace(source, tensors={name: tensors[name] for name in order}, read=read)
+    return chosen if optimizer else replace(chosen, step=0, state={}, optimizer={})
+
+
+@contextlib.contextmanager
+def _published(target: str) -> Iterator[str]:
+    """A path beside ``target``. What was written there becomes ``target``, or is removed after an
+    error."""
+    parent, name = os.path.split(os.path.abspath(target))
+    os.makedirs(parent, exist_ok=True)
+    place = os.path.join(parent, f".converting-{name}-{os.urandom(4).hex()}")
+    try:
+        yield place
+        if os.path.isdir(place):
+            flush_folder(place)
+        os.rename(place, target)
+        flush_folder(parent)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(place)  # a file

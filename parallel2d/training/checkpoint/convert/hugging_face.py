@@ -1,0 +1,378 @@
+"""Folders of ``transformers`` and ``peft``: `read_llama`, `write_model`, `write_adapter`.
+
+Settings of a folder or a checkpoint may be somebody else's: they are checked before a library
+builds what they describe, without values. Nothing is downloaded, and no code of a folder is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.base.files import is_number, printable, read_json
+from parallel2d.base.files.tensor_file import DTYPES
+from parallel2d.models import adapters, huggingface
+from parallel2d.parallel.weights.pretrained import has_weights, read_headers
+from parallel2d.training.checkpoint.convert.own_formats import Source, source_of
+
+# Our Llama and the library's. The weights are the same: both rotate the two halves of a head
+# against each other.
+_TOP = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+}
+_ARGUMENTS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_parameters",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_SIZES = {
+    "embedding.weight": ("vocab_size", "dim"),
+    "layers.0.feed_forward.w1.weight": ("hidden_dim",),
+}
+# What ours has no argument for, and a rotary embedding that is not plain.
+_FIXED = ("attention_bias", "mlp_bias", "hidden_act", "head_dim", "rope_parameters")
+# What `write_model` takes in place of what the checkpoint of a ``model=hf`` run says.
+_MOVED = ("path", "tokenizer")
+# What the library reads beside weights and config.json, none of which is code or a pickle.
+_NO_TOKENIZER = ("generation_config.json", "preprocessor_config.json")
+_BESIDE = re.compile(
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)"
+    r"\.(json|txt|model|jinja)|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
+    r"|(generation|preprocessor)_config\.json"
+)
+_MAX_TOKENIZER = 256 * 2**20  # bytes
+_MOST_LABELS = 10_000_000
+_FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "quantization_config")
+
+
+@contextlib.contextmanager
+def _one_message(what: str) -> Iterator[None]:
+    """Makes a `ConfigError` of whatever a library raises for settings that may be anything."""
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        raise ConfigError(f"{what}: {type(error).__name__}: {printable(error, 300)}") from error
+
+
+def read_llama(path: str) -> Source:
+    """The Llama of a folder under our names. Raises `ConfigError` for another model, and for one
+    that computes something ours does not: biases, scaled rotary embedding, heads whose size is not
+    dim / heads."""
+    what = os.path.basename(os.path.abspath(path))
+    with _one_message(f"{what}/config.json"):
+        arguments = _arguments_of(huggingface.saved_config(path, None, {}))
+    if not has_weights(path):
+        raise ConfigError(f"{what} holds no safetensors weights")
+    names, tied = _llama_names(arguments["n_layers"]), {}
+    if arguments["tie_embeddings"]:
+        del names["output.weight"]
+        tied = {"output.weight": "embedding.weight"}
+    headers = read_headers(path)
+    problems = [f"{name} is missing" for name in names.values() if name not in headers]
+    for name in sorted(headers.keys() - names.values()):
+        # A copy of what is tied, and tables that are computed, not trained.
+        if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+            problems.append(f"{printable(name)} is unknown")
+    if problems:
+        raise ConfigError(f"{what} does not fit a Llama: {first_five(problems)}")
+    places = {f"model/{ours}": headers[theirs] for ours, theirs in names.items()}
+    return source_of("hf", places, {"layout": {"model": arguments}, "tied": tied})
+
+
+def _arguments_of(config: Any) -> dict[str, Any]:
+    """Our arguments for a model with a configuration of the library's. Raises ValueError for what
+    ours cannot be."""
+    if config.model_type != "llama":
+        raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
+    arguments: dict[str, Any] = {}
+    for ours, theirs in _ARGUMENTS.items():
+        value = getattr(config, theirs)
+        if ours == "rope_theta":
+            value = value[ours]
+        if type(value) is not bool and (not is_number(value) or value <= 0):
+            raise ValueError(f"{ours}={printable(value)} must be a number above 0")
+        arguments[ours] = value
+    same = huggingface.saved_config(None, "llama", _library_arguments(arguments))
+    for key in _FIXED:
+        value = getattr(config, key)
+        if value != getattr(same, key):
+            raise ValueError(f"{key}={printable(value)} is not what parallel2d's Llama computes")
+    return arguments
+
+
+def llama_arguments(layout: Any) -> dict[str, Any]:
+    """The Llama's arguments inside the facts that a checkpoint keeps; empty when there are none."""
+    if not isinstance(layout, dict):
+        return {}
+    if "n_heads" in layout and "n_kv_heads" in layout:
+        return {key: layout[key] for key in _ARGUMENTS if key in layout}
+    return next(filter(None, map(llama_arguments, layout.values())), {})
+
+
+def _llama_names(layers: int) -> dict[str, str]:
+    """Our name of a parameter -> the library's."""
+    names = dict(_TOP)
+    for number in range(layers):
+        for ours, theirs in _LAYER.items():
+            names[f"layers.{number}.{ours}.weight"] = f"model.layers.{number}.{theirs}.weight"
+    return names
+
+
+def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The library's arguments for a Llama with ours. Raises `ConfigError` for missing ones."""
+    missing = " ".join(f"--model {key}=..." for key in _ARGUMENTS if key not in arguments)
+    if missing:
+        raise ConfigError(f"the source does not say what transformers needs; add {missing}")
+    found = {theirs: arguments[ours] for ours, theirs in _ARGUMENTS.items()}
+    rope = {"rope_type": "default", "rope_theta": arguments["rope_theta"]}
+    return {**found, "rope_parameters": rope}
+
+
+def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
+    """Our Llama in ``source`` as if it were the library's, in names and in settings."""
+    arguments = llama_arguments(source.layout)
+    for key, value in given.items():
+        with _one_message(f"--model {key}={value} is no number"):
+            arguments[key] = json.loads(value)
+    # What the weights tell is not asked.
+    shapes = {name: shape for name, (_, shape) in source.tensors.items()}
+    for name, keys in _SIZES.items():
+        arguments |= dict(zip(keys, shapes.get(f"model/{name}", ()), strict=False))
+    arguments["n_layers"] = sum(name.endswith(".attention_norm.weight") for name in shapes)
+    arguments["tie_embeddings"] = "output.weight" in source.tied
+    names = {}
+    for ours, theirs in _llama_names(arguments["n_layers"]).items():
+        names[f"model/{ours}"] = f"model/{theirs}"
+    ours_of = {theirs: ours for ours, theirs in names.items()}
+    settings = {"path": None, "architecture": "llama", "head": "causal_lm"}
+    return replace(
+        source,
+        tensors={names.get(name, name): each for name, each in source.tensors.items()},
+        read=lambda name: source.read(ours_of[name]),
+        layout={"model": {**settings, "arguments": _library_arguments(arguments)}},
+        tied={_TOP.get(name, name): _TOP.get(first, first) for name, first in source.tied.items()},
+    )
+
+
+def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[str, str]) -> int:
+    """Writes the new ``folder`` that ``from_pretrained`` takes; returns the number of parameters.
+    One file of ``shard_bytes`` is in memory at a time.
+
+    ``given``: for the built-in Llama, arguments that the source does not tell; for a ``model=hf``
+    run, ``path`` and ``tokenizer``: where the folder of its model.path and the file of its
+    data.tokenizer are now. Raises `ConfigError` for settings that describe no model, and for
+    weights that do not fit it.
+    """
+    settings = source.layout.get("model")
+    of_library = isinstance(settings, dict) and settings.get("family") == "hf"
+    allowed = _MOVED if of_library else tuple(_ARGUMENTS)
+    for key in given:
+        if key not in allowed:
+            raise ConfigError(f"--model {key}: it is not one of {', '.join(allowed)}")
+    moved = given
+    if not of_library:
+        source, moved = _as_library_model(source, given), {}
+    os.mkdir(folder)
+    model = _library_model(source.layout, folder, **moved)
+    stored = _stored_names(source, model)
+    dtypes = [DTYPES[source.tensors[name][0]] for name in stored.values()]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    # The configuration names the widest.
+    model.to(max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32))
+    # The library takes the values of a model that accelerate has moved to the disk, those of one
+    # file at a time, from this hook, and warns that they must fit in memory.
+    model.hf_device_map = {"": "disk"}
+    model._hf_hook = SimpleNamespace(weights_map=_Values(source, stored))
+    huggingface.library().logging.disable_progress_bar()
+    with _one_message("transformers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
+    return len(stored)
+
+
+class _Values:
+    """The values of parameters by the library's names, read when they are asked for."""
+
+    def __init__(self, source: Source, stored: Mapping[str, str]) -> None:
+        self._source, self._stored = source, stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source.read(self._stored[name])
+
+
+def _library_model(
+    layout: Mapping[str, Any], folder: str, path: str | None = None, tokenizer: str | None = None
+) -> Any:
+    """The model, on meta, of a run with this ``layout``. The files that belong to it are copied to
+    ``folder``."""
+    if layout.get("adapters"):
+        raise ConfigError(
+            "the checkpoint is of a run that trained adapters (model.adapter): --to peft writes "
+            "them; merge them into the model with peft's merge_and_unload"
+        )
+    settings = layout["model"]
+    if path is not None and settings.get("path") is None:
+        raise ConfigError("--model path: the run began with an architecture, not with a folder")
+    path = path or settings.get("path")
+    if path is not None and not os.path.isdir(str(path)):
+        raise ConfigError(
+            f"the run began with model.path={printable(path)}, which is not here: say where it is "
+            "with --model path=FOLDER"
+        )
+    with _one_message("the checkpoint's model"):
+        _refuse_settings(settings["arguments"])
+        config = huggingface.saved_config(path, settings["architecture"], settings["arguments"])
+        # The folder may have such settings too.
+        _refuse_settings(config.to_dict())
+        # Which kernel computes attention is no part of a saved model; this one is always there.
+        config._attn_implementation = "eager"
+        # It names code in the folder that the configuration came from.
+        vars(config).pop("auto_map", None)
+        with torch.device("meta"):
+            model: Any = huggingface.model_class(config, settings["head"])(config)
+        of_folder = []
+        if path is not None:
+            of_folder = [name for name in os.listdir(path) if _BESIDE.fullmatch(name)]
+        if "generation_config.json" in of_folder:
+            generation = huggingface.library().GenerationConfig
+            model.generation_config = generation.from_pretrained(path, local_files_only=True)
+    for name in of_folder:
+        shutil.copy(os.path.join(str(path), name), folder)
+    _copy_tokenizer(layout.get("tokenizer"), tokenizer, folder)
+    return model
+
+
+def _refuse_settings(settings: Any) -> None:
+    """Raises ValueError for settings, also nested ones, that stand for more than a structure."""
+    if not isinstance(settings, Mapping):
+        return
+    for key, value in settings.items():
+        _refuse_settings(value)
+        if value and _stands_for_more(str(key), str(value)):
+            raise ValueError(f"{key}={value} stands for code, files or parts of other libraries")
+        if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
+            raise ValueError(f"num_labels={value} is more than {_MOST_LABELS:,}")
+
+
+def _stands_for_more(key: str, value: str) -> bool:
+    names_code = key.endswith("_implementation") and "/" in value
+    # Another library builds these, and may read files that the settings name.
+    is_foreign = key in _FOREIGN or (key == "model_type" and value.startswith("timm"))
+    return names_code or is_foreign
+
+
+def _stored_names(source: Source, model: Any) -> dict[str, str]:
+    """Name of each parameter that the library saves -> its name in ``source``. Raises `ConfigError`
+    for names that only one of them has, and for other shapes."""
+    there = {name.removeprefix("model/"): name for name in source.tensors}
+    # The checkpoint keeps a tied parameter under its first name, the library under one it chose.
+    there |= {name: f"model/{first}" for name, first in source.tied.items()}
+    omitted = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
+    found, problems, wrong = {}, [], []
+    for name, parameter in model.state_dict().items():
+        if name in there.keys() - omitted:
+            found[name] = there[name]
+            shape, expected = list(source.tensors[there[name]][1]), list(parameter.shape)
+            if shape != expected:
+                wrong.append(f"{name} is {shape}, the model's is {expected}")
+        elif name not in omitted:
+            problems.append(f"{name} is missing")
+    for name in sorted(source.tensors.keys() - found.values()):
+        problems.append(f"{printable(name.removeprefix('model/'))} is unknown")
+    problems += wrong
+    if problems:
+        raise ConfigError(f"the weights do not fit {type(model).__name__}: {first_five(problems)}")
+    return found
+
+
+def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
+    """Copies the tokenizer.json of the run's data, of which it has ``told``, unless it is in the
+    ``folder`` already. ``moved``: where it is now."""
+    data = told if isinstance(told, dict) else {}
+    file = moved or data.get("path")
+    # Bytes need no file.
+    if not isinstance(file, str) or file == "bytes":
+        return
+    file = os.path.realpath(os.path.expanduser(file))
+    if not os.path.isfile(file):
+        raise ConfigError(
+            f"the run's data.tokenizer={printable(file)} is not here: say where it is with --model "
+            "tokenizer=FILE"
+        )
+    target = os.path.join(folder, "tokenizer.json")
+    # That of the folder the run began with says more about it.
+    if os.path.isfile(target) and filecmp.cmp(target, file, shallow=False):
+        return
+    # Any other file that a checkpoint names is not copied.
+    with _one_message(f"the run's data.tokenizer={printable(file)} is no tokenizer.json"):
+        read_json(file, _MAX_TOKENIZER)["model"]["type"]
+    for name in os.listdir(folder):
+        if name not in _NO_TOKENIZER:
+            os.unlink(os.path.join(folder, name))
+    shutil.copy(file, target)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(data.get("end_token"), str):
+        settings["eos_token"] = data["end_token"]
+    with open(os.path.join(folder, "tokenizer_config.json"), "w") as config:
+        json.dump(settings, config)
+
+
+def write_adapter(source: Source, folder: str) -> int:
+    """Writes the new ``folder`` of the adapter alone, as peft saves it; returns the number of
+    tensors. Raises `ConfigError` unless the checkpoint has one adapter, of LoRA."""
+    found = source.layout.get("adapters")
+    if not isinstance(found, dict) or len(found) != 1:
+        listed = printable(list(found or []))
+        raise ConfigError(f"the checkpoint names the adapters {listed}: --to peft writes one")
+    ((adapter, plain),) = found.items()
+    with _one_message("the checkpoint's adapter"):
+        settings = adapters.checked_settings(plain)
+        base = plain.get("base_model_name_or_path")
+        settings.base_model_name_or_path = base if isinstance(base, str) else None
+        settings.inference_mode = True  # what peft saves: an adapter is loaded to be used
+        settings.save_pretrained(folder)
+    saved = {
+        name: adapters.saved_name(name.removeprefix("model/"), adapter) for name in source.tensors
+    }
+    names = {name: each for name, each in saved.items() if each is not None}
+    if not names:
+        raise ConfigError(f"the checkpoint holds no weights of its adapter {printable(adapter)}")
+    source.write_file(os.path.join(folder, "adapter_model.safetensors"), names)
+    return len(names)

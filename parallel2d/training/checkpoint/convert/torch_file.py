@@ -1,0 +1,239 @@
+"""Reads and writes ``torch.save`` files with one tensor in memory at a time: `read_torch`,
+`write_torch`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import printable
+from parallel2d.base.files.tensor_file import DTYPE_NAMES, DTYPES, check_description, tensor_bytes
+from parallel2d.training.checkpoint.convert.own_formats import Source, facts_in
+
+# What a child process may take to open a file beside what reading it takes: seconds on the CPU and
+# bytes for half a million tensors.
+MOST_SECONDS, MOST_BYTES = 20, 2**30
+_BYTES_A_SECOND = 2**28
+# How many times a value may be seen through views, and a size that is always allowed.
+_REPEATED, _SMALL = 4, 2**20
+# Bytes of a mapped file that are read, at least, before it is mapped anew.
+_MAPPED = 32 * 2**20
+
+
+def read_torch(path: str) -> Source:
+    """A file of any writer. Raises `ConfigError` for one that is not of weights alone."""
+    file = _TorchFile(path)
+    facts = dict(file.facts)
+    described = {}
+    first: dict[Any, str] = {}
+    for name, tensor in file.tensors.items():
+        # Weights that are one storage are tied. An empty tensor has no place in memory.
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        shared = tensor.numel() and name.startswith("model/")
+        if shared and first.setdefault(place, name) != name:
+            tied = facts.setdefault("tied", {})
+            tied[name.removeprefix("model/")] = first[place].removeprefix("model/")
+        else:
+            described[name] = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+    return Source("torch", described, file.read, **facts)
+
+
+class _TorchFile:
+    """The `tensors` of a ``torch.save`` file by name, and the `facts` beside them.
+
+    ``torch.load(weights_only=True)`` builds tensors and plain containers and refuses all else. A
+    file can still ask for any amount of memory or time: a few bytes name an array of terabytes, or
+    a key that takes years to hash. So a child process with limits opens it first.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._label, self._size = path, os.path.basename(path), os.path.getsize(path)
+        self._bytes_read = 0
+        self._open_in_child()
+        self._open()
+
+    def _open(self) -> None:
+        self.tensors, self.facts = _interpret(_load(self._path), self._label)
+        total = sum(tensor.nbytes for tensor in self.tensors.values())
+        if total > _REPEATED * self._size + _SMALL:
+            raise ConfigError(
+                f"{self._label} has {self._size} bytes, and its tensors would take {total}: they "
+                "repeat their values (expand); save them with .contiguous() if that is meant"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The values of one of `tensors`. Not to be kept while others are read."""
+        # Pages of a mapped file count as memory of the process until it is mapped anew. That takes
+        # a look at its whole structure, so it is done at most 32 times.
+        if self._bytes_read > max(_MAPPED, self._size // 32):
+            self._open()
+            self._bytes_read = 0
+        tensor = self.tensors[name]
+        self._bytes_read += tensor.nbytes
+        return tensor.resolve_conj().resolve_neg()
+
+    def _open_in_child(self) -> None:
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                # Native code that gives up says so there.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                # A file that is no archive is read as a whole.
+                memory = psutil.Process().memory_info().vms + self._size + MOST_BYTES
+                resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+                seconds = MOST_SECONDS + self._size // _BYTES_A_SECOND
+                resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                self._open()
+                os._exit(0)
+            except ConfigError as error:
+                os.write(sender, str(error).encode())
+            finally:
+                # Not sys.exit: what the parent does at its end is not the child's to do.
+                os._exit(1)
+        os.close(sender)
+        with open(receiver, encoding="utf-8") as answer:
+            problem = answer.read()
+        _, status = os.waitpid(child, 0)
+        if status:
+            limits = f"{MOST_SECONDS} seconds or {MOST_BYTES >> 20} MiB"
+            raise ConfigError(problem or f"{self._label} is not loaded: it takes above {limits}")
+
+
+def _load(path: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a refused file gets one error
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_archive(path))
+    except Exception as error:  # torch's reader may raise anything
+        # Its advice to load the file with weights_only=False is not passed on.
+        text = (str(error) or type(error).__name__).splitlines()[0].split(". In PyTorch")[0]
+        raise ConfigError(
+            f"{os.path.basename(path)} is not a file of weights alone, and is not loaded: "
+            f"{printable(text, 200)}"
+        ) from None
+
+
+def _is_archive(path: str) -> bool:
+    """Whether the file is one, not the single stream that torch wrote before version 1.6."""
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # as torch decides it
+            return False
+    with zipfile.ZipFile(path) as archive:
+        # torch would take compressed bytes for values.
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("it is a compressed archive, which torch.save does not write")
+    return True
+
+
+def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name and facts of a ``state_dict``, or of a dict with one as its ``model``."""
+    facts: dict[str, Any] = {}
+    model, moments = content, {}
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        model = content["model"]
+        facts = facts_in(content.get("parallel2d"), label)
+        moments = _optimizer_by_name(content.get("optimizer"), content.get("optimizer_names"))
+    if not isinstance(model, dict):
+        raise ConfigError(f"{label} holds no dict of tensors but a {type(model).__name__}")
+    found = {f"model/{name}": tensor for name, tensor in model.items()} | moments
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            raise ConfigError(
+                f"{label} is not a file of weights alone: {printable(name)} is no plain tensor"
+            )
+        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        check_description(name, dtype, list(tensor.shape), label)
+    return found, facts
+
+
+def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
+    """The tensors of an optimizer's ``state_dict`` under the names of its parameters."""
+    if optimizer is None:
+        return {}
+    found = {}
+    try:
+        name_of = dict(enumerate(names))
+        for number, entries in optimizer["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer/{key}/{name_of[number]}"] = value
+    except (AttributeError, KeyError, TypeError):
+        raise ConfigError(
+            "the optimizer's state needs optimizer_names, the parameters' names in order"
+        ) from None
+    return found
+
+
+def write_torch(source: Source, path: str) -> None:
+    """Writes a file that ``torch.load(weights_only=True)`` reads, also with ``mmap=True``.
+
+    Weights alone: a plain ``state_dict``. With optimizer state: a dict of both, as
+    ``load_state_dict`` takes them, and the names that the optimizer's numbers mean.
+    """
+    model, names = {}, {}
+    state: dict[str, dict[str, Any]] = {}
+    # Fake tensors have no values: torch leaves room for them in the file.
+    with FakeTensorMode():
+        for full, (dtype, shape) in source.tensors.items():
+            fake = torch.empty(shape, dtype=DTYPES[dtype])
+            names[id(fake)] = full
+            kind, _, name = full.partition("/")
+            if kind == "model":
+                model[name] = fake
+            else:
+                key, _, name = name.partition("/")
+                state.setdefault(name, {})[key] = fake
+    model |= {name: model[first] for name, first in source.tied.items() if first in model}
+    content: dict[str, Any] = model
+    if source.optimizer:
+        content = {"model": model, "parallel2d": source.facts_text()}
+        content |= _numbered(source.optimizer, state)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(content, path)
+    # torch numbers values in the order in which it first meets them; tied ones are met again.
+    fakes = dict.fromkeys(map(id, filter(torch.is_tensor, tree_leaves(content))))
+    with zipfile.ZipFile(path, "a") as archive, open(path, "r+b") as file:
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        for number, fake_id in enumerate(fakes):
+            data = tensor_bytes(source.read(names[fake_id]))
+            entry = entries[f"data/{number}"]
+            # Values follow a header of 30 bytes, which ends with the lengths of the name and the
+            # extra field that stand between.
+            file.seek(entry.header_offset + 26)
+            file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
+            file.write(data)
+            entry.CRC = zlib.crc32(data)
+        # Has the directory at the end written anew, with these checksums.
+        archive.comment = b""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """An optimizer's ``state_dict``, whose parameters are numbers, and their names in that order.
+    ``optimizer``: the manifest's part; ``state``: its tensors by name."""
+    names: list[str] = []
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.get("groups", []):
+        first = len(names)
+        names += group["parameters"]
+        groups.append({**group["settings"], "params": list(range(first, len(names)))})
+    for name, plain in optimizer.get("scalars", {}).items():
+        state.setdefault(name, {}).update(plain)
+    by_number = {number: state[name] for number, name in enumerate(names) if name in state}
+    return {"optimizer": {"state": by_number, "param_groups": groups}, "optimizer_names": names}

@@ -1,0 +1,309 @@
+"""Chooses the checkpoint that a run starts from, verifies it and loads it, on all ranks alike:
+`Resume.run`.
+
+Candidates are the run's own store, the copies elsewhere and the path in ``checkpoint.resume``. Rank
+0 chooses, and broadcasts the manifest. Verification is spread over the ranks, so that each file is
+read once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.folder import is_remote, open_folder
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.parallel.weights.named_tensors import masters_were_loaded
+from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
+from parallel2d.training.checkpoint.manifest import MANIFEST, MAX_BYTES, Checkpoint, Manifest
+from parallel2d.training.checkpoint.save import Group
+from parallel2d.training.checkpoint.state import (
+    check_model,
+    check_optimizer,
+    list_differences,
+    load_model,
+    load_optimizer,
+    load_replica_state,
+    restore_rng,
+    stored_settings,
+)
+from parallel2d.training.checkpoint.storage import Store, describe_error, find_checkpoint, step_name
+
+log = logging.getLogger(__name__)
+
+
+class Copies(Protocol):
+    """Copies of a run's state that are kept elsewhere than in its store. `MemoryNet`, in the nodes'
+    shared memory, says what each method does.
+
+    Collective, `is_due` excepted, which says the same on every rank. None but `open` raises for a
+    fault of the place where copies are kept.
+    """
+
+    def steps(self) -> list[int]: ...
+    def open(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Checkpoint: ...
+    def close(self, *, loaded: int | None = None) -> None: ...
+    def begin(self, base: int) -> None: ...
+    def is_due(self, step: int) -> bool: ...
+    def save(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
+        rng: Mapping[str, Tensor],
+    ) -> None: ...
+    def finish(self) -> None: ...
+
+
+@dataclass
+class Resume:
+    """One search for a checkpoint. Every rank makes one and calls `run`.
+
+    ``own_step``: the step of this run's own checkpoint that was loaded; None when it was another's
+    or a copy. ``stored``: the newest step that is on disk, 0 for none.
+    """
+
+    config: CheckpointConfig
+    store: Store
+    group: Group
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    copies: Copies | None
+    settings: bool
+    own_step: int | None = None
+    stored: int = 0
+    _left: tuple[Sequence[int], str] = ((), "")  # steps that are not continued, and the reason
+    _damaged: Sequence[int] = ()
+    _seen: Sequence[int] = ()
+
+    def run(self, restarted: bool) -> dict[str, Any] | None:
+        """See `Checkpointer.restore`."""
+        resume = self.config.resume
+        own = self._seen = self._own_steps()
+        copies: list[int] = []
+        # Started anew by hand, copies count only where the newest state of this run is asked for.
+        if self.copies is not None and (restarted or resume == "auto"):
+            copies = self.copies.steps()
+        state = self._newest(own, copies, "all") if restarted else None
+        if state is not None:
+            return state
+        if resume == "never":
+            self._left = own, "checkpoint.resume=never"
+            return None
+        if resume == "auto":
+            # After a restart, what there was could not be loaded.
+            return None if restarted else self._newest(own, copies, self.config.load)
+        return self._from_path(resume, own, copies, restarted)
+
+    def _from_path(
+        self, resume: str, own: list[int], copies: list[int], restarted: bool
+    ) -> dict[str, Any] | None:
+        step = self._own_step(resume)
+        if step is not None:
+            state = self._load_path(self.store.path_of(step), step)
+            self._left = [other for other in own if other > step], f"checkpoint.resume={resume}"
+            return state
+        if not own:
+            return self._load_path(self.group.on_first(lambda: _find(resume)), None)
+        self._say(
+            "this run has checkpoints of its own and goes on there, not at "
+            f"checkpoint.resume={resume}"
+        )
+        return None if restarted else self._newest(own, copies, "all")
+
+    def set_aside(self) -> None:
+        """Moves checkpoints aside that the run does not go on from: later ones than the chosen
+        one, damaged ones, and what another start has written in the meantime. Collective."""
+        if self.config.enabled:
+            written = [step for step in self._own_steps() if step not in self._seen]
+            self._move_aside(written, "written by another start of this run")
+            # Otherwise they would stand where this run will write its own.
+            try:
+                self._move_aside(self._damaged, "damaged")
+            except ConfigError as fault:
+                self._say(str(fault), logging.WARNING)
+        self._move_aside(*self._left)
+
+    def _own_steps(self) -> list[int]:
+        def read() -> list[int]:
+            try:
+                return self.store.steps()
+            except Exception as fault:
+                reason = describe_error(fault)
+                raise ConfigError(f"{self.store.root} cannot be read: {reason}") from None
+
+        own: list[int] = self.group.on_first(read)
+        return own
+
+    def _move_aside(self, steps: Sequence[int], why: str) -> None:
+        def move() -> None:
+            try:
+                for step in steps:
+                    name = self.store.move_aside(step)
+                    log.warning("%s: %s is now %s", why, step_name(step), name)
+            except Exception as fault:
+                raise ConfigError(
+                    f"{why}: a checkpoint could not be moved aside: {describe_error(fault)}"
+                ) from None
+
+        if steps:
+            self.group.on_first(move)
+
+    def _newest(self, own: list[int], copies: list[int], load: str) -> dict[str, Any] | None:
+        """Loads the newest sound one in the store or among the copies; a copy where both have the
+        step. None for the weights alone, and when there were copies alone and none was sound."""
+        damaged: dict[int, str] = {}
+        candidates = [(step, False) for step in own] + [(step, True) for step in copies]
+        for step, is_copy in sorted(candidates, reverse=True):
+            try:
+                state = self._load_copy(step, load) if is_copy else self._load_own(step, load)
+            except DamagedCheckpointError as fault:
+                what = step_name(step)
+                if is_copy:
+                    what = f"the copy of {what} in memory"
+                else:
+                    damaged[step] = f"{what}: {fault}"
+                self._say(f"passing over {what}: {fault}", logging.WARNING)
+                continue
+            self._damaged = list(damaged)
+            self.own_step = None if is_copy else step
+            self.stored = max((other for other in own if other not in damaged), default=0)
+            return state if load == "all" else None
+        if not own:
+            return None
+        raise ConfigError(
+            f"no checkpoint in {self.store.root} can be resumed from:\n"
+            f"{list_differences(list(damaged.values()))}\n"
+            "checkpoint.resume=never moves them aside and starts again"
+        )
+
+    def _load_own(self, step: int, load: str) -> dict[str, Any]:
+        checkpoint = self._verified(self.store.path_of(step), follow=False)
+        if checkpoint.manifest.step != step:
+            raise DamagedCheckpointError(f"its manifest is that of step {checkpoint.manifest.step}")
+        return self._load(checkpoint, load)
+
+    def _load_copy(self, step: int, load: str) -> dict[str, Any]:
+        assert self.copies is not None
+        checkpoint = self.copies.open(step, self.model, self.optimizer)
+        loaded = None
+        try:
+            state = self._load(checkpoint, load)
+            loaded = step
+        finally:
+            self.copies.close(loaded=loaded)
+        return state
+
+    def _load_path(self, path: str, own_step: int | None) -> dict[str, Any] | None:
+        checkpoint = self._verified(path)
+        state = self._load(checkpoint, self.config.load)
+        self.own_step, self.stored = own_step, checkpoint.manifest.step
+        return state if self.config.load == "all" else None
+
+    def _own_step(self, path: str) -> int | None:
+        """The step, when ``path`` names a checkpoint in this run's own folder."""
+        parent, name = os.path.split(path.rstrip("/"))
+        number = name.removeprefix("step-")
+        root = self.store.root
+        if not is_remote(path) and not is_remote(root):
+            parent, root = os.path.realpath(parent), os.path.realpath(root)
+        return int(number) if parent == root and number.isdecimal() else None
+
+    def _verified(self, path: str, follow: bool = True) -> Checkpoint:
+        """Opens a checkpoint on all ranks and reads it through once. Raises
+        `DamagedCheckpointError` on all of them alike."""
+        data = self.group.on_first(lambda: _read_manifest(path, follow))
+        folder = open_folder(path)
+        checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
+        # The largest first, and each rank reads every so many of them: about the same bytes.
+        sizes = {name: file.bytes for name, file in checkpoint.manifest.files.items()}
+        files = sorted(sizes, key=lambda name: -sizes[name])
+        self.group.agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
+        return checkpoint
+
+    def _load(self, checkpoint: Checkpoint, load: str) -> dict[str, Any]:
+        strict, manifest = self.config.strict, checkpoint.manifest
+        label, same_ranks = checkpoint.folder.label, manifest.world_size == self.group.size
+        passed_over: list[str] = []
+
+        def fill() -> None:
+            # Everything is checked before anything is changed.
+            check_model(self.model, checkpoint, strict)
+            settings: list[Settings] = []
+            optimizer = self.optimizer if load == "all" else None
+            if optimizer is not None:
+                check_optimizer(self.model, optimizer, checkpoint, strict)
+                if self.settings:
+                    settings = stored_settings(self.model, optimizer, checkpoint)
+            passed_over.extend(load_model(self.model, checkpoint, strict))
+            if optimizer is not None:
+                passed_over.extend(load_optimizer(self.model, optimizer, checkpoint, strict))
+                if settings:
+                    put_settings(optimizer, settings)
+            if load == "all" and same_ranks:
+                restore_rng(self.group.rank, checkpoint)
+
+        self.group.agree(fill)
+        masters_were_loaded(self.model)
+        if load == "all":
+            self.group.agree(lambda: load_replica_state(self.model, checkpoint))
+            has_generators = any(name.startswith("rng/") for name in checkpoint.tensors)
+            if has_generators and not same_ranks:
+                self._say(
+                    f"{label} was written by {manifest.world_size} ranks, here are "
+                    f"{self.group.size}: the ranks' random generators start afresh"
+                )
+        if passed_over:
+            self._say(
+                f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
+                logging.WARNING,
+            )
+        self._say(f"loaded {label} ({'all' if load == 'all' else 'weights only'})")
+        return dict(manifest.state) | {"step": manifest.step}
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        if self.group.rank == 0:
+            log.log(level, "%s", text)
+
+
+def _find(path: str) -> str:
+    """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
+    ``checkpoints`` folder. Raises `ConfigError`."""
+    try:
+        found = find_checkpoint(path)
+    except Exception as fault:
+        raise ConfigError(f"checkpoint.resume={path}: {describe_error(fault)}") from None
+    if not is_remote(path) and not os.path.isdir(found):
+        raise ConfigError(
+            f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"
+        )
+    return found
+
+
+def _read_manifest(path: str, follow: bool) -> bytes:
+    """The manifest of the checkpoint at ``path``. Raises `DamagedCheckpointError`."""
+    # A checkpoint of the run's own is never a link: somebody has put it there.
+    if not follow and not is_remote(path) and os.path.islink(path):
+        raise DamagedCheckpointError("it is a symbolic link, which is not followed")
+    try:
+        return open_folder(path).read(MANIFEST, MAX_BYTES)
+    except DamagedCheckpointError as fault:
+        hint = ""
+        if not is_remote(path) and os.path.exists(os.path.join(path, ".metadata")):
+            hint = (
+                "; this is a torch.distributed.checkpoint folder, whose .metadata is a pickle and "
+                "is never read"
+            )
+        raise DamagedCheckpointError(f"{fault}{hint}") from None
+    except Exception as fault:
+        raise DamagedCheckpointError(f"{path}: {describe_error(fault)}") from None

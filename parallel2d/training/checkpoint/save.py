@@ -1,0 +1,352 @@
+"""One save on all ranks: `plan_writes` says which rank writes what, `Staging.take` copies that to
+CPU, `write_checkpoint` writes and publishes it. `Checkpointer` decides when.
+
+The training loop waits for staging alone. The rest may run in a thread, because it communicates
+over a process group of its own. Rank 0 opens the folder, all ranks write, rank 0 gathers their
+answers, writes the manifest and renames, and the outcome is broadcast, so that an error is the same
+on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel2d.base import exchange
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode
+from parallel2d.parallel.mesh import axis_positions, without_replicas
+from parallel2d.parallel.weights.geometry import (
+    Region,
+    local_part,
+    local_region,
+    region_of_replica,
+    split_dims,
+)
+from parallel2d.training.checkpoint.manifest import (
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    chunk_key,
+)
+from parallel2d.training.checkpoint.storage import CheckpointError, Store, describe_error
+
+log = logging.getLogger(__name__)
+
+# The least that a rank writes of a rectangle which others hold too.
+PART_BYTES = 16 * 2**20
+_TIMEOUT = timedelta(hours=4)  # ranks wait for the slowest disk
+
+
+class Group:
+    """The ranks that save together, over a gloo group of their own; or this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank() if group is not None else 0
+        self.size = dist.get_world_size() if group is not None else 1
+
+    @classmethod
+    def new(cls) -> Group:
+        """All ranks of the job. Collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(None)
+        return cls(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        return value if self.group is None else exchange.broadcast(value, 0, self.group)
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """Runs ``work`` on rank 0 and returns its result, on every rank; its `ConfigError` is
+        raised on all. It must raise no other error: the other ranks would wait. Collective."""
+        answer: Any = None
+        try:
+            answer = work() if self.rank == 0 else None
+        except ConfigError as fault:
+            answer = fault
+        answer = self.broadcast(answer)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    def agree(self, work: Callable[[], object]) -> None:
+        """Runs ``work`` on every rank; an error on any rank is raised on all, once each has
+        answered. Collective."""
+        error: Exception | None = None
+        try:
+            work()
+        except DamagedCheckpointError as fault:
+            error = DamagedCheckpointError(str(fault))
+        except ConfigError as fault:
+            error = ConfigError(str(fault))
+        except (OSError, RuntimeError, ValueError) as fault:
+            error = DamagedCheckpointError(f"rank {self.rank}: {describe_error(fault)}")
+        for answer in self.all_gather(error):
+            if answer is not None:
+                raise answer
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on rank 0; an empty list elsewhere."""
+        return [value] if self.group is None else exchange.gather(value, self.group)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank."""
+        return [value] if self.group is None else exchange.all_gather(value, self.group)
+
+
+# Which rank writes what
+
+
+def plan_all(
+    shared: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Region, Tensor]]:
+    """`plan_writes` of ``shared``, and of ``own``, which only the ranks of this replica have."""
+    yield from plan_writes(shared.items(), mesh, nodes)
+    if own and mesh is not None:
+        yield from plan_writes(own.items(), without_replicas(mesh), nodes)
+
+
+def plan_writes(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Region, Tensor]]:
+    """Yields (name, region, local values) for what this rank writes. No communication: every rank
+    computes the same from placements and mesh coordinates.
+
+    Over all ranks every element is written exactly once; with ``nodes``, the node of each rank,
+    exactly once by every node whose ranks hold it. ``tensors`` must come in the same order on every
+    rank.
+    """
+    for name, held, written, tensor in _plan(tensors, mesh, nodes, local_region):
+        # Empty where there are more ranks than rows.
+        if written.numel:
+            values = local_part(tensor).detach().reshape(held.lengths)
+            yield name, written, values[written.slices_in(held)]
+
+
+def plan_of_replica(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh,
+    nodes: Sequence[int] | None,
+    replica: int,
+) -> Iterator[tuple[str, Region, Region, Tensor]]:
+    """Yields (name, rectangle held, part of it written, tensor) as `plan_writes` does for the rank
+    in this rank's place of ``replica``, of tensors that are split over the replicas. Nodes must be
+    alike."""
+    split = [(name, tensor) for name, tensor in tensors if "replicate" in split_dims(tensor)]
+
+    def region_of(tensor: Tensor) -> Region:
+        assert isinstance(tensor, DTensor)
+        return region_of_replica(tensor, replica)
+
+    for name, held, written, tensor in _plan(split, mesh, nodes, region_of):
+        if written.numel:
+            yield name, held, written, tensor
+
+
+def _plan(
+    tensors: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh | None,
+    nodes: Sequence[int] | None,
+    region_of: Callable[[Tensor], Region],
+) -> Iterator[tuple[str, Region, Region, Tensor]]:
+    """A rectangle goes to that of its holders which has least to write, or in parts of at least
+    `PART_BYTES` to several: bytes are even over ranks, and a manifest stays small."""
+    # Bytes dealt out so far to each of the ranks that hold the same rectangles.
+    loads: dict[tuple[str, ...], list[int]] = {}
+    rank, ranks = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+    for name, tensor in tensors:
+        axes, holders = _holders(tensor, mesh)
+        # Sizes differ by a row between shards; the mean is the same on every rank, so all deal out
+        # alike.
+        size = tensor.numel() * tensor.element_size() * len(holders) // ranks
+        # Every node keeps a copy: its ranks share the work among themselves.
+        if nodes is not None:
+            holders = [holder for holder in holders if nodes[holder] == nodes[rank]]
+        parts = max(1, min(len(holders), size // PART_BYTES))
+        load = loads.setdefault(axes, [0] * len(holders))
+        writers = sorted(range(len(holders)), key=load.__getitem__)[:parts]
+        for index, writer in enumerate(writers):
+            # One more, so that empty and tiny rectangles are spread over ranks too.
+            load[writer] += size // parts + 1
+            if holders[writer] == rank:
+                held = region_of(tensor)
+                yield name, held, _equal_part(held, parts, index), tensor
+
+
+def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
+    """The mesh axes along which ranks hold the same rectangle (also those that the tensor's own
+    mesh does not have), and the ranks that hold this one, in the same order on each of them."""
+    if mesh is None:
+        return (), [0]
+    positions = axis_positions(mesh)
+    split = split_dims(tensor)
+    axes = tuple(name for name in positions if name not in split)
+    # Along a split axis the position of this rank, along the others all positions.
+    index: dict[str, int | slice] = {**positions, **dict.fromkeys(axes, slice(None))}
+    return axes, mesh.mesh[tuple(index.values())].flatten().tolist()
+
+
+def _equal_part(region: Region, parts: int, index: int) -> Region:
+    """Part ``index`` of ``region`` when ``torch.chunk`` cuts it along dim 0; the last may be
+    empty."""
+    if parts == 1:
+        return region
+    rows = region.lengths[0]
+    size = -(-rows // parts)  # rounded up
+    begin = min(index * size, rows)
+    offsets = (region.offsets[0] + begin, *region.offsets[1:])
+    return Region(offsets, (min(size, rows - begin), *region.lengths[1:]))
+
+
+# What is written
+
+
+@dataclass
+class Snapshot:
+    """What one rank writes, copied to CPU."""
+
+    manifest: Manifest  # without tensors and files
+    parts: list[tuple[str, tuple[int, ...], Region, Tensor]]  # name, whole shape, region, values
+
+
+class Staging:
+    """CPU buffers that hold a snapshot, allocated once (page-locked beside a GPU)."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        mesh: DeviceMesh | None,
+    ) -> Snapshot:
+        """Copies this rank's share of ``tensors`` and of those ``of_replica``, which other replicas
+        do not have (see `plan_all`), and all of ``own``, which no other rank has."""
+        whole = {**tensors, **of_replica, **own}
+        planned = list(plan_all(tensors, of_replica, mesh))
+        planned += [(name, Region.whole(tensor.shape), tensor) for name, tensor in own.items()]
+        parts = []
+        for name, region, values in planned:
+            buffer = self._buffer(name, values)
+            buffer.copy_(values, non_blocking=values.is_cuda)
+            parts.append((name, tuple(whole[name].shape), region, buffer))
+        # Copies into page-locked memory run beside this thread, and training would change what is
+        # being copied.
+        if any(values.is_cuda for _, _, values in planned):
+            torch.cuda.synchronize()
+        return Snapshot(manifest, parts)
+
+    def _buffer(self, name: str, values: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
+
+
+def write_checkpoint(
+    snapshot: Snapshot, store: Store, group: Group, exists: Callable[[int], str | None]
+) -> tuple[str | None, int]:
+    """Writes and publishes ``snapshot``. Collective over ``group``. Returns (error or None, bytes
+    written), alike on all ranks; never raises for a fault of the storage.
+
+    ``exists(step)`` runs on rank 0 and clears the way for this step's name: it returns a reason to
+    skip, or None.
+    """
+    step = snapshot.manifest.step
+    place = error = None
+    if group.rank == 0:
+        try:
+            reason = exists(step)
+            if reason is None:
+                place = store.begin(step, os.urandom(4).hex())
+            else:
+                log.info("%s", reason)
+        except Exception as fault:  # whatever the storage raises: training goes on
+            error = describe_error(fault)
+    place, error = group.broadcast((place, error))
+    if place is None:
+        return error, 0
+    answers = group.gather(_write_part(snapshot, store, place, group.rank))
+    outcome: tuple[str | None, int] = (None, 0)
+    if group.rank == 0:
+        outcome = _publish(snapshot.manifest, store, place, answers)
+    return group.broadcast(outcome)
+
+
+@exchange.sendable
+@dataclass(frozen=True)
+class _Answer:
+    file: tuple[str, StoredFile] | None
+    parts: Sequence[tuple[str, str, tuple[int, ...], Region]]  # name, dtype, whole shape, region
+    error: str | None
+
+
+def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Answer:
+    name = f"rank-{rank:05d}.safetensors"
+    parts = []
+    stored = []
+    for tensor, shape, region, values in snapshot.parts:
+        parts.append((tensor, DTYPE_NAMES[values.dtype], shape, region))
+        if values.numel():
+            stored.append((chunk_key(tensor, shape, region), values))
+    if not stored:
+        return _Answer(None, parts, None)
+    try:
+        file = store.write(place, name, encode(stored, {"format": "pt"}))
+        return _Answer((name, file), parts, None)
+    except Exception as fault:  # whatever the storage raises: training goes on
+        return _Answer(None, (), f"rank {rank}: {describe_error(fault)}")
+
+
+def _publish(
+    manifest: Manifest, store: Store, place: str, answers: Sequence[_Answer]
+) -> tuple[str | None, int]:
+    try:
+        errors = [answer.error for answer in answers if answer.error]
+        if errors:
+            more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
+            raise CheckpointError("; ".join(errors[:4]) + more)
+        manifest.files = dict(answer.file for answer in answers if answer.file)
+        manifest.tensors = _stored_tensors(answers)
+        content = manifest.encode()
+        # A save that could not be loaded again is a failed save.
+        Manifest.decode(content, "the new manifest")
+        store.publish(place, manifest.step, content)
+        return None, manifest.state_bytes + len(content)
+    except Exception as fault:  # whatever the storage raises: training goes on
+        store.discard(place)
+        return describe_error(fault), 0
+
+
+def _stored_tensors(answers: Sequence[_Answer]) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for answer in answers:
+        for name, dtype, shape, region in answer.parts:
+            found.setdefault(name, StoredTensor(dtype, shape, ()))
+            # The manifest records that a tensor without elements was there.
+            if answer.file is not None and region.numel:
+                chunks.setdefault(name, []).append(Chunk(answer.file[0], region))
+    return {name: replace(each, chunks=tuple(chunks.get(name, ()))) for name, each in found.items()}

@@ -1,0 +1,280 @@
+"""The folder of all checkpoints of a run: `open_store` returns the store that writes and publishes
+new ones, retires old ones and moves damaged ones aside.
+
+[Note: atomic publication] A checkpoint is written where no reader looks. On a file system that
+renames, that is a sibling folder ``.saving-...``: every file is flushed to the disk and read back,
+the manifest comes last, the folder is flushed, and one rename makes it ``step-00000100``. Object
+stores cannot rename: there the manifest, written last, is the publication, since a folder without
+one is no checkpoint. Deletion takes the opposite order. So readers see only complete checkpoints,
+whatever is killed and when, and nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from parallel2d.base.files import flush_folder, replace
+from parallel2d.base.files.folder import is_remote
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
+
+_STEP = re.compile(r"step-(\d{8,18})")
+
+Blocks = Iterable[bytes | memoryview]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. The message has the place and the reason."""
+
+
+def step_name(step: int) -> str:
+    """The folder's name: ``step-00000100``."""
+    return f"step-{step:08d}"
+
+
+def _steps_in(names: list[str]) -> list[int]:
+    found = [int(name.removeprefix("step-")) for name in names if _STEP.fullmatch(name)]
+    # More leading zeros than `step_name` writes are another name.
+    return sorted(step for step in set(found) if step_name(step) in names)
+
+
+class Store(Protocol):
+    """Where a run's checkpoints are kept. ``path_of`` gives the address of one, for readers."""
+
+    root: str
+
+    def prepare(self) -> None: ...  # makes the root
+    def steps(self) -> list[int]: ...  # what looks complete, ascending
+    def path_of(self, step: int) -> str: ...
+    def begin(self, step: int, token: str) -> str: ...  # the place to write to
+    def write(self, place: str, name: str, blocks: Blocks) -> StoredFile: ...
+    def publish(self, place: str, step: int, manifest: bytes) -> None: ...
+    def discard(self, place: str) -> None: ...
+    def move_aside(self, step: int) -> str: ...  # returns the new name
+    def delete(self, step: int) -> None: ...
+    def put_note(self, name: str, text: str | None) -> None: ...  # a file beside; None removes it
+
+
+def open_store(root: str) -> Store:
+    """The store at a local path or fsspec address."""
+    return RemoteStore(root) if is_remote(root) else LocalStore(root)
+
+
+def find_checkpoint(path: str) -> str:
+    """The checkpoint folder that ``path`` means: itself, or the newest of a run directory or
+    ``checkpoints`` folder."""
+    if os.path.isfile(path):
+        return path
+    for root in (path, f"{path.rstrip('/')}/checkpoints"):
+        store = open_store(root)
+        steps = store.steps()
+        if steps:
+            return store.path_of(steps[-1])
+    return path
+
+
+class LocalStore:
+    """On a file system that renames folders atomically (any local one, NFS, Lustre)."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)
+
+    def prepare(self) -> None:
+        os.makedirs(self.root, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        return _steps_in(names)
+
+    def path_of(self, step: int) -> str:
+        return os.path.join(self.root, step_name(step))
+
+    def begin(self, step: int, token: str) -> str:
+        self.prepare()
+        self._sweep()
+        place = os.path.join(self.root, f".saving-{step_name(step)}-{token}")
+        os.mkdir(place)
+        return place
+
+    def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
+        """Writes, flushes, drops from the page cache and reads back: what is counted as written is
+        what the disk returns."""
+        digest, size = hashlib.sha256(), 0
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(os.path.join(place, name), flags, 0o666)
+        with os.fdopen(descriptor, "rb+") as file:
+            for block in blocks:
+                view = memoryview(block)
+                # Small enough to overlap hashing with the disk's own work.
+                for begin in range(0, len(view), 2**24):
+                    digest.update(view[begin : begin + 2**24])
+                    file.write(view[begin : begin + 2**24])
+                size += len(view)
+            file.flush()
+            os.fsync(file.fileno())
+            # Read from the page cache, the data would be right whatever the disk holds. Only pages
+            # that are on disk can be dropped, so after fsync.
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            returned = hashlib.file_digest(file, "sha256")
+        if returned.digest() != digest.digest():
+            raise CheckpointError(f"{name}: the disk returned other bytes than were written")
+        return StoredFile(size, digest.hexdigest())
+
+    def publish(self, place: str, step: int, manifest: bytes) -> None:
+        self.write(place, MANIFEST, [manifest])
+        # The names of the files must be on disk before the one that publishes them.
+        flush_folder(place)
+        # Renaming onto an existing folder would succeed silently only when that is empty; any other
+        # is an error here.
+        if os.path.lexists(self.path_of(step)):
+            raise CheckpointError(f"{step_name(step)} exists already")
+        os.rename(place, self.path_of(step))
+        flush_folder(self.root)
+
+    def discard(self, place: str) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+
+    def move_aside(self, step: int) -> str:
+        name = _free_name(step, lambda name: os.path.lexists(os.path.join(self.root, name)))
+        os.rename(self.path_of(step), os.path.join(self.root, name))
+        flush_folder(self.root)
+        return name
+
+    def delete(self, step: int) -> None:
+        # Under its own name, half of it would look like a damaged checkpoint.
+        doomed = os.path.join(self.root, f".deleting-{step_name(step)}-{os.urandom(4).hex()}")
+        os.rename(self.path_of(step), doomed)
+        flush_folder(self.root)
+        shutil.rmtree(doomed)
+
+    def put_note(self, name: str, text: str | None) -> None:
+        path = os.path.join(self.root, name)
+        if text is not None:
+            replace(path, text, durable=True)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def _sweep(self) -> None:
+        """Removes what killed saves and deletions left: it takes room that others need."""
+        for name in os.listdir(self.root):
+            if name.startswith((".saving-", ".deleting-", ".shared-")):
+                path = os.path.join(self.root, name)
+                shutil.rmtree(path, ignore_errors=True)
+                # rmtree refuses links and files.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+
+def _free_name(step: int, is_taken: Callable[[str], bool]) -> str:
+    names = (f"aside-{step_name(step)}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not is_taken(name))
+
+
+class RemoteStore:
+    """Behind fsspec, where folders cannot be renamed: the manifest, written last, is the
+    publication."""
+
+    def __init__(self, root: str) -> None:
+        import fsspec
+
+        self.root = root.rstrip("/")
+        self.filesystem, self._path = fsspec.core.url_to_fs(self.root)
+        self._path = self._path.rstrip("/")
+
+    def prepare(self) -> None:
+        self.filesystem.makedirs(self._path, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        # fsspec remembers listings, and other processes write here too.
+        self.filesystem.invalidate_cache()
+        try:
+            listed = self.filesystem.ls(self._path, detail=False)
+        except FileNotFoundError:
+            return []
+        found = _steps_in([str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed])
+        place = f"{self._path}/{{}}/{MANIFEST}"
+        return [step for step in found if self.filesystem.exists(place.format(step_name(step)))]
+
+    def path_of(self, step: int) -> str:
+        return f"{self.root}/{step_name(step)}"
+
+    def begin(self, step: int, token: str) -> str:
+        place = f"{self._path}/{step_name(step)}"
+        if self.filesystem.exists(f"{place}/{MANIFEST}"):
+            raise CheckpointError(f"{step_name(step)} exists already")
+        # What an interrupted save left.
+        self._remove(place)
+        self.filesystem.makedirs(place, exist_ok=True)
+        return place
+
+    def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
+        digest, size = hashlib.sha256(), 0
+        with self.filesystem.open(f"{place}/{name}", "wb") as file:
+            for block in blocks:
+                digest.update(block)
+                file.write(block)
+                size += len(block)
+        self.filesystem.invalidate_cache(place)
+        stored = self.filesystem.size(f"{place}/{name}")
+        if stored != size:
+            raise CheckpointError(f"{name}: {stored} bytes arrived of {size}")
+        return StoredFile(size, digest.hexdigest())
+
+    def publish(self, place: str, step: int, manifest: bytes) -> None:
+        self.filesystem.pipe_file(f"{place}/{MANIFEST}", manifest)
+
+    def discard(self, place: str) -> None:
+        with contextlib.suppress(Exception):
+            self._remove(place)
+
+    def _remove(self, path: str) -> None:
+        if not self.filesystem.exists(path):
+            return
+        # Without its manifest a folder is no checkpoint, whatever is left of it.
+        if self.filesystem.exists(f"{path}/{MANIFEST}"):
+            self.filesystem.rm_file(f"{path}/{MANIFEST}")
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm(path, recursive=True)
+
+    def move_aside(self, step: int) -> str:
+        """Copies the files, then deletes the old ones, manifest first: the best an object store can
+        do."""
+        source = f"{self._path}/{step_name(step)}"
+        name = _free_name(step, lambda name: self.filesystem.exists(f"{self._path}/{name}"))
+        self.filesystem.makedirs(f"{self._path}/{name}", exist_ok=True)
+        for path in self.filesystem.find(source):
+            self.filesystem.cp_file(path, f"{self._path}/{name}/{str(path).rsplit('/', 1)[-1]}")
+        self._remove(source)
+        return name
+
+    def delete(self, step: int) -> None:
+        self._remove(f"{self._path}/{step_name(step)}")
+
+    def put_note(self, name: str, text: str | None) -> None:
+        path = f"{self._path}/{name}"
+        if text is not None:
+            self.filesystem.pipe_file(path, text.encode())
+        elif self.filesystem.exists(path):
+            self.filesystem.rm_file(path)
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the kind of error where its text alone would not show it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    if isinstance(error, DamagedCheckpointError | CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

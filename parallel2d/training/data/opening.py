@@ -1,0 +1,281 @@
+"""Opens the data that a configuration names: `open_data`.
+
+Raw text is prepared into the cache. A prepared folder and a folder of images are opened in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallel2d.base.config import DataConfig
+from parallel2d.base.config.checks import check_data
+from parallel2d.base.config.model_and_data import validation_set
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.data.images import ImageSamples, find_images
+from parallel2d.training.data.order import Schedule
+from parallel2d.training.data.prepare import content_key, folder_lock, prepare, worker_count
+from parallel2d.training.data.reading import find_units
+from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
+from parallel2d.training.data.token_shards import MANIFEST, TokenSplit, TokenStore
+from parallel2d.training.data.tokenizer import load_tokenizer
+
+# Validation samples are read once, in the same order in every run
+_VALIDATION: dict[str, Any] = {"seed": 0, "name": "validation", "epochs": 1, "end": "pad"}
+# Threads that decode images with data.workers=auto: several ranks share a machine
+_MOST_THREADS = 16
+
+
+@dataclass(frozen=True)
+class OpenData:
+    """What a run reads."""
+
+    train: SampleStream
+    # Finite, in an order that does not depend on the seed; None if nothing is held out
+    validation: SampleStream | None
+    vocab_size: int  # targets are below it: token ids, or class ids of images
+    # Hex; equal on two machines exactly if every position reads the same sample on both. Of images
+    # it covers the names and sizes of files, not their content.
+    fingerprint: str
+    description: str  # one line
+    classes: tuple[str, ...] = ()  # of images, by class id
+    # The sets of ``data.validation``, by name; each is finite, as `validation`
+    named_validation: Mapping[str, SampleStream] = field(default_factory=dict)
+    # Of these sets, as `fingerprint`; empty without any
+    validation_fingerprint: str = ""
+    # The name and the fingerprint of the tokenizer; empty for images
+    tokenizer: tuple[str, str] = ("", "")
+
+
+def open_data(
+    config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0
+) -> OpenData:
+    """Opens the data that ``config`` names, and prepares it into the cache if necessary.
+
+    Safe to call in any number of processes at once. ``seq_len`` is in tokens; images do not use it.
+    The targets of the first ``context`` positions of every sequence are ignored. Raises
+    `ConfigError` that names what is wrong: a missing path, empty or undecodable input, too few
+    tokens for one sample, a cache that cannot be written.
+    """
+    check_data(config)
+    source = _source(config, seq_len, context)
+    sets: dict[str, SampleStream] = {}
+    set_fingerprints = []
+    for name, entry in sorted(config.validation.items()):
+        try:
+            own = _source(validation_set(config, entry), seq_len, context)
+            own.check_like(source)
+            # All is read where nothing is held out.
+            sets[name] = own.validation() or own.stream("train", **_VALIDATION)
+        except ConfigError as error:
+            raise ConfigError(f"data.validation.{name}: {error}") from None
+        set_fingerprints.append([name, own.fingerprint(seed)])
+    if isinstance(source, _Tokens):
+        source.check_length()
+    how = {"seed": seed, "name": "train", "epochs": config.epochs, "end": config.end}
+    train = source.stream("train", **how)
+    return OpenData(
+        train,
+        source.validation(),
+        vocab_size=source.vocab_size,
+        fingerprint=source.fingerprint(seed),
+        description=source.describe(len(train)),
+        classes=source.classes,
+        named_validation=sets,
+        validation_fingerprint=_digest(set_fingerprints) if sets else "",
+        tokenizer=source.tokenizer,
+    )
+
+
+def _source(config: DataConfig, seq_len: int | None, context: int) -> _Tokens | _Images:
+    if config.name == "images":
+        return _Images(config)
+    if seq_len is None:
+        raise ConfigError(
+            f"open_data needs seq_len, the tokens of a sequence, with data={config.name}"
+        )
+    return _Tokens(config, seq_len, context)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+class _Tokens:
+    """The prepared folders that ``config`` names. Raises `ConfigError` for a mixture of two
+    tokenizers."""
+
+    classes: tuple[str, ...] = ()
+
+    def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
+        self._config, self._seq_len, self._context = config, seq_len, context
+        if config.mixture:
+            self._names = [entry["path"] for entry in config.mixture]
+            self._weights = [entry["weight"] for entry in config.mixture]
+            self._stores = [TokenStore(Path(name).expanduser()) for name in self._names]
+        else:
+            self._names = [config.name if config.path is None else f"{config.name} {config.path}"]
+            self._weights = [1]
+            self._stores = [_open_store(config)]
+        tokenizer = self._stores[0].manifest["tokenizer"]
+        self.vocab_size, self._end_id = tokenizer["vocab_size"], tokenizer["end_id"]
+        self.tokenizer = (tokenizer["name"], tokenizer["fingerprint"])
+        for name, store in zip(self._names, self._stores, strict=True):
+            other = store.manifest["tokenizer"]
+            if other["fingerprint"] != tokenizer["fingerprint"]:
+                raise ConfigError(
+                    f"data.mixture has two tokenizers: {self._names[0]} was prepared with "
+                    f"{tokenizer['name']} and {name} with {other['name']} (another one, or another "
+                    "end token)"
+                )
+
+    def check_like(self, training: _Tokens | _Images) -> None:
+        """Raises `ConfigError` for another tokenizer than that of the training data."""
+        if self.tokenizer[1] != training.tokenizer[1]:
+            raise ConfigError(
+                f"prepared with the tokenizer {self.tokenizer[0]}, the training data with "
+                f"{training.tokenizer[0]} (another one, or another end token)"
+            )
+
+    def check_length(self) -> None:
+        """Raises `ConfigError` for a folder whose training split is less than one sample."""
+        needed = self._seq_len + 1 if self._config.packing == "packed" else 1
+        for name, store in zip(self._names, self._stores, strict=True):
+            tokens = store.splits["train"].tokens
+            if tokens < needed:
+                raise ConfigError(
+                    f"{name} holds {tokens} training tokens, fewer than one sample needs: "
+                    f"train.seq_len={self._seq_len} + 1"
+                )
+
+    def validation(self) -> SampleStream | None:
+        """The documents that are held out; None where there are none."""
+        held_out = any(store.splits["validation"].tokens for store in self._stores)
+        return self.stream("validation", **_VALIDATION) if held_out else None
+
+    def stream(self, split: str, **how: Any) -> SampleStream:
+        """One split of all folders that have it. Raises `ConfigError` where none has."""
+        samples = [self._samples(store.splits[split]) for store in self._stores]
+        filled = [number for number, each in enumerate(samples) if len(each)]
+        if not filled:
+            raise ConfigError(f"{self._names[0]} holds no document with two tokens")
+        return SampleStream(
+            [samples[number] for number in filled],
+            Schedule([self._weights[number] for number in filled]),
+            intra_document_masking=self._config.intra_document_masking,
+            context=self._context,
+            **how,
+        )
+
+    def _samples(self, split: TokenSplit) -> Samples:
+        if self._config.packing == "padded":
+            return PaddedSamples(split, self._seq_len, self._end_id)
+        masking = self._config.intra_document_masking
+        return PackedSamples(split, self._seq_len, self._end_id, masking)
+
+    def fingerprint(self, seed: int) -> str:
+        """Of all that decides which sample is at a position."""
+        contents = [store.content for store in self._stores]
+        identity = list(zip(contents, self._weights, strict=True))
+        masking = self._config.intra_document_masking
+        # A context only where there is one, so that fingerprints of earlier runs stay true.
+        context = [self._context] if self._context else []
+        return _digest([identity, [self._seq_len, seed, self._config.packing, masking, *context]])
+
+    def describe(self, samples: int) -> str:
+        """One line for the log. ``samples``: how many are trained on."""
+        size, documents, bad, cut = 0, 0, 0, 0
+        for store in self._stores:
+            size += store.manifest["bytes"]
+            bad += store.manifest["bad_rows"]
+            for split in store.splits.values():
+                documents += split.documents
+                if self._config.packing == "padded":
+                    cut += split.documents_longer_than(self._seq_len + 1)
+        name = self._names[0]
+        if self._config.mixture:
+            pairs = zip(self._weights, self._names, strict=True)
+            name = " + ".join(f"{weight} {each}" for weight, each in pairs)
+        text = f"{name} {size / 1e6:,.1f} MB, {documents:,} documents, {samples:,} samples of "
+        text += f"{self._seq_len} tokens"
+        text += f", {cut:,} documents cut to that length" if cut else ""
+        return text + (f", {bad:,} bad rows omitted" if bad else "")
+
+
+class _Images:
+    """The images of a folder; as `_Tokens`."""
+
+    tokenizer = ("", "")
+
+    def __init__(self, config: DataConfig) -> None:
+        if config.image_size is None:
+            raise ConfigError(
+                "data.image_size is required with data=images and a model that does not name its "
+                "own"
+            )
+        self._config, self._size, self._channels = config, config.image_size, config.channels or 3
+        self._folder = find_images(str(config.path))
+        self._training, self._held_out = self._folder.split(config.validation_fraction)
+        self.classes = self._folder.classes
+        self.vocab_size = len(self.classes)
+
+    def check_like(self, training: _Tokens | _Images) -> None:
+        """Raises `ConfigError` for other classes than those of the training images."""
+        if self.classes != training.classes:
+            raise ConfigError(
+                f"{self._config.path} has the classes {', '.join(self.classes)}, and the training "
+                f"images {', '.join(training.classes)}"
+            )
+
+    def validation(self) -> SampleStream | None:
+        return self.stream("validation", **_VALIDATION) if len(self._held_out) else None
+
+    def stream(self, split: str, **how: Any) -> SampleStream:
+        """The training images, or those that are held out."""
+        indices = self._held_out if split == "validation" else self._training
+        samples = ImageSamples(self._folder, indices, self._channels, self._size)
+        threads = worker_count(self._config.workers)
+        if self._config.workers == "auto":
+            threads = min(threads, _MOST_THREADS)
+        return SampleStream([samples], Schedule([1]), threads=threads, **how)
+
+    def fingerprint(self, seed: int) -> str:
+        fraction = self._config.validation_fraction
+        content = self._folder.content
+        return _digest(["images", content, self._size, self._channels, fraction, seed])
+
+    def describe(self, samples: int) -> str:
+        return self._folder.describe(samples, self._channels, self._size)
+
+
+def _open_store(config: DataConfig) -> TokenStore:
+    """The prepared folder of the input that ``config`` names. In the cache it is prepared under a
+    lock where it is missing or damaged. Raises `ConfigError` if the cache cannot be written."""
+    if config.name == "tokens":
+        return TokenStore(Path(str(config.path)).expanduser())
+    units, identity = find_units(config)
+    key = content_key(config, identity, load_tokenizer(config.tokenizer, config.end_token))
+    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "parallel2d")
+    root = Path(config.cache_dir or cache).expanduser()
+    folder = root / f"{config.name}-{key}"
+    with contextlib.suppress(ConfigError):
+        return TokenStore(folder)
+    try:
+        with folder_lock(folder) as lock:
+            # Another process may have prepared it while this one waited for the lock.
+            with contextlib.suppress(ConfigError):
+                return TokenStore(folder)
+            # A damaged folder must not look finished while it is prepared again.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            return prepare(config, units, identity, folder, lock)
+    except OSError as error:
+        raise ConfigError(
+            f"the data cache {root} is not writable ({error.strerror or error}: "
+            f"{error.filename or folder}); set data.cache_dir to a folder that can"
+        ) from error

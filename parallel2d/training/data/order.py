@@ -1,0 +1,175 @@
+"""The order of samples: `Schedule` says which component of a mixture is read at a position, `Order`
+which of its samples.
+
+A position counts the samples that were read before: by the run for a `Schedule`, of the component
+for its `Order`. There, position p lies in epoch p // size, and its sample index is a pseudo-random
+permutation of p % size under a key made of seed, stream name and epoch. Nothing is stored, any
+position is computed directly, and nothing depends on ranks. So a run can resume on any layout.
+
+[Note: cycle walking] A Feistel network permutes 2**bits values. If the size is not a power of two,
+the network is applied again while its output is not below the size. The repeated values stay on
+one cycle of the permutation and must reach a value below the size, so the restriction is a
+bijection too (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). With 2**bits below
+twice the size, fewer than two applications are expected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from fractions import Fraction
+from math import gcd, lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel2d.base.errors import ConfigError
+
+MAXIMUM_PERIOD = 1 << 16  # the table of a schedule has one entry per position of a period
+MAXIMUM_SIZE = 1 << 61  # samples in an epoch; positions are int64
+_ROUNDS = 8  # four suffice for ideal round functions (Luby and Rackoff 1988); ours are cheap mixers
+
+Integers = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+_Permutation = Callable[[_Words, _Words], _Words]
+
+
+def mix(words: _Words) -> _Words:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words that
+    spreads every input bit."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+class Order:
+    """The permutations of ``range(size)``, one per epoch, that a seed and a stream name decide.
+
+    Raises ValueError for a size that is not in 1 .. `MAXIMUM_SIZE`.
+    """
+
+    def __init__(self, size: int, seed: int, name: str = "train") -> None:
+        if not 1 <= size <= MAXIMUM_SIZE:
+            raise ValueError(f"an order needs 1 to {MAXIMUM_SIZE} samples, got {size}")
+        self.size = size
+        bits = max(2, (size - 1).bit_length())
+        self._low_bits = np.uint64(bits // 2)
+        self._low_mask = np.uint64((1 << (bits // 2)) - 1)
+        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+        self._identity = f"{seed}/{name}"
+
+    def index(self, positions: Integers) -> Integers:
+        """The sample index, int64 in [0, size), of each position, int64 [n], not negative."""
+        epochs, places = np.divmod(positions, self.size)
+        indices = np.empty_like(places)
+        # Two where a batch spans the end of an epoch, otherwise one
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            indices[chosen] = self._walk(places[chosen], int(epoch), self._permute)
+        return indices
+
+    def position(self, indices: Integers, epoch: int) -> Integers:
+        """The inverse of `index` within one epoch: at which position a sample is read."""
+        return epoch * self.size + self._walk(indices, epoch, self._invert)
+
+    def _walk(self, values: Integers, epoch: int, permute: _Permutation) -> Integers:
+        """Applies [Note: cycle walking] to each value. Only values still outside are permuted
+        again."""
+        name = f"{self._identity}/{epoch}".encode()
+        digest = hashlib.blake2b(name, digest_size=8 * _ROUNDS).digest()
+        keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+        words = permute(values.astype(np.uint64), keys)
+        outside = np.flatnonzero(words >= self.size)
+        while len(outside):
+            walked = permute(words[outside], keys)
+            words[outside] = walked
+            outside = outside[walked >= self.size]
+        return words.astype(np.int64)
+
+    def _permute(self, words: _Words, keys: _Words) -> _Words:
+        low, high = words & self._low_mask, words >> self._low_bits
+        # Each half is changed by a function of the other, so `_invert` undoes it in reverse order
+        for turn in range(0, _ROUNDS, 2):
+            high = high ^ (_round(low, keys[turn]) & self._high_mask)
+            low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)
+        return (high << self._low_bits) | low
+
+    def _invert(self, words: _Words, keys: _Words) -> _Words:
+        low, high = words & self._low_mask, words >> self._low_bits
+        for turn in reversed(range(0, _ROUNDS, 2)):
+            low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)
+            high = high ^ (_round(low, keys[turn]) & self._high_mask)
+        return (high << self._low_bits) | low
+
+
+def _round(half: _Words, key: np.uint64) -> _Words:
+    """The middle of a keyed square (von Neumann; as a generator: Widynski, "Squares", 2020)."""
+    keyed = half + key
+    return (keyed * keyed) >> np.uint64(32)
+
+
+class Schedule:
+    """A periodic sequence of components that follows the weights as closely as any sequence can.
+
+    Weights are taken as exact decimals and brought to the smallest whole numbers in the same
+    proportion, whose sum is the period. Each period contains component c exactly weight[c] times.
+    After n positions its count differs from n · share[c] by less than 1, so in any window by less
+    than 2 ("chairman assignment", Tijdeman 1980: at each position, of the components whose count
+    may grow, the one whose deadline is nearest).
+
+    Raises `ConfigError` for weights that are not positive numbers, or whose period is above
+    `MAXIMUM_PERIOD`.
+    """
+
+    def __init__(self, weights: list[float]) -> None:
+        self.weights = _whole_numbers(weights)
+        self.period = sum(self.weights)
+        self._table = np.zeros(self.period, dtype=np.int64)
+        # How often the component occurred before, in this period
+        self._rank = np.zeros(self.period, dtype=np.int64)
+        counts = [0] * len(weights)
+        for position in range(self.period):
+            ready = [
+                number
+                for number, weight in enumerate(self.weights)
+                if weight * (position + 1) > counts[number] * self.period
+            ]
+            # The nearest deadline; of equal ones the first component's.
+            chosen = min(ready, key=lambda each: Fraction(counts[each] + 1, self.weights[each]))
+            self._table[position], self._rank[position] = chosen, counts[chosen]
+            counts[chosen] += 1
+        assert counts == self.weights
+        self._quota = np.array(self.weights, dtype=np.int64)
+
+    def locate(self, positions: Integers) -> tuple[Integers, Integers]:
+        """(component, position within that component), int64, for each position."""
+        period, place = positions // self.period, positions % self.period
+        chosen = self._table[place]
+        return chosen, period * self._quota[chosen] + self._rank[place]
+
+    def positions_before_repeat(self, lengths: list[int]) -> int:
+        """How many positions are read before one of the components starts its next epoch."""
+        ends = []
+        for number, length in enumerate(lengths):
+            period, rank = divmod(length, self.weights[number])
+            places = np.flatnonzero(self._table == number)
+            ends.append(period * self.period + int(places[rank]))
+        return min(ends)
+
+
+def _whole_numbers(weights: list[float]) -> list[int]:
+    try:
+        fractions = [Fraction(str(weight)) for weight in weights]
+    except ValueError:
+        fractions = []
+    if not fractions or min(fractions) <= 0:
+        raise ConfigError(f"the weights of data.mixture must be numbers above 0, got {weights}")
+    scale = lcm(*(fraction.denominator for fraction in fractions))
+    numbers = [int(fraction * scale) for fraction in fractions]
+    numbers = [number // gcd(*numbers) for number in numbers]
+    if sum(numbers) > MAXIMUM_PERIOD:
+        raise ConfigError(
+            f"the weights {weights} of data.mixture repeat only after {sum(numbers)} samples, at "
+            f"most {MAXIMUM_PERIOD} are allowed; round them to fewer digits"
+        )
+    return numbers

@@ -1,0 +1,372 @@
+"""Prepares raw input into a folder of token shards (see `token_shards`): `prepare`.
+
+Preparation is resumable, and its output has the same bytes whatever the number of workers. Work is
+done in units: the shards of a unit are moved into place and then its record ``unit-00007.json`` is
+written, so a kill loses at most the units in progress. The manifest is written last, and a folder
+without it is not readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallel2d.base import files
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.data import reading
+from parallel2d.training.data import token_shards as store
+from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_REPORTED_ROWS = 3
+_MORE_BAD_ROWS = 1000  # than are allowed: the rest of a unit is not read
+_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 1024  # given to the tokenizer at a time: bounds memory
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """One unit, and everything that its shards depend on."""
+
+    folder: Path
+    number: int
+    unit: reading.Unit
+    config: DataConfig
+    threshold: int  # documents whose hash is below it are held out
+    signature: str  # of the input and the options
+
+    @property
+    def record(self) -> Path:
+        """The file that is written when the shards of the unit are in place."""
+        return self.folder / f"unit-{self.number:05d}.json"
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[int]:
+    """Creates the folder and holds its lock, among the processes of all machines that share the
+    file system. Yields the lock's file descriptor.
+
+    A flock(2) belongs to the open file: the kernel releases it when the last process that inherited
+    the descriptor has ended. The next holder also waits for the workers of a killed parent.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for the process that prepares %s", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
+    """A hex digest of the identity of the input and of all that decides what is made of it."""
+    cut = {"text_field": config.text_field, "document_bytes": reading.document_bytes(config)}
+    options = {
+        "tokenizer": tokenizer.fingerprint,
+        "end_token": config.end_token,
+        "validation_fraction": config.validation_fraction,
+        "max_bad_rows": _allowed_bad_rows(config),
+        "read": cut,
+        "version": store.VERSION,
+    }
+    return hashlib.sha256(json.dumps([identity, options], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _allowed_bad_rows(config: DataConfig) -> int:
+    # Of the standard library, some files may be unreadable in some version of Python.
+    return 100 if config.name == "stdlib" else config.max_bad_rows
+
+
+def worker_count(workers: int | str) -> int:
+    """Processes that prepare; ``auto`` is one per core that this process may use."""
+    if workers != "auto":
+        return int(workers)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare(
+    config: DataConfig,
+    units: list[reading.Unit],
+    identity: str,
+    folder: Path,
+    lock: int,
+    progress: Callable[[int], object] = lambda done: None,
+) -> store.TokenStore:
+    """Prepares the input of ``config`` into ``folder`` and opens it.
+
+    Args:
+        units, identity: of the input; see `reading.find_units`.
+        lock: descriptor of the folder's lock (`folder_lock`), which the caller holds.
+        progress: called with the number of units that are done.
+
+    Raises `ConfigError` for input that is empty or has more bad rows than allowed. Nothing is
+    published then.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, config.end_token)
+    # How many bad rows are allowed changes no shard.
+    signature = content_key(replace(config, max_bad_rows=0), identity, tokenizer)
+    if (folder / store.MANIFEST).exists():
+        finished = store.TokenStore(folder)
+        if finished.manifest["signature"] != signature:
+            raise ConfigError(
+                f"{folder} already holds data prepared from other input or with other options; "
+                "remove it or choose another folder"
+            )
+        _clean(folder, finished.manifest)
+        return finished
+    for leftover in folder.glob("*.tmp"):
+        leftover.unlink(missing_ok=True)
+    threshold = int(config.validation_fraction * reading.HASH_RANGE)
+    jobs = [
+        UnitJob(folder, number, unit, config, threshold, signature)
+        for number, unit in enumerate(units)
+    ]
+    records: list[Record] = []
+    with contextlib.closing(_records(jobs, tokenizer, lock)) as found:  # it ends its workers
+        for record in found:
+            records.append(record)
+            progress(len(records))
+            if record["bad_rows"]:
+                _check_bad_rows(config, records)
+    splits = _splits(records)
+    if threshold and not splits["validation"]["documents"] and splits["train"]["documents"] >= 2:
+        # There are few documents and the fraction selected none. Hold out the one with the lowest
+        # hash, which depends on the content only.
+        chosen = min(jobs, key=lambda job: records[job.number]["lowest_hash"])
+        again = replace(chosen, threshold=records[chosen.number]["lowest_hash"] + 1)
+        (records[chosen.number],) = _records([again], tokenizer, lock)
+        splits = _splits(records)
+    _check_splits(config, splits)
+    manifest = _manifest(signature, tokenizer, records, splits)
+    files.flush_folder(str(folder))
+    store.write_json(folder / store.MANIFEST, manifest)
+    _clean(folder, manifest)
+    return store.TokenStore(folder)
+
+
+def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
+    """Yields the record of each job, in order. Units that an earlier run finished are kept; the
+    others are read by workers, or here."""
+    left = [job for job in jobs if _record(job) is None]
+    with contextlib.ExitStack() as stack:
+        workers = _fork_workers(stack, left, lock)
+        turns = dict(zip((job.number for job in left), itertools.cycle(workers), strict=False))
+        for job in jobs:
+            # A worker writes a line after each of its units. If it has ended, and was not killed,
+            # what ended it happens here again.
+            worker = turns.get(job.number)
+            if worker is not None and not worker.stdout.readline() and worker.wait() < 0:
+                raise RuntimeError(
+                    f"the process that prepared {job.unit.files[0].name} was killed by signal "
+                    f"{-worker.returncode}; what is finished is kept, start again to go on"
+                )
+            record = _record(job)
+            if record is None:
+                run_unit(job, tokenizer)
+                record = _record(job)
+            assert record is not None, job.record
+            yield record
+
+
+def _record(job: UnitJob) -> Record | None:
+    """What was written when a unit was finished; None if it was not, or if a file is missing."""
+    try:
+        record: Record = files.read_json(str(job.record))
+        store.check_sizes(job.folder, record)
+        same = (record["signature"], record["threshold"]) == (job.signature, job.threshold)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return record if same else None
+
+
+def _fork_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -> list[Any]:
+    """Processes that take turns at the jobs; none for one job or one worker. They are programs of
+    their own: they have none of this process's threads and sockets, and do not import the caller's
+    main module. One whose parent was killed finishes its unit."""
+    count = min(worker_count(jobs[0].config.workers), len(jobs)) if jobs else 0
+    workers: list[Any] = []
+    for _ in range(count if count > 1 else 0):
+        worker = subprocess.Popen(
+            [sys.executable, "-c", "from parallel2d.training.data.prepare import work; work()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # The path on which this process found its modules
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=[lock],
+        )
+        workers.append(stack.enter_context(worker))
+        stack.callback(worker.kill)
+    for number, worker in enumerate(workers):
+        # One that has ended is noticed when its first unit is waited for.
+        with contextlib.suppress(BrokenPipeError), worker.stdin:
+            pickle.dump(jobs[number::count], worker.stdin)
+    return workers
+
+
+def work() -> None:
+    """The program of a worker, which runs jobs that its parent has pickled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops its workers
+    lines = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no line of ours
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    jobs: list[UnitJob] = pickle.load(sys.stdin.buffer)
+    tokenizer = load_tokenizer(jobs[0].config.tokenizer, jobs[0].config.end_token)
+    # These errors happen to the parent again, or mean that it has ended.
+    with contextlib.suppress(ConfigError, OSError):
+        for job in jobs:
+            run_unit(job, tokenizer)
+            os.write(lines, b"\n")
+
+
+def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
+    """Writes one shard per split, and then the record of the unit."""
+    record: Record = {"signature": job.signature, "threshold": job.threshold}
+    record |= {**dict.fromkeys(store.COUNTS, 0), "lowest_hash": reading.HASH_RANGE}
+    bad: list[tuple[str, int, str]] = []
+    most = _allowed_bad_rows(job.config) + _MORE_BAD_ROWS
+
+    def report(file: str, line: int, reason: str) -> None:
+        record["bad_rows"] += 1
+        if len(bad) < _REPORTED_ROWS:
+            bad.append((file, line, reason))
+        if record["bad_rows"] > most:
+            _check_bad_rows(job.config, [{**record, "first_bad": _places(job.unit, bad)}])
+
+    dtype = store.token_dtype(tokenizer.vocab_size)
+    names = [f"{split}-{job.number:05d}" for split in store.SPLITS]
+    train, validation = (store.ShardWriter(job.folder, name, dtype) for name in names)
+    with train, validation:
+        for batch in _batches(reading.read_unit(job.unit, job.config, report)):
+            documents = [document for document in batch if document.utf8]
+            record["empty_documents"] += len(batch) - len(documents)
+            rows: tuple[list[store.MarkedTokens], list[store.MarkedTokens]] = ([], [])
+            for document, row in zip(documents, _encoded(documents, tokenizer), strict=True):
+                number = reading.content_hash(document.utf8)
+                rows[number < job.threshold].append(row)
+                record["lowest_hash"] = min(record["lowest_hash"], number)
+                record["bytes"] += len(document.utf8)
+            train.add(rows[0])
+            validation.add(rows[1])
+        shards = {"train": train.finish(), "validation": validation.finish()}
+    record["splits"] = {name: {"shards": [shard]} for name, shard in shards.items()}
+    record["first_bad"] = _places(job.unit, bad)
+    store.write_json(job.record, record)
+
+
+def _places(unit: reading.Unit, bad: list[tuple[str, int, str]]) -> list[str]:
+    before = reading.lines_before(unit) if bad else 0
+    return [f"{file}:{before + line}: {reason}" for file, line, reason in bad]
+
+
+def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Document]]:
+    """A tokenizer reads many documents in parallel; all of a unit would take much memory."""
+    batch: list[reading.Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.utf8)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[store.MarkedTokens]:
+    """Yields the ids of each document and its end, and which may be targets if not all may."""
+    texts: list[str] = []
+    for document in batch:
+        texts += [text for text, _ in document.parts]
+    ids = iter(tokenizer.encode(texts))
+    end = np.array([tokenizer.end_id], dtype=np.uint32)
+    for document in batch:
+        parts = [*itertools.islice(ids, len(document.parts)), end]
+        flags = [target for _, target in document.parts]
+        mask = None
+        if not all(flags):
+            # The end of the document is a target if the part before it is one.
+            flags.append(flags[-1])
+            mask = np.repeat(np.array(flags, np.uint8), [len(part) for part in parts])
+        yield np.concatenate(parts), mask
+
+
+def _check_bad_rows(config: DataConfig, records: list[Record]) -> None:
+    count, allowed = sum(record["bad_rows"] for record in records), _allowed_bad_rows(config)
+    if count <= allowed:
+        return
+    places: list[str] = []
+    for record in records:
+        places += record["first_bad"]
+    more = f" (and {count - _REPORTED_ROWS} more)" if count > _REPORTED_ROWS else ""
+    raise ConfigError(
+        f"{_source(config)} has {count} bad rows, data.max_bad_rows={allowed} are allowed: "
+        f"{'; '.join(places[:_REPORTED_ROWS])}{more}"
+    )
+
+
+def _check_splits(config: DataConfig, splits: Record) -> None:
+    held_out = splits["validation"]["documents"]
+    if not splits["train"]["documents"]:
+        raise ConfigError(f"{_source(config)} has no document with text to train on")
+    if config.validation_fraction and not held_out:
+        raise ConfigError(
+            f"{_source(config)} is one document, which cannot be split; "
+            f"data.validation_fraction={config.validation_fraction} must be 0 here"
+        )
+
+
+def _source(config: DataConfig) -> str:
+    return "data=stdlib" if config.name == "stdlib" else f"data.path={config.path}"
+
+
+def _splits(records: list[Record]) -> Record:
+    splits = {}
+    for name in store.SPLITS:
+        found = [record["splits"][name]["shards"][0] for record in records]
+        shards = [shard for shard in found if shard["documents"]]
+        totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")}
+        splits[name] = {**totals, "shards": shards}
+    return splits
+
+
+def _manifest(
+    signature: str, tokenizer: Tokenizer, records: list[Record], splits: Record
+) -> Record:
+    manifest: Record = {
+        "format": store.FORMAT,
+        "version": store.VERSION,
+        "dtype": store.token_dtype(tokenizer.vocab_size),
+        "tokenizer": {key: getattr(tokenizer, key) for key in store.TOKENIZER},
+        "signature": signature,
+        "splits": splits,
+    }
+    manifest |= {key: sum(record[key] for record in records) for key in store.COUNTS}
+    digests = [(name, entry["sha256"]) for name, entry in store.shard_files(manifest)]
+    state = json.dumps([manifest["dtype"], tokenizer.fingerprint, digests])
+    return {**manifest, "content": hashlib.sha256(state.encode()).hexdigest()}
+
+
+def _clean(folder: Path, manifest: Record) -> None:
+    needed = {name for name, _ in store.shard_files(manifest)}
+    for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
+        for path in folder.glob(pattern):
+            if path.name not in needed:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,440 @@
+"""Finds the raw input that a `DataConfig` names, divides it into units of work (`find_units`), and
+reads the documents of a unit one at a time (`read_unit`).
+
+Units depend on the names and sizes of files alone, so whoever prepares them makes the same shards.
+Memory is bounded by one document, because large files are read in pieces. The libraries for .zst,
+Parquet and data sets are extras and are imported only here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+
+# Of input per unit, and of a data set; constants, because shards are made per unit
+UNIT_BYTES, _UNIT_ROWS = 32 << 20, 50_000
+ROW_BYTES = 64 << 20  # a longer line of a .jsonl file is a bad row
+HASH_RANGE = 1 << 64  # `content_hash` is below it
+# Larger input is identified by names, sizes and modification times instead of by content
+_IDENTIFIED_WHOLE = 256 << 20
+_WHOLE_FILE = 1 << 62
+_TABLE_ROWS = 256  # of a Parquet file in memory at a time
+_NOT_IN_CORPUS = ("test", "tests", "idle_test", "site-packages", "dist-packages")
+_MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
+_COMPRESSED = (".gz", ".zst")
+# A compressed file may expand to so many bytes, and to so many times its size. Text takes 3 to 10.
+_FREE_BYTES, _MOST_EXPANSION = 4 << 20, 100
+
+# What is read of a file at a time, and the lines that it spans
+_Pieces = Iterator[tuple[Any, int]]
+BadRows = Callable[[str, int, str], None]
+
+
+class SourceFile(NamedTuple):
+    """A file. Files are sorted and reported by name."""
+
+    name: str  # relative to the path that the user gave
+    path: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker reads at a time: several small files, or a range of one large file."""
+
+    kind: str  # text, rows, parquet or hf
+    files: list[SourceFile]
+    start: int = 0  # bytes of the file (text, rows), row groups (parquet) or rows (hf)
+    stop: int = _WHOLE_FILE
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, in parts that may or may not be targets of the loss."""
+
+    utf8: bytes
+    parts: list[tuple[str, bool]]
+
+
+class _BadRowError(ValueError):
+    """Why a piece of a file is not a document. ``line``: in the piece, counted from 0."""
+
+    def __init__(self, reason: str, line: int = 0) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def find_units(config: DataConfig) -> tuple[list[Unit], str]:
+    """The units of the raw input that ``config`` names, in order, and a hex digest that changes
+    when a file's name or content does. Raises `ConfigError` for input that cannot be read."""
+    if config.name == "hf":
+        data_set = _open_data_set(config)
+        source = [SourceFile(f"{config.path} {config.subset or ''} {config.split}", "")]
+        begins, rows = range(0, len(data_set), _UNIT_ROWS), len(data_set)
+        units = [Unit("hf", source, row, min(row + _UNIT_ROWS, rows)) for row in begins]
+        return units, str(data_set._fingerprint)
+    files = _standard_library() if config.name == "stdlib" else find_files(str(config.path))
+    try:
+        return plan_units(files), files_identity(files)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def find_files(path: str) -> list[SourceFile]:
+    """The files that a path names, sorted by relative name: a file, the files of a folder that are
+    not hidden, or the matches of a glob."""
+    start = Path(path).expanduser()
+    if start.is_dir():
+        return _files_below(start)
+    if start.is_file():
+        return [SourceFile(start.name, str(start))]
+    matches = [Path(name) for name in glob.glob(str(start), recursive=True)]
+    found = [SourceFile(match.as_posix(), str(match)) for match in matches if match.is_file()]
+    if found:
+        return sorted(found)
+    raise ConfigError(f"data.path={path} is no file, no folder, and as a glob it matches no file")
+
+
+def _standard_library() -> list[SourceFile]:
+    """The source files of Python's own library, without tests and what an installation adds."""
+    files = []
+    for file in _files_below(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_CORPUS):
+        path = Path(file.path)
+        added = path.is_symlink() or path.name.startswith(_MACHINE_MADE)
+        if path.suffix == ".py" and not added:
+            files.append(file)
+    return files
+
+
+def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
+    """Files below ``root``, not hidden and not in folders ``omitted``, sorted by relative name."""
+    files = []
+    for folder, children, names in os.walk(root):
+        shown = [child for child in children if not child.startswith(".")]
+        children[:] = [child for child in shown if child not in omitted]
+        for path in [Path(folder, name) for name in names if not name.startswith(".")]:
+            if path.is_file():
+                files.append(SourceFile(path.relative_to(root).as_posix(), str(path)))
+    return sorted(files)
+
+
+def plan_units(files: list[SourceFile]) -> list[Unit]:
+    """Divides the input into units of about `UNIT_BYTES`, in the order of the files."""
+    units: list[Unit] = []
+    room = -1  # bytes that the last unit has left for further files; -1: it takes none
+    for file in files:
+        name, size = file.path.lower(), os.path.getsize(file.path)
+        stem = name.removesuffix(".gz").removesuffix(".zst")
+        kind = "rows" if stem.endswith((".jsonl", ".ndjson")) else "text"
+        if name.endswith(".parquet"):
+            units += _parquet_units(file)
+            room = -1
+        elif name.endswith(_COMPRESSED):
+            units.append(Unit(kind, [file]))
+            room = -1
+        elif size > UNIT_BYTES:
+            begins = range(0, size, UNIT_BYTES)
+            units += [Unit(kind, [file], at, min(at + UNIT_BYTES, size)) for at in begins]
+            room = -1
+        elif size <= room and kind == units[-1].kind:
+            units[-1].files.append(file)
+            room -= size
+        else:
+            units.append(Unit(kind, [file]))
+            room = UNIT_BYTES - size
+    return units
+
+
+def _parquet_units(file: SourceFile) -> list[Unit]:
+    """Units of consecutive row groups. Reads only the file's footer."""
+    table = _open_parquet(file.path)
+    units, begin, held = [], 0, 0
+    for group in range(table.num_row_groups):
+        held += table.metadata.row_group(group).total_byte_size
+        if held >= UNIT_BYTES or group == table.num_row_groups - 1:
+            units.append(Unit("parquet", [file], begin, group + 1))
+            begin, held = group + 1, 0
+    return units
+
+
+def files_identity(files: list[SourceFile]) -> str:
+    """A hex digest that changes when a file's name or content does."""
+    digest = hashlib.sha256()
+    sizes = [os.path.getsize(file.path) for file in files]
+    whole = sum(sizes) <= _IDENTIFIED_WHOLE
+    for file, size in zip(files, sizes, strict=True):
+        digest.update(json.dumps([file.name, size]).encode())
+        if whole:
+            with open(file.path, "rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+        else:
+            digest.update(str(os.stat(file.path).st_mtime_ns).encode())
+    return digest.hexdigest()
+
+
+def content_hash(data: bytes) -> int:
+    """The first 64 bits of blake2b."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Document]:
+    """Yields the documents of a unit, in order. What is not a document is given to ``report``: the
+    name of its file, its line in the unit (of a table: its row), counted from 1, and the reason.
+    Raises `ConfigError` for an extra that is missing."""
+    pieces, document_of = _FORMATS[unit.kind]
+    for file in unit.files:
+        line = 1
+        try:
+            for piece, lines in pieces(file.path, unit, config):
+                try:
+                    document = document_of(piece, config.text_field)
+                except _BadRowError as error:
+                    report(file.name, line + error.line, str(error))
+                else:
+                    if document is not None:
+                        yield document
+                line += lines
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or error
+            report(file.name, line, f"cannot be read from here on: {reason}")
+
+
+def lines_before(unit: Unit) -> int:
+    """Lines of the file, or rows of the table, before those of the unit. Reads the file up to
+    there, so it is called only where a row is bad."""
+    path = unit.files[0].path
+    if unit.kind == "hf" or unit.start == 0:
+        return unit.start
+    if unit.kind == "parquet":
+        metadata = _open_parquet(path).metadata
+        return sum(metadata.row_group(group).num_rows for group in range(unit.start))
+    with open(path, "rb") as file:
+        end = _enter(file, unit.start)
+        file.seek(0)
+        blocks = iter(lambda: file.read(min(end - file.tell(), 1 << 20)), b"")
+        return sum(block.count(b"\n") for block in blocks)
+
+
+def document_bytes(config: DataConfig) -> int:
+    """The size from which a text file is cut; one of the standard library never is."""
+    return _WHOLE_FILE if config.name == "stdlib" else config.document_kib << 10
+
+
+def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
+    """Yields bytes that end at line ends, or between characters of a line that is longer than a
+    document."""
+    # The bound matters where files are not cut: what is read at a time is allocated before.
+    size, carried, inside_line = min(document_bytes(config), ROW_BYTES), b"", False
+    with _open(path) as file:
+        position = _enter(file, unit.start)
+        while position < unit.stop or inside_line:
+            piece = file.read(max(0, min(size, unit.stop - position)))
+            if not piece.endswith(b"\n"):
+                piece += file.readline(size)
+            position += len(piece)
+            inside_line = bool(piece) and not piece.endswith(b"\n")
+            piece = carried + piece
+            if not piece:
+                return
+            # Up to where characters are whole; what is not UTF-8 at all is found later.
+            whole = codecs.utf_8_decode(piece, "replace")[1] if inside_line else len(piece)
+            piece, carried = piece[:whole], piece[whole:]
+            yield piece, piece.count(b"\n")
+
+
+def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
+    """Yields lines. The rest of one that is too long is passed over: it takes no memory."""
+    with _open(path) as file:
+        position = _enter(file, unit.start)
+        while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
+            position += len(row)
+            rest = row
+            while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):
+                position += len(rest)
+            yield row, 1
+
+
+def _text_document(piece: bytes, _: str) -> Document:
+    zero = piece.find(b"\0")  # which is valid UTF-8, and no text has it
+    try:
+        text = piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8: byte 0x{piece[error.start]:02x}, {error.reason}"
+        raise _BadRowError(reason, piece.count(b"\n", 0, error.start)) from None
+    if zero >= 0:
+        raise _BadRowError("binary: it has zero bytes", piece.count(b"\n", 0, zero))
+    return Document(piece, [(text, True)])
+
+
+def _line_document(line: bytes, text_field: str) -> Document | None:
+    if len(line) > ROW_BYTES:
+        raise _BadRowError(f"the line is longer than {ROW_BYTES} bytes")
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise _BadRowError(f"not UTF-8: {error.reason}") from None
+    except (ValueError, RecursionError) as error:
+        raise _BadRowError(f"not JSON: {error}") from None
+    return _row_document(row, text_field)
+
+
+def _row_document(row: Any, text_field: str) -> Document:
+    """The document of one row: ``segments``, a list of {"text": str, "loss": bool}; or ``prompt``
+    and ``completion``, of which only the completion is a target; or the text field."""
+    if not isinstance(row, dict):
+        raise _BadRowError(f"a row must be an object, got {type(row).__name__}")
+    if row.get("segments") is not None:
+        try:
+            parts = [(part["text"], bool(part["loss"])) for part in row["segments"]]
+        except (TypeError, KeyError):
+            form = '{"text": ..., "loss": true or false}'
+            raise _BadRowError(f"segments must be a list of {form}") from None
+    elif row.get(text_field) is None and {"prompt", "completion"} <= row.keys():
+        parts = [(row["prompt"], False), (row["completion"], True)]
+    elif text_field in row:
+        parts = [(row[text_field], True)]
+    else:
+        found = ", ".join(list(row)[:8]) or "none"
+        raise _BadRowError(f"no field data.text_field={text_field}; fields: {found}")
+    try:
+        return Document("".join(text for text, _ in parts).encode("utf-8"), parts)
+    except TypeError:
+        raise _BadRowError("the text is not a string") from None
+    except UnicodeEncodeError:
+        raise _BadRowError("the text has half a surrogate pair, which no encoding has") from None
+
+
+def _enter(file: IO[bytes], start: int) -> int:
+    """Moves to the first line that starts at or after ``start`` and returns its offset. A line
+    belongs to the unit that contains its first byte."""
+    if start == 0:
+        return 0
+    # One byte before: what ends there tells whether a line starts exactly at ``start``.
+    file.seek(start - 1)
+    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
+        pass
+    return file.tell()
+
+
+def _open(path: str) -> IO[bytes]:
+    file = open(path, "rb", buffering=1 << 20)  # noqa: SIM115  the caller closes it
+    if not path.lower().endswith(_COMPRESSED):
+        return file
+    if path.lower().endswith(".gz"):
+        stream: Any = gzip.GzipFile(fileobj=file)
+    else:
+        # Unlike the stream reader of zstandard, this one reports a file that was cut off.
+        stream = _library("pyarrow", "data", path).CompressedInputStream(file, "zstd")
+    return cast(IO[bytes], io.BufferedReader(_Decompressed(file, stream), 1 << 16))
+
+
+class _Decompressed(io.RawIOBase):
+    """What a decompressor gives. Raises OSError where it is more than any text expands to: a few
+    bytes may expand to terabytes."""
+
+    def __init__(self, file: IO[bytes], stream: Any) -> None:
+        self._file, self._stream, self._given = file, stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._stream.readinto(buffer))
+        self._given += count
+        if self._given > _FREE_BYTES + _MOST_EXPANSION * self._file.tell():
+            raise OSError(f"it expands to more than {_MOST_EXPANSION} times its size, unlike text")
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+# Tables
+
+
+def _library(name: str, extra: str, path: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{path} needs {name}: pip install 'parallel2d[{extra}]'") from None
+
+
+def _open_parquet(path: str) -> Any:
+    """A `pyarrow.parquet.ParquetFile`. Raises `ConfigError` for a file that is none."""
+    pyarrow, parquet = (_library(name, "data", path) for name in ("pyarrow", "pyarrow.parquet"))
+    try:
+        return parquet.ParquetFile(path, memory_map=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def _open_data_set(config: DataConfig) -> Any:
+    """The `datasets.Dataset` that ``data=hf`` names. Raises `ConfigError` if it cannot be
+    loaded."""
+    path = str(config.path)
+    datasets = _library("datasets", "hf-datasets", f"data=hf data.path={path}")
+    try:
+        if os.path.exists(os.path.join(path, "state.json")):
+            return datasets.load_from_disk(path)
+        if os.path.exists(os.path.join(path, "dataset_dict.json")):
+            return datasets.load_from_disk(path)[config.split]
+        return datasets.load_dataset(path, config.subset, split=config.split)
+    # The library raises many types: no such data set, no such split, no network
+    except Exception as error:
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"data=hf data.path={path} data.split={config.split} cannot be loaded: {reason}"
+        ) from None
+
+
+def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
+    table = _open_parquet(path)
+    columns = _columns(table.schema_arrow.names, config.text_field)
+    groups = list(range(unit.start, unit.stop))
+    damage = (_library("pyarrow", "data", path).ArrowException, UnicodeDecodeError)
+    try:
+        for batch in table.iter_batches(_TABLE_ROWS, groups, columns, use_threads=False):
+            for row in batch.to_pylist():
+                yield row, 1
+    except damage as error:
+        raise OSError(str(error)) from None
+
+
+def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
+    data_set = _open_data_set(config)
+    columns = _columns(data_set.column_names, config.text_field)
+    for row in data_set.select_columns(columns).select(range(unit.start, unit.stop)):
+        yield row, 1
+
+
+def _columns(names: list[str], text_field: str) -> list[str]:
+    """Those that documents are made of; all where none is, for the message about the first row."""
+    wanted = (text_field, "prompt", "completion", "segments")
+    return [name for name in names if name in wanted] or names
+
+
+# By kind of unit: how its files are read in pieces, and how a piece becomes a document
+_Format = tuple[Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, str], Document | None]]
+_FORMATS: dict[str, _Format] = {
+    "text": (_text_pieces, _text_document),
+    "rows": (_row_pieces, _line_document),
+    "parquet": (_parquet_pieces, _row_document),
+    "hf": (_data_set_pieces, _row_document),
+}

@@ -1,0 +1,238 @@
+"""Reads samples by position: `SampleStream`, the only source of batches in training.
+
+A stream is an infinite or finite sequence of samples, addressed by position. The sample at a
+position depends only on the data, the size of a sample and the seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from parallel2d.training.data.batch import IGNORED, Batch, SampleHash, SampleShape, token_sequences
+from parallel2d.training.data.order import Order, Schedule
+from parallel2d.training.data.token_shards import TokenSplit
+
+Array = NDArray[np.int64]
+Position = int | None
+# Positions whose order is computed at once: permuting many costs little more than permuting one
+_BLOCK = 1024
+
+
+class Samples(Protocol):
+    """A list of samples in storage order."""
+
+    shape: SampleShape
+
+    def __len__(self) -> int: ...
+
+    def read(
+        self, index: int, inputs: NDArray[Any], targets: Array, document_ids: Array | None
+    ) -> None:
+        """Fills ``inputs`` and ``targets``, of the shapes of `shape`, with the sample at ``index``.
+        Any thread may call it."""
+
+
+class _TokenSamples:
+    def __init__(self, split: TokenSplit, seq_len: int, end_id: int) -> None:
+        self._split, self.seq_len, self._end_id = split, seq_len, end_id
+        self.shape = token_sequences(seq_len)
+
+    def _fill(self, start: int, count: int, inputs: Array, targets: Array) -> None:
+        """``count`` tokens as inputs, those that follow them as targets, and the end id for the
+        rest of the row."""
+        tokens = self._split.ids(start, count + 1)
+        inputs[:count], targets[:count] = tokens[:-1], tokens[1:]
+        inputs[count:], targets[count:] = self._end_id, IGNORED
+        if self._split.masked:
+            targets[:count][~self._split.may_be_target(start + 1, count)] = IGNORED
+
+
+class PackedSamples(_TokenSamples):
+    """Sample i reads tokens i·T .. (i+1)·T of the split: each token but the first is a target
+    exactly once.
+
+    The last sample is padded with the end id, without targets. With ``intra_document_masking`` the
+    first token of a document is not a target either: it would be predicted from another document.
+    """
+
+    def __init__(
+        self, split: TokenSplit, seq_len: int, end_id: int, intra_document_masking: bool = False
+    ) -> None:
+        super().__init__(split, seq_len, end_id)
+        self._respect_documents = intra_document_masking
+
+    def __len__(self) -> int:
+        return -(-max(0, self._split.tokens - 1) // self.seq_len)
+
+    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
+        """Fills int64 [T] rows with sample ``index``."""
+        start = index * self.seq_len
+        count = min(self.seq_len, self._split.tokens - 1 - start)
+        self._fill(start, count, inputs, targets)
+        if self._respect_documents:
+            # In 1 .. count: where the next document starts
+            ends = self._split.document_ends(start, count) - start
+            targets[ends - 1] = IGNORED
+            if document_ids is not None:
+                starts = np.zeros(self.seq_len, np.int64)
+                starts[ends[ends < self.seq_len]] = 1
+                np.cumsum(starts, out=document_ids)
+
+
+class PaddedSamples(_TokenSamples):
+    """Sample i is document i, cut to T + 1 tokens. The rest of the row is padded with the end id,
+    without targets."""
+
+    def __len__(self) -> int:
+        return self._split.documents
+
+    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
+        """Fills int64 [T] rows with sample ``index``."""
+        begin, end = self._split.document_span(index)
+        count = min(self.seq_len, end - begin - 1)
+        self._fill(begin, count, inputs, targets)
+        if document_ids is not None:
+            document_ids[:count], document_ids[count:] = 0, 1
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a finite stream ends, and what happens to a last global batch that is not full."""
+
+    positions: int  # samples that are read
+    # drop omits it, pad gives the missing samples weight zero, wrap fills it from the next epoch
+    policy: str
+
+
+class SampleStream:
+    """Samples addressed by position.
+
+    Args:
+        components: what is read, samples of one shape; several make a mixture.
+        schedule: which component is read at a position.
+        seed, name: choose the order; streams of other names are independent of this one.
+        intra_document_masking: batches contain document ids.
+        context: positions at the start of every sequence whose targets are ignored.
+        epochs: number of epochs; 0 reads epoch after epoch without end.
+        end: see `End`.
+        threads: samples of a batch that are read at once. More than one helps where reading means
+            decoding, not copying.
+    """
+
+    def __init__(
+        self,
+        components: list[Samples],
+        schedule: Schedule,
+        *,
+        seed: int,
+        name: str = "train",
+        intra_document_masking: bool = False,
+        context: int = 0,
+        epochs: int = 0,
+        end: str = "wrap",
+        threads: int = 1,
+    ) -> None:
+        lengths = [len(component) for component in components]
+        assert len({component.shape for component in components}) == 1
+        self._components, self._schedule = components, schedule
+        self._orders = [
+            Order(length, seed, f"{name}/{number}") for number, length in enumerate(lengths)
+        ]
+        self._length = schedule.positions_before_repeat(lengths)
+        self.shape = components[0].shape
+        self._hash = SampleHash(self.shape)
+        # The executor starts no thread before it is used
+        self._pool = ThreadPoolExecutor(threads, "parallel2d-read") if threads > 1 else None
+        self._with_ids, self._context = intra_document_masking, context
+        # Positions that are read together are in few blocks of the order.
+        self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
+        self.end = End(epochs * self._length, end) if epochs else None
+        # There are no samples at positions from here on.
+        self._limit = epochs * self._length if epochs and end != "wrap" else math.inf
+
+    def __len__(self) -> int:
+        """Samples in one epoch; of a mixture, positions until its first component is exhausted."""
+        return self._length
+
+    def global_batches(self, global_batch_size: int) -> int | None:
+        """How many global batches there are until the end; None for a stream without end."""
+        if self.end is None:
+            return None
+        whole, rest = divmod(self.end.positions, global_batch_size)
+        return whole + bool(rest and self.end.policy != "drop")
+
+    def ends_before(self, position: int, global_batch_size: int) -> bool:
+        """Whether there is no global batch at ``position``."""
+        if self.end is None:
+            return False
+        if self.end.policy == "drop":
+            return position + global_batch_size > self.end.positions
+        return position >= self.end.positions
+
+    def read(self, positions: Sequence[Position]) -> Batch:
+        """The samples at ``positions``. A position that is None, or beyond a padded or dropped end,
+        has no valid target.
+
+        Returns tensors [len(positions), ...] in host memory, of the shapes and dtypes of `shape`.
+        An exception of a component for a sample that cannot be read is passed on.
+        """
+        count, shape = len(positions), self.shape
+        rows = [row for row, at in enumerate(positions) if at is not None and at < self._limit]
+        where = np.array([positions[row] for row in rows], dtype=np.int64)
+        dtype = np.int64 if shape.dtype == torch.int64 else np.float32
+        inputs = np.empty((count, *shape.inputs), dtype)
+        targets = np.empty((count, *shape.targets), np.int64)
+        ids = np.empty_like(targets) if self._with_ids else None
+        self._fill(rows, where, inputs, targets, ids)
+        if len(rows) < count:
+            missing = sorted(set(range(count)) - set(rows))
+            inputs[missing], targets[missing] = 0, IGNORED
+            if ids is not None:
+                ids[missing] = 0
+        if self._context:
+            # These positions see less than ``context`` tokens before them.
+            targets[:, : self._context] = IGNORED
+        # The others have no position; all of them are hashed without a copy.
+        hashed = slice(None) if len(rows) == count else rows
+        hashes = self._hash(inputs[hashed], targets[hashed], where)
+        return Batch(
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            None if ids is None else torch.from_numpy(ids),
+            hash=int(hashes.sum()),
+            valid_tokens=int(np.count_nonzero(targets != IGNORED)),
+        )
+
+    def _fill(
+        self,
+        rows: list[int],
+        positions: Array,
+        inputs: NDArray[Any],
+        targets: Array,
+        ids: Array | None,
+    ) -> None:
+        chosen, local = self._schedule.locate(positions)
+        found = []
+        for row, number, place in zip(rows, chosen.tolist(), local.tolist(), strict=True):
+            block, offset = divmod(place, _BLOCK)
+            found.append((row, self._components[number], int(self._block(number, block)[offset])))
+
+        def read(sample: tuple[int, Samples, int]) -> None:
+            row, component, index = sample
+            component.read(index, inputs[row], targets[row, ...], None if ids is None else ids[row])
+
+        # The first exception, in the order of the rows, is raised here.
+        list(map(read, found) if self._pool is None else self._pool.map(read, found))
+
+    def _compute_block(self, number: int, block: int) -> Array:
+        """Indices of the samples at positions block · _BLOCK and following of a component."""
+        return self._orders[number].index(np.arange(block * _BLOCK, (block + 1) * _BLOCK))

@@ -1,0 +1,98 @@
+"""Converts text to token ids: `load_tokenizer`.
+
+The tokenizer ``bytes`` needs no file: its ids are the 256 byte values and one end-of-document id.
+Any other name is the path of a ``tokenizer.json``, read by the tokenizers library (extra ``data``);
+that format is data, not code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel2d.base.errors import ConfigError
+
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+
+
+class Tokenizer:
+    """The tokenizer ``bytes``: UTF-8 bytes as ids 0-255, and 256 for the end of a document."""
+
+    name = "bytes"
+    vocab_size = 257  # ids are below it; the end-of-document id included
+    end_id = 256  # follows each document
+    fingerprint = "bytes"  # equal exactly when the same text gives the same ids
+
+    def encode(self, texts: list[str]) -> list[NDArray[Any]]:
+        """One 1-D array of unsigned ids per text, without the end-of-document id."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; ids without a text are omitted. Bytes that are not UTF-8 become the
+        replacement character."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
+
+class LibraryTokenizer(Tokenizer):
+    """A ``tokenizer.json``. Its template never adds special tokens; ``end_token`` ends a document.
+
+    If ``end_token`` is not given, the first of the usual names in the vocabulary is used. If it has
+    none of them, one id is added after the vocabulary.
+    """
+
+    def __init__(self, path: str, end_token: str | None) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ConfigError(
+                f"data.tokenizer={path} needs the tokenizers library: pip install "
+                "'parallel2d[data]'; data.tokenizer=bytes needs nothing"
+            ) from None
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise ConfigError(
+                f"data.tokenizer={path} must be 'bytes' or the path of a tokenizer.json; there is "
+                "no file"
+            )
+        content = file.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            problem = f"is not a readable tokenizer.json: {error}"
+            raise ConfigError(f"data.tokenizer={path} {problem}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocabulary.values(), default=-1) + 1
+        if end_token is None:
+            end_token = next((token for token in _ENDS if token in vocabulary), None)
+        elif end_token not in vocabulary:
+            raise ConfigError(f"data.end_token={end_token} is not in the vocabulary of {path}")
+        self.name = file.name
+        self.end_id = size if end_token is None else vocabulary[end_token]
+        self.vocab_size = max(size, self.end_id + 1)
+        self.fingerprint = hashlib.sha256(content + f"/{self.end_id}".encode()).hexdigest()
+
+    def encode(self, texts: list[str]) -> list[NDArray[Any]]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens are shown as text."""
+        known = [token for token in ids if self._tokenizer.id_to_token(token) is not None]
+        return str(self._tokenizer.decode(known, skip_special_tokens=False))
+
+
+def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names. Raises `ConfigError` if there is none."""
+    if name != "bytes":
+        return LibraryTokenizer(name, end_token)
+    if end_token is not None:
+        problem = "has no meaning with data.tokenizer=bytes, whose end id is 256"
+        raise ConfigError(f"data.end_token={end_token} {problem}")
+    return Tokenizer()

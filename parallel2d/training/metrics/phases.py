@@ -1,0 +1,128 @@
+"""The phases of a step: how long each took (`PhaseClock`), and traces of chosen steps on chosen
+ranks, for chrome://tracing and Perfetto, that name them (`StepProfiler`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+# Names in a trace, in the order of the loop; rows have others for the same phases, see
+# `parallel2d.training.metrics.keys`
+_TRACE_NAMES = ("forward_backward", "data", "agree", "update")
+_HISTORY = 200_000  # allocations and frees that a memory snapshot holds
+_active = False  # whether a step of this process is traced now
+
+
+def named(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A region of the trace called ``name``; costs one comparison while no step is traced."""
+    return torch.profiler.record_function(name) if _active else contextlib.nullcontext()
+
+
+class PhaseClock:
+    """Marks the ends of consecutive phases of a step, and gives their lengths after it. On GPU the
+    marks are events in the stream, so that measuring never waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, float | torch.Event]] = []
+        self._region = contextlib.ExitStack()  # the phase that a trace shows now
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._marks.clear()
+        self.mark("")
+
+    def mark(self, phase: str) -> None:
+        """Ends ``phase``, which began at the mark before. A phase may end several times in a step:
+        its parts add up."""
+        ended = len(self._marks)
+        self._marks.append((phase, self._now()))
+        self._region.close()
+        # The last mark ends the last phase, and none begins.
+        if ended < len(_TRACE_NAMES):
+            self._region.enter_context(named(_TRACE_NAMES[ended]))
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase of the step. On GPU the last event must have been waited for."""
+        seconds: dict[str, float] = {}
+        for (_, begin), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(end, torch.Event):
+                end.synchronize()
+                length = begin.elapsed_time(end) / 1e3  # type: ignore[union-attr]
+            else:
+                length = end - begin  # type: ignore[operator]
+            seconds[phase] = seconds.get(phase, 0.0) + length
+        return seconds
+
+    def _now(self) -> float | torch.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+
+class StepProfiler:
+    """Writes ``traces/rank-N-steps-A-B.json`` in the run directory; on GPU a memory snapshot for
+    pytorch.org/memory_viz beside it. ``steps``: the first and the last one of the trace, or empty
+    for none; ``ranks``: those that are traced, empty for all."""
+
+    def __init__(
+        self,
+        run_dir: str,
+        rank: int,
+        device: torch.device,
+        steps: Sequence[int],
+        ranks: Sequence[int],
+    ) -> None:
+        self._steps = range(0)
+        if steps and (not ranks or rank in ranks):
+            self._steps = range(steps[0], steps[-1] + 1)
+            self._path = f"{run_dir}/traces/rank-{rank}-steps-{steps[0]}-{steps[-1]}"
+        self._gpu = device.type == "cuda"
+        self._profiler: torch.profiler.profile | None = None
+
+    def start_step(self, step: int) -> None:
+        """Called before every step."""
+        global _active
+        # A run that goes on from a checkpoint may begin in the middle.
+        if step not in self._steps or self._profiler is not None:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+        _active = True
+
+    def end_step(self, step: int) -> None:
+        """Called after every step; writes the trace after the last wanted one."""
+        if step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is running, and writes it."""
+        global _active
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        _active = False
+        profiler.stop()
+        try:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            profiler.export_chrome_trace(f"{self._path}.json")
+            if self._gpu:
+                torch.cuda.memory._dump_snapshot(f"{self._path}.pickle")
+        except (OSError, RuntimeError) as error:  # a full disk ends no run
+            log.error("no trace could be written to %s: %s", self._path, error)
+        if self._gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,357 @@
+"""Measures every step on every rank and, on rank 0, writes a row of averages every few steps:
+`Recorder`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from parallel2d.base.files import for_terminal
+from parallel2d.training.metrics import keys
+from parallel2d.training.metrics.communication import CommunicationMeter
+from parallel2d.training.metrics.console import ConsoleDisplay
+from parallel2d.training.metrics.goodput import Goodput
+from parallel2d.training.metrics.phases import StepProfiler
+from parallel2d.training.metrics.watch import Position
+from parallel2d.training.metrics.writer import MetricsWriter
+from parallel2d.training.progress import Progress, RankReport, StepOutcome
+
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+TOLERANCE = 0.05  # of predicted bytes; beyond it the axis is named
+# Steps over which the median of a rank's ratio counts, so that single pauses do not
+WINDOW = 12
+SLOW = 1.5  # times the other ranks' busy time
+
+
+@dataclass(kw_only=True, eq=False)
+class Recorder:
+    """Called by every rank after every step; only rank 0 has a ``writer`` and a ``display``.
+    ``meter`` is installed while the recorder is open."""
+
+    log_every: int
+    steps: int
+    ranks: int  # of the world
+    tokens_per_step: int  # input tokens, or images, of a global batch; tensor ranks counted once
+    flops_per_step: float | None  # of the model over a global batch; None: unknown
+    peak_flops: float | None  # of one device
+    writer: MetricsWriter | None
+    display: ConsoleDisplay | None
+    device: torch.device = torch.device("cpu")
+    hosts: Sequence[str] = ()  # by rank
+    meter: CommunicationMeter | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)  # bytes per axis to compare with
+    slow_axes: Sequence[str] = ()  # whose groups cross hosts
+    # that exact fp32 gradients would send over the replicate axis per step; 0: nothing crosses it
+    exact_bytes: float = 0.0
+    profiler: StepProfiler | None = None
+
+    def __post_init__(self) -> None:
+        self._goodput = Goodput()
+        self._stragglers = Stragglers(self.hosts)
+        self._deviation = Deviation(self.predicted)
+        # Over the replicate axis, and the steps that took them
+        self._crossed_bytes = 0.0
+        self._crossed_steps = 0
+        self._outer_norm: float | None = None
+        self._segment = 1
+        self._step = 0
+        self._first = True
+        self._saved_at: float | None = None  # when the last checkpoint was written
+        self._given: dict[str, float] = {}  # metrics of hooks since the last row
+        # Over the steps since the last row
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counted = 0
+        # Over all steps but the first, for the time that the rest will take
+        self._steady_s = 0.0
+        self._steady_steps = 0
+
+    def begin(
+        self, step: int, segment: int = 1, *, restarted: bool = False, not_before: float = 0.0
+    ) -> None:
+        """Opens what is written to, after ``step`` finished steps (0, or those of a restored
+        run). ``segment``: which start of the run this is, from 1; ``restarted``: workers replaced
+        others; ``not_before``: as of `Goodput.resume`."""
+        self._segment = segment
+        if self.meter:
+            self.meter.install()
+        if self.writer:
+            found = self.writer.begin(step)
+            self._goodput.resume(step, *found, restarted=restarted, not_before=not_before)
+        if self.display:
+            self.display.begin(step)
+
+    def start_step(self, step: int) -> None:
+        """Begins the measurement of ``step`` on this rank."""
+        self._step = step
+        if self.profiler:
+            self.profiler.start_step(step)
+        if self.meter:
+            self.meter.start()
+
+    def position(self) -> Position:
+        """How far this rank is; safe to call from another thread."""
+        begun, doing = 0, "a collective (which one is known with metrics.communication=true)"
+        if self.meter is not None:
+            begun, doing = self.meter.position()
+        return Position(self._step, begun, doing)
+
+    def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> RankReport:
+        """Ends the measurement of a step that took ``seconds``, empty before the first. The other
+        ranks learn the report in the next step's agreement.
+
+        Busy are the seconds of the step without those spent in collectives and in the agreement.
+        It is ``busy_cpu_s``, the CPU seconds used, where these are not known (on GPU they run
+        beside the rest), and where ranks outnumber cores: any of them waits for a core.
+        """
+        if self.profiler and "step_s" in seconds:
+            self.profiler.end_step(self._step)
+        if self.meter is None:
+            return RankReport(busy_cpu_s, _memory(self.device), {})
+        moved = dict(zip(keys.COMMUNICATION_KEYS, self.meter.read(), strict=True))
+        busy_s = busy_cpu_s
+        if self.device.type == "cpu" and "step_s" in seconds and _has_own_core(self.hosts):
+            held_up_s = sum(moved[key] for key in keys.COMMUNICATION_SECONDS)
+            # Not zero, which would mean that this rank was not measured.
+            busy_s = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
+        return RankReport(busy_s, _memory(self.device), moved)
+
+    def record(
+        self,
+        progress: Progress,
+        outcome: StepOutcome,
+        learning_rate: float,
+        seconds: dict[str, float],
+        validation: Mapping[str, float] | None,
+        *,
+        last: bool,
+        given: Mapping[str, float],
+    ) -> None:
+        """Takes one step; writes a row every ``log_every`` steps, at the first and last one, and
+        with a validation.
+
+        ``validation``: its losses by key; None: there was none. ``given``: metrics of hooks; the
+        next row holds the newest value of each.
+        """
+        first, self._first = self._first, False
+        self._goodput.add(seconds, first=first)
+        self._given |= given
+        if outcome.outer_norm is not None:
+            self._outer_norm = outcome.outer_norm
+        if seconds.get("checkpoint_s"):
+            self._saved_at = time.perf_counter()
+        busy_s = [report.busy_s for report in outcome.ranks]
+        if not first:
+            self._warn(self._stragglers.check(busy_s))
+            self._add(seconds, outcome.ranks)
+        if not (first or last or progress.step % self.log_every == 0 or validation is not None):
+            return
+        row = {**self._totals(progress, outcome, learning_rate), **(validation or {})}
+        if first:
+            # Compilation and warm-up make the first step of a process long: its time is reported
+            # apart, and never averaged in. What ranks reported in it was before it.
+            step_s = seconds["step_s"]
+            self._emit(row | {keys.FIRST_STEP_S: step_s})
+            if self.display:
+                self.display.say(f"first step {step_s:.2f} s (not counted in the averages)")
+        else:
+            self._emit(row | _slowest(busy_s) | self._averages(), busy_s)
+
+    def _totals(
+        self, progress: Progress, outcome: StepOutcome, learning_rate: float
+    ) -> dict[str, Any]:
+        """What a row holds of its step, and the totals of the run."""
+        row: dict[str, Any] = {
+            keys.STEP: progress.step,
+            keys.SEGMENT: self._segment,
+            keys.LOSS: outcome.loss,
+            keys.GRAD_NORM: outcome.grad_norm,
+            keys.LEARNING_RATE: learning_rate,
+            keys.TOKENS: progress.tokens,
+            keys.SAMPLES: progress.samples,
+            keys.BATCH_HASH: outcome.batch_hash,
+            keys.SKIPPED_STEPS: progress.skipped,
+            **_largest_memory(outcome.ranks),
+            **self._goodput.row(),
+        }
+        if self._outer_norm is not None:
+            row[keys.OUTER_NORM] = self._outer_norm
+        return row
+
+    def _add(self, seconds: Mapping[str, float], reports: Sequence[RankReport]) -> None:
+        """Adds one step to the sums: the seconds of this one, what was moved in the one before."""
+        for name, value in seconds.items():
+            self._sums[keys.time_key(name)] += value
+        for key in reports[0].communication:  # the same on all ranks
+            self._sums[key] += sum(report.communication[key] for report in reports) / len(reports)
+        self._counted += 1
+        self._steady_s += seconds["step_s"]
+        self._steady_steps += 1
+
+    def _averages(self) -> dict[str, float]:
+        """Time, communication and throughput of a step: the means since the last row."""
+        row = {key: total / self._counted for key, total in self._sums.items()}
+        self._crossed_bytes += self._sums[keys.communication_key("replicate", "bytes")]
+        self._crossed_steps += self._counted
+        self._sums.clear()
+        self._counted = 0
+        if self.meter:
+            crossing = [keys.communication_key(axis, "bytes") for axis in self.slow_axes]
+            row[keys.BYTES_BETWEEN_HOSTS] = sum(row[key] for key in crossing)
+            self._warn(self._deviation.check(row))
+        if self.exact_bytes and self._crossed_bytes:
+            exact = self.exact_bytes * self._crossed_steps
+            row[keys.COMPRESSION] = exact / self._crossed_bytes
+        row[keys.TOKENS_PER_S] = self.tokens_per_step / row[keys.STEP_S]
+        row[keys.TOKENS_PER_S_PER_RANK] = row[keys.TOKENS_PER_S] / self.ranks
+        if self.flops_per_step is not None:
+            flops_per_rank = self.flops_per_step / row[keys.STEP_S] / self.ranks
+            row[keys.MODEL_TFLOPS_PER_RANK] = flops_per_rank / 1e12
+            if self.peak_flops is not None:
+                row[keys.MFU] = flops_per_rank / self.peak_flops
+        return row
+
+    def _emit(self, row: dict[str, Any], busy_s: Sequence[float] = ()) -> None:
+        row |= self._given
+        self._given = {}
+        if self.writer:
+            self.writer.write(row, busy_s)
+        if self.display is None:
+            return
+        eta_s = age_s = None
+        if self._steady_steps:
+            eta_s = self._steady_s / self._steady_steps * (self.steps - row[keys.STEP])
+        if self._saved_at is not None:
+            age_s = time.perf_counter() - self._saved_at
+        self.display.step(row, eta_s, age_s)
+
+    def _warn(self, sentences: Sequence[str]) -> None:
+        if self.display is None:  # every rank comes to the same sentences, and one shows them
+            return
+        for sentence in sentences:
+            log.warning("%s", sentence)
+            self.display.say(f"warning: {sentence}")
+
+    def say(self, text: str) -> None:
+        """A line for people, in ``train.log`` and on the console; rank 0 alone says it."""
+        if self.display is not None:
+            log.info("%s", text)
+            self.display.say(text)
+
+    def show_text(self, tag: str, text: str, step: int) -> None:
+        """As `say`, with the step and below it ``text``, which TensorBoard shows under ``tag``."""
+        self.say(f"{tag} at step {step}:\n{for_terminal(text)}")
+        if self.writer:
+            self.writer.text(tag, text, step)
+
+    def close(self) -> None:
+        """Ends the measurements and closes what is written to."""
+        if self.meter:
+            self.meter.remove()
+        for part in (self.profiler, self.writer, self.display):
+            if part is not None:
+                part.close()
+
+
+def _has_own_core(hosts: Sequence[str]) -> bool:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return hosts.count(hosts[rank]) <= len(os.sched_getaffinity(0))
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    memory = {
+        keys.PEAK_RSS_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
+        keys.RSS_GIB: psutil.Process().memory_info().rss / _GIB,
+    }
+    if device.type == "cuda":
+        held = torch.cuda.memory_stats(device)
+        memory[keys.PEAK_GIB] = held.get("allocated_bytes.all.peak", 0) / _GIB
+        memory[keys.ALLOCATED_GIB] = held.get("allocated_bytes.all.current", 0) / _GIB
+        memory[keys.RESERVED_GIB] = held.get("reserved_bytes.all.current", 0) / _GIB
+        # How often the allocator had to give all cached blocks back and try again
+        memory[keys.ALLOCATION_RETRIES] = held.get("num_alloc_retries", 0)
+    return memory
+
+
+def _largest_memory(reports: Sequence[RankReport]) -> dict[str, float]:
+    row = {key: max(report.memory[key] for report in reports) for key in reports[0].memory}
+    if row.get(keys.RESERVED_GIB):
+        row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
+    return row
+
+
+def _slowest(busy_s: Sequence[float]) -> dict[str, float]:
+    """The rank that was busy longest and its part of the mean; empty where nothing was measured."""
+    mean = sum(busy_s) / len(busy_s)
+    if not mean:
+        return {}
+    longest = max(busy_s)
+    return {keys.SLOWEST_RANK: busy_s.index(longest), keys.SKEW: longest / mean}
+
+
+class Deviation:
+    """Warns once per axis that moves more or less than predicted. ``predicted``: bytes by key."""
+
+    def __init__(self, predicted: Mapping[str, float]) -> None:
+        self._predicted = dict(predicted)
+
+    def check(self, row: Mapping[str, float]) -> list[str]:
+        """The warnings for one row of measurements; each axis is named once in a run."""
+        warnings = []
+        for key, predicted in list(self._predicted.items()):
+            measured, expected = row.get(key, predicted), max(predicted, 1.0)
+            if abs(measured - predicted) > TOLERANCE * expected:
+                del self._predicted[key]
+                axis = key.split("/")[1]
+                warnings.append(
+                    f"the {axis} axis moves {measured / 1e6:.4g} MB per step and rank, "
+                    f"{measured / expected:.2f} times the predicted {predicted / 1e6:.4g} MB: look "
+                    "for collectives that the layout does not need"
+                )
+        return warnings
+
+
+class Stragglers:
+    """Warns once per rank that is slow. ``hosts[rank]``: where a rank runs."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._ratios: list[deque[float]] = [deque(maxlen=WINDOW) for _ in hosts]
+        self._named: set[int] = set()
+
+    def check(self, busy_s: Sequence[float]) -> list[str]:
+        """``busy_s[rank]``: seconds of the last step in which the rank worked, without its waits
+        for others."""
+        # Zero stands for a rank that has measured nothing yet.
+        if len(busy_s) < 2 or not all(busy_s):
+            return []
+        warnings = []
+        # One median for all ranks: to sort the others of each takes tens of milliseconds with
+        # hundreds of ranks. Who is slow is not in the lower half.
+        others = statistics.median(sorted(busy_s)[:-1])
+        for rank, seconds in enumerate(busy_s):
+            ratios = self._ratios[rank]
+            ratios.append(seconds / others)
+            if len(ratios) < WINDOW or ratios[-1] < SLOW or rank in self._named:
+                continue
+            ratio = statistics.median(ratios)
+            if ratio >= SLOW:
+                self._named.add(rank)
+                host = self._hosts[rank].split("/")[0]
+                warnings.append(
+                    f"rank {rank} on {host} is slow: {ratio:.1f} times the busy time of the other "
+                    f"ranks over the last {WINDOW} steps; all others wait for it"
+                )
+        return warnings

@@ -1,0 +1,274 @@
+"""Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`.
+
+TensorBoard gives each folder of event files a colour. So what is measured for each axis is also
+written to a folder of that axis, under a tag that all axes share, and a chart of the tag shows them
+in colours of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from io import FileIO
+from typing import Any
+
+from parallel2d.training.metrics import keys
+from parallel2d.training.metrics.row_file import Row, set_aside_after
+
+log = logging.getLogger(__name__)
+
+HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of a row
+
+# In the folder of an axis: tag by quantity, and what a value is multiplied by
+OF_AN_AXIS = {
+    "bytes": ("axis/megabytes", 1e-6),
+    "seconds": ("axis/seconds", 1.0),
+    "exposed_seconds": ("axis/exposed_seconds", 1.0),
+    "calls": ("axis/calls", 1.0),
+}
+
+# Charts by group: regular expressions for the tags that a chart has lines for. An expression
+# matches a tag that it begins, so one that begins others ends with $.
+LAYOUT = {
+    "Throughput": {
+        "tokens per second": [f"{keys.TOKENS_PER_S}$"],
+        "tokens per second and rank": [keys.TOKENS_PER_S_PER_RANK],
+        "model TFLOP/s per rank": [keys.MODEL_TFLOPS_PER_RANK],
+        "goodput": [keys.GOODPUT],
+    },
+    "Communication by axis": {
+        "MB sent per rank and step": [OF_AN_AXIS["bytes"][0]],
+        "seconds per step": [OF_AN_AXIS["seconds"][0]],
+        "seconds per step that nothing hides": [OF_AN_AXIS["exposed_seconds"][0]],
+        "calls per step": [OF_AN_AXIS["calls"][0]],
+    },
+    "Memory": {"GiB, largest rank": ["memory/.*_gib"]},
+    "Loss": {
+        "training and validation": [f"^{keys.LOSS}$", "validation/(.*/)?loss$"],
+        "gradient norm": [keys.GRAD_NORM],
+    },
+    "Where time goes": {
+        "seconds of a step": [keys.time_key(f"({'|'.join(keys.PHASES)})_s")],
+        "seconds lost so far": ["goodput/lost_.*"],
+        "slowest rank over the mean": [keys.SKEW],
+    },
+}
+# Only where something crosses the replicate axis, and where replicas train on their own
+BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
+OF_DILOCO = {"norm of the shared change": [keys.OUTER_NORM]}
+# Of the table of runs: the columns that it shows first, and the results, by their last values
+COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
+_RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
+
+
+@dataclass
+class MetricsWriter:
+    """Appends one flat row per logged step to both places. Lines are flushed as they are written.
+
+    What cannot be written (the disk is full, the run directory was deleted) ends no run: it is told
+    once, and rows that are lost are counted.
+
+    ``texts``: shown in TensorBoard beside the curves (``config``, ``mesh``), as Markdown.
+    ``hparams``: settings by which the runs of a sweep are told apart, so that TensorBoard shows
+    them in one table. ``axes``: of the mesh, those with several ranks.
+    """
+
+    run_dir: str
+    texts: Mapping[str, str]
+    _: KW_ONLY
+    tensorboard: bool
+    hparams: Mapping[str, str | float | bool] = field(default_factory=dict)
+    axes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._path = os.path.join(self.run_dir, "metrics.jsonl")
+        self._board = os.path.join(self.run_dir, "tensorboard")
+        self._file: FileIO | None = None
+        # By the folder in that of TensorBoard: an axis, or nothing for its own; empty without
+        self._events: dict[str, _EventFile] = {}
+        self._rows = 0
+        self._lost_rows = 0
+
+    def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
+        """Opens both, to go on after ``from_step``; a restart undid the steps of later rows.
+        Raises OSError.
+
+        Returns the last row that was written before, undone or not, and the last one that stands;
+        None where there is none.
+        """
+        found = set_aside_after(self._path, from_step)
+        # Without a buffer, which would keep what a full disk has refused for the next row.
+        self._file = FileIO(self._path, "ab")
+        if self.tensorboard:
+            for name in ("", *self.axes):
+                self._events[name] = _EventFile(os.path.join(self._board, name), from_step)
+            for summary in _introduction(self.texts, self.hparams, self.axes):
+                self._events[""].add(summary)
+        return found
+
+    def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
+        """``row`` must hold ``step``; numbers become scalars, non-finite ones are written as null.
+        ``busy_s``: of each rank."""
+        assert self._file is not None, "begin() comes first"
+        clean = {key: _finite(value) for key, value in row.items()}
+        try:
+            self._append(self._file, json.dumps(clean).encode() + b"\n")
+        except OSError as error:
+            if not self._lost_rows:
+                first = f"{self._path} cannot be written, from step {row[keys.STEP]} on"
+                log.error("%s (%s): training goes on", first, error.strerror)
+            self._lost_rows += 1
+        self._rows += 1
+        with self._told_once():
+            self._write_events(row, busy_s)
+
+    def _append(self, file: FileIO, line: bytes) -> None:
+        os.stat(self._path)  # a deleted file can still be written to, and nobody would see it
+        end = file.seek(0, os.SEEK_END)
+        if file.write(line) < len(line):
+            # The rest did not fit, and no row may follow half of another.
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+
+    def _write_events(self, row: Row, busy_s: Sequence[float]) -> None:
+        scalars = {
+            key: float(value) for key, value in row.items() if isinstance(value, int | float)
+        }
+        step = int(scalars.pop(keys.STEP))
+        scalars.pop(keys.SEGMENT, None)
+        for name, events in self._events.items():
+            events.add_scalars(_of_axis(name, scalars) if name else scalars, step)
+        if self._events and len(busy_s) > 1 and self._rows % HISTOGRAM_EVERY == 1:
+            import numpy
+            from torch.utils.tensorboard import summary
+
+            spread = summary.histogram(keys.BUSY_S, numpy.asarray(busy_s), "auto")
+            self._events[""].add(spread, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Shows ``text``, as it stands, under ``tag`` in TensorBoard, where that is written."""
+        if self._events:
+            from torch.utils.tensorboard import summary
+
+            with self._told_once():
+                self._events[""].add(summary.text(tag, f"```\n{text}\n```"), step)
+
+    @contextlib.contextmanager
+    def _told_once(self) -> Iterator[None]:
+        """Around what is written for TensorBoard. It reads no further than a record that was cut,
+        so nothing follows one that could not be written."""
+        try:
+            yield
+        except OSError as error:
+            log.error("%s cannot be written (%s): training goes on", self._board, error.strerror)
+            self._close_events()
+
+    def _close_events(self) -> None:
+        while self._events:
+            self._events.popitem()[1].close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._close_events()
+        if self._lost_rows:
+            log.error("%d rows are missing in %s", self._lost_rows, self._path)
+
+
+class _EventFile:
+    """A file of TensorBoard's in ``folder``, which drops the steps after ``from_step`` that earlier
+    files hold. Written in the calling thread: that of torch's ``SummaryWriter`` prints a traceback
+    where the disk is full."""
+
+    def __init__(self, folder: str, from_step: int) -> None:
+        # Imported here and below, so that only runs with TensorBoard wait for it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        os.makedirs(folder, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+        self._records = RecordWriter(open(os.path.join(folder, name), "xb"))  # noqa: SIM115
+        self._event = Event
+        self._write(Event(file_version="brain.Event:2"))
+        if from_step:
+            started = SessionLog(status=SessionLog.START)
+            self._write(Event(step=from_step + 1, session_log=started))
+
+    def add(self, summary: Any, step: int = 0) -> None:
+        self._write(self._event(step=step, summary=summary))
+
+    def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
+        """All of them as one event: one for each would cost more than all else that is measured."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self.add(Summary(value=values), step)
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of what could not be written before
+            self._records.close()
+
+
+def _introduction(
+    texts: Mapping[str, str], hparams: Mapping[str, str | float | bool], axes: Sequence[str]
+) -> Iterator[Any]:
+    from torch.utils.tensorboard import summary
+
+    for name, text in texts.items():
+        yield summary.text(name, text)
+    replicas = dict(BETWEEN_REPLICAS) if "replicate" in axes else {}
+    if str(hparams.get("sync", "")).startswith("diloco"):
+        replicas |= OF_DILOCO
+    charts: dict[str, Any] = {}
+    for group, by_title in {**LAYOUT, "Replicas": replicas}.items():
+        if by_title:
+            charts[group] = {title: ["Multiline", tags] for title, tags in by_title.items()}
+    yield summary.custom_scalars(charts)
+    if hparams:
+        # Into the run's own folder, where its scalars are: ``add_hparams`` makes one beside it.
+        for part in summary.hparams(hparams, dict.fromkeys(_RESULTS)):
+            _mark_compared(part)
+            yield part
+
+
+def _mark_compared(summary: Any) -> None:
+    """TensorBoard shows the first few columns of its table: those that are marked as different
+    between runs, then the others by name."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    for value in summary.value:
+        content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in COMPARED
+        value.metadata.plugin_data.content = content.SerializeToString()
+
+
+def _of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
+    """What was measured for ``axis``, by the tags that all axes share; nothing in the first row of
+    a process."""
+    moved: dict[str, float] = {}
+    for quantity, (tag, scale) in OF_AN_AXIS.items():
+        key = keys.communication_key(axis, quantity)
+        if key in scalars:
+            moved[tag] = scale * scalars[key]
+    return moved
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no NaN and no infinity.
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,282 @@
+"""Builds the model that the ``model`` config group names, with all that training needs of it. The
+entry point is `build_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel2d.base.config import CustomModel, HuggingFaceModel, LlamaModel, TrainConfig
+from parallel2d.base.config.reference import load_reference
+from parallel2d.base.errors import ConfigError
+from parallel2d.models import adapters, huggingface, llama
+from parallel2d.parallel.loss import cross_entropy_sum
+from parallel2d.parallel.mesh import MeshShape
+from parallel2d.parallel.parallelize.tensor_parallel import resolve_plan
+from parallel2d.parallel.weights.initial_values import Initializer, build_on_meta
+from parallel2d.parallel.weights.pretrained import has_weights, load_pretrained
+
+Loss = Callable[..., Tensor]  # of what the model returns and the targets
+TensorPlan = Callable[[Any, int], Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """The images that a model reads, as far as its configuration gives it; None where it does
+    not."""
+
+    size: int | None = None  # pixels of a side
+    channels: int | None = None
+    classes: int | None = None  # how many classes its output has
+
+
+def _no_context(_seq_len: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with its parameters on meta, and what training needs beside it."""
+
+    module: nn.Module
+    init: Initializer | None
+    # (model, ranks of the tensor axis) -> {module pattern: style or word}; None: there is none
+    tensor_plan: TensorPlan | None
+    loss: Loss  # (output, targets) -> loss, summed over the valid targets
+    vocab_size: int | None
+    # fills the sharded model from a folder and returns the names of the parameters it had
+    weights: Callable[[nn.Module], Container[str]] | None = None
+    # seq_len -> how many positions at the start of a sequence the model only reads: their targets
+    # must be ignored
+    context: Callable[[int], int] = _no_context
+    reads: str | None = "tokens"  # or `images`; None: a model of somebody's own may read either
+    images: ImageInput = ImageInput()
+
+    def loss_in_training(self, z_loss: float) -> Loss:
+        return functools.partial(self.loss, z_loss=z_loss) if z_loss else self.loss
+
+
+def words_of(config: Any) -> str:
+    """``key=value`` of the setting that chooses the model, for messages."""
+    if isinstance(config, CustomModel):
+        return f"model.target={config.target}"
+    if not isinstance(config, HuggingFaceModel):
+        return f"model.family={config.family}"
+    if config.path is not None:
+        return f"model.path={config.path}"
+    return f"model.architecture={config.architecture}"
+
+
+def build_model(config: Any) -> ModelParts:
+    """Builds the configured model with its parameters on meta. Raises `ConfigError` for what cannot
+    be imported or built."""
+    if isinstance(config, LlamaModel):
+        return _build_llama(config)
+    loss = load_reference("model.loss", config.loss) if config.loss else cross_entropy_sum
+    if isinstance(config, HuggingFaceModel):
+        return _build_hugging_face(config, loss)
+    assert isinstance(config, CustomModel)
+    return _build_custom(config, loss)
+
+
+def _build_llama(config: LlamaModel) -> ModelParts:
+    arguments = dataclasses.asdict(config)
+    del arguments["family"]
+    with build_on_meta():
+        module = llama.Llama(**arguments)
+    return ModelParts(
+        module,
+        init=module.init_weights,
+        tensor_plan=llama.tensor_plan,
+        loss=cross_entropy_sum,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _build_custom(config: CustomModel, loss: Loss) -> ModelParts:
+    factory = load_reference("model.target", config.target)
+    try:
+        with build_on_meta():
+            built = factory(**config.arguments)
+    except Exception as error:
+        what = f"model.target={config.target} with arguments {config.arguments}"
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+    if not isinstance(built, nn.Module):
+        raise ConfigError(
+            f"model.target={config.target} returned {type(built).__name__}, not an nn.Module"
+        )
+    init = load_reference("model.init", config.init) if config.init else None
+    # The factory may have built a model of the transformers library, which has a configuration.
+    size, channels = huggingface.image_input(getattr(built, "config", None))
+    return ModelParts(
+        built,
+        init=init,
+        tensor_plan=_given_plan(config.tensor_plan),
+        loss=loss,
+        vocab_size=None,
+        reads=None,
+        images=ImageInput(size, channels),
+    )
+
+
+def _build_hugging_face(config: HuggingFaceModel, loss: Loss) -> ModelParts:
+    what = words_of(config)
+    module = _hugging_face_module(config, what)
+    # The library's name for what a model takes first: input_ids, pixel_values, input_features, ...
+    reads = getattr(module, "main_input_name", "input_ids")
+    is_pair = getattr(module.config, "is_encoder_decoder", False)
+    _check_input(module, what, reads, is_pair)
+    parts = ModelParts(
+        module,
+        init=None,
+        tensor_plan=_hugging_face_plan(config, module),
+        loss=loss,
+        vocab_size=getattr(module.config, "vocab_size", None),
+        weights=_saved_weights(config),
+    )
+    if reads == "pixel_values":
+        parts = _reading_images(parts, config, what)
+    elif is_pair:
+        parts = _reading_prefix_and_suffix(parts, what)
+    if config.adapter is not None:
+        # Last: what was asked about the model was asked about its base.
+        parts = _with_adapter(parts, config)
+    return parts
+
+
+def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
+    """The same model frozen, with an adapter that is trained. It has no tensor-parallel plan."""
+    what = f"model.adapter={config.adapter}"
+    assert config.path is not None
+    if parts.weights is None:
+        raise ConfigError(f"{what}: model.path={config.path} holds no weights to adapt")
+    try:
+        with build_on_meta():
+            module = adapters.add_adapter(parts.module, config.adapter, config.path)
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        # The messages of `adapters` are ValueErrors, and so are the library's own.
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
+    return dataclasses.replace(parts, module=module, tensor_plan=None)
+
+
+def _hugging_face_module(config: HuggingFaceModel, what: str) -> Any:
+    try:
+        with build_on_meta():
+            return huggingface.build(
+                config.path, config.architecture, config.arguments, config.head
+            )
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        # `huggingface.build` raises plain ValueErrors, whose messages are for users.
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
+
+
+def _check_input(module: nn.Module, what: str, reads: str, is_pair: bool) -> None:
+    """Raises `ConfigError` for a model that reads neither token ids alone nor images alone."""
+    reads_images = reads == "pixel_values" and not is_pair
+    if reads == "input_ids" or reads_images:
+        return
+    also = " and token ids" if is_pair else ""
+    raise ConfigError(
+        f"{what}: {type(module).__name__} reads {reads}{also}, and the train command feeds token "
+        "ids or images alone; train it with parallel2d.parallel.parallelize in a loop of your own: "
+        "docs/models.md, 'Models that read something else', has the lines"
+    )
+
+
+def _hugging_face_plan(config: HuggingFaceModel, module: nn.Module) -> TensorPlan | None:
+    given = _given_plan(config.tensor_plan)
+    if given is None and huggingface.has_tensor_plan(module):
+        return _own_plan
+    return given
+
+
+def _saved_weights(config: HuggingFaceModel) -> Callable[[nn.Module], Container[str]] | None:
+    if config.load_weights and config.path is not None and has_weights(config.path):
+        return functools.partial(load_pretrained, path=config.path)
+    return None
+
+
+def _reading_images(parts: ModelParts, config: HuggingFaceModel, what: str) -> ModelParts:
+    module: Any = parts.module
+    if not config.loss and not huggingface.classifies_images(module):
+        raise ConfigError(
+            f"{what}: {type(module).__name__} gives no logits of classes; set "
+            "model.head=image_classification, or model.loss to a function of what it gives"
+        )
+    size, channels = huggingface.image_input(module.config)
+    images = ImageInput(size, channels, module.config.num_labels)
+    return dataclasses.replace(parts, vocab_size=None, reads="images", images=images)
+
+
+def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
+    """An encoder-decoder that is trained on plain sequences of tokens: it reads the first half, and
+    its loss is that of the second half."""
+    try:
+        huggingface.read_prefix_and_suffix(parts.module)
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    loss = parts.loss
+
+    def loss_of_suffix(output: Any, targets: Tensor, **options: Any) -> Tensor:
+        context = huggingface.context_of(targets.shape[-1])
+        return loss(output, targets[..., context:], **options)
+
+    return dataclasses.replace(parts, loss=loss_of_suffix, context=huggingface.context_of)
+
+
+def _own_plan(model: Any, _tensor: int) -> Mapping[str, object]:
+    """The plan that the library ships with the model. Raises ValueError for words in it that are
+    not translated."""
+    return huggingface.tensor_words(model)
+
+
+def _given_plan(plan: Any) -> TensorPlan | None:
+    """The plan of the configuration: words as they stand, or what the named function makes of the
+    model."""
+    if not plan:
+        return None
+    if isinstance(plan, str):
+        function = load_reference("model.tensor_plan", plan)
+        return lambda model, _tensor: function(model)
+    words = dict(plan)
+    return lambda _model, _tensor: words
+
+
+def plan_tensor_axis(
+    config: TrainConfig, parts: ModelParts, shape: MeshShape
+) -> Mapping[str, object] | None:
+    """The tensor-parallel plan, or None without a tensor axis. Raises `ConfigError` when the model
+    cannot be split so."""
+    tensor, seq_len = shape.tensor, config.train.seq_len
+    if tensor == 1:
+        return None
+    if isinstance(config.model, LlamaModel) and seq_len % tensor:
+        raise ConfigError(
+            f"train.seq_len={seq_len} must be a multiple of mesh.tensor={tensor}: norms run on "
+            "slices of the sequence"
+        )
+    plan: Mapping[str, object] | None = None
+    try:
+        if parts.tensor_plan is not None:
+            plan = parts.tensor_plan(parts.module, tensor)
+        if plan:
+            resolve_plan(parts.module, plan, tensor)
+            return plan
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    raise ConfigError(
+        f"mesh.tensor={tensor}: {type(parts.module).__name__} has no tensor-parallel plan; give "
+        "one with model.tensor_plan={pattern: word} or package.module:function, or set "
+        "mesh.tensor=1"
+    )

@@ -1,0 +1,211 @@
+"""The optimizer of a parallelized model, and the learning rate. Start at `build_optimizer`.
+
+It returns a ``torch.optim.Optimizer`` whose update is that of a single process on any layout.
+AdamW, Adam and SGD update each element on its own and so are torch's; Adafactor and Muon need sums
+over whole matrices, or whole matrices, and are in `adafactor.py` and `muon.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.config import OptimizerConfig, SchedulerConfig
+from parallel2d.base.config.checks import check_optimizer
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.sync.engine import Engine, engines_in
+from parallel2d.training.optimizer.adafactor import Adafactor
+from parallel2d.training.optimizer.groups import describe_group, muon_names, plan_groups
+from parallel2d.training.optimizer.muon import Muon
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "Adafactor",
+    "LossScaler",
+    "Muon",
+    "build_optimizer",
+    "learning_rate",
+    "muon_names",
+    "plan_groups",
+    "set_learning_rate",
+    "update_bytes",
+]
+
+
+# The arguments by which torch's optimizers choose among their implementations.
+_IMPLEMENTATIONS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "loop": {"foreach": False},
+}
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of ``config`` over the trainable parameters of ``model``: parallelized, or
+    plain on one process.
+
+    Raises `ConfigError` for a ``config`` that is none, for a word or number that it may not have,
+    without trainable parameters, for a pattern of ``config.groups`` that matches nothing, and where
+    Muon cannot tell hidden matrices from others.
+    """
+    if not isinstance(config, OptimizerConfig):
+        raise ConfigError(
+            "the second argument of build_optimizer is an OptimizerConfig, such as "
+            f"OptimizerConfig('adamw', lr=3e-4); got {config!r}"
+        )
+    check_optimizer(config)
+    # A plain model on one process has no engine.
+    engines = engines_in(model)
+    optimizer = _new_optimizer(plan_groups(model, config), config, engines)
+    for engine in engines:
+        engine.attach(optimizer)
+    return optimizer
+
+
+def _new_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig, engines: Sequence[Engine]
+) -> torch.optim.Optimizer:
+    for group in groups:
+        log.info("%s", describe_group(group))
+    beta1, beta2 = config.betas
+    implementation = _IMPLEMENTATIONS[config.implementation]
+    adam: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (beta1, beta2),
+        "eps": config.eps,
+        "amsgrad": config.amsgrad,
+        **implementation,
+    }
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **adam)
+    if config.name == "adam":
+        return torch.optim.Adam(groups, **adam)
+    if config.name == "sgd":
+        return torch.optim.SGD(
+            groups,
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            **implementation,
+        )
+    if config.name == "adafactor":
+        return Adafactor(
+            groups, lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip_threshold
+        )
+    return Muon(
+        groups,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.newton_schulz_steps,
+        adjust_lr_fn=config.adjust_lr,
+        betas=(beta1, beta2),
+        adamw_eps=config.eps,
+        mesh=_update_mesh(engines),
+        **implementation,
+    )
+
+
+def _update_mesh(engines: Sequence[Engine]) -> DeviceMesh | None:
+    """The ranks that make the same updates; None on one process. Raises `ConfigError` where parts
+    of the model have several meshes."""
+    meshes = [engine.update_mesh for engine in engines]
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise ConfigError(
+            "optimizer=muon: parts of the model are parallelized on several meshes; build an "
+            "optimizer for each of them"
+        )
+    return meshes[0] if meshes else None
+
+
+def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Bytes that a rank sends per update over each mesh axis, mean over the ranks,
+    ``{"shard": bytes, "tensor": bytes}``; empty when updates are local.
+
+    What `parallel2d.training.metrics.communication` measures while ``optimizer.step()`` runs; counted from
+    shapes, nothing is sent.
+    """
+    count = getattr(optimizer, "update_bytes", None)
+    if count is None:
+        return {}  # torch's own, which update each element on its own
+    return count()
+
+
+def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> float:
+    """The rate used by ``step`` (from 1) of a run of ``steps``: a function of the step alone, so
+    nothing has to be saved.
+
+    ``wsd`` (warm-up, stable, decay; Hu et al. 2024, MiniCPM) holds ``lr`` and falls linearly over
+    the last ``decay_fraction``.
+    """
+    if step <= config.warmup_steps:
+        return lr * step / config.warmup_steps
+    if config.name == "constant":
+        return lr
+    # From 0 in the first step after the warm-up to 1 in the last step of the run.
+    done = step - config.warmup_steps - 1
+    span = max(steps - config.warmup_steps - 1, 1)
+    progress = min(done / span, 1.0)
+    # Falls from `lr` to `floor * lr` as the shape falls from 1 to 0.
+    shape = _decay(progress, config)
+    return lr * (config.floor + (1 - config.floor) * shape)
+
+
+def _decay(progress: float, config: SchedulerConfig) -> float:
+    if config.name == "linear":
+        return 1 - progress
+    if config.name == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    # wsd: the line is above 1, and so without effect, until the last `decay_fraction` begins.
+    line = (1 - progress) / config.decay_fraction
+    return min(1.0, line)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the rate of every parameter group: ``lr`` times the group's ``lr_scale``, where it has
+    one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
+
+    All ranks first agree whether a step was finite and call `update` with the same answer, so every
+    rank holds the same scale without communicating. With ``enabled=False`` the scale is 1 forever.
+    """
+
+    def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
+        self.enabled = enabled
+        self.scale = 1.0
+        if enabled:
+            self.scale = scale
+        self.growth_every = growth_every
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halves the scale after a non-finite step, doubles it after ``growth_every`` finite ones
+        in a row."""
+        if not self.enabled:
+            return
+        if not finite:
+            self.good_steps = 0
+            self.scale = max(self.scale / 2, 1.0)
+            return
+        self.good_steps += 1
+        if self.good_steps % self.growth_every == 0:
+            self.scale = min(self.scale * 2, 2.0**24)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])

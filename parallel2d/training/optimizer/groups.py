@@ -1,0 +1,213 @@
+"""Decides which parameter is trained with which settings: `plan_groups` makes the parameter groups
+of torch's optimizers.
+
+[Note: parameter groups] Every trainable parameter has default settings: weight decay on tensors of
+two and more dims, none on norms and biases; with Muon, the matrices of the repeated blocks are
+Muon's and all else is AdamW's. An entry of ``optimizer.groups`` changes the settings that it names
+for the parameters whose fully qualified name (FQN) its pattern matches; the first entry that
+matches a name is the one that counts. FQNs and shapes do not depend on the layout, so neither do
+the groups, their order and their numbers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from parallel2d.base.config import OptimizerConfig
+from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.parallel.model_structure import find_blocks, fqn_of, has_structure, updated_as
+
+MUON, ADAMW = "muon", "adamw"
+
+_NO_ENTRY = -1  # sorts before the number of any entry
+
+
+def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Groups for a ``torch.optim.Optimizer``: ``params``, ``weight_decay``, ``lr``, ``lr_scale``
+    and, for Muon, ``algorithm``.
+
+    ``model``: parallelized, plain or on meta. See [Note: parameter groups]. Raises `ConfigError`
+    listing every pattern that matches no trainable parameter, with near names.
+    """
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        named[fqn_of(name)] = updated_as(parameter)
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if not trained:
+        raise ConfigError("every parameter is frozen: there is nothing to train")
+    entry_of = _matching_entries(list(named), set(trained), config.groups)
+    hidden: Mapping[str, Tensor] = {}
+    if config.name == "muon":
+        hidden = hidden_matrices(model)
+    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+    # In the order of the entries, so that the first entry that is wrong is the one reported.
+    for name in sorted(trained, key=lambda name: entry_of.get(name, _NO_ENTRY)):
+        parameter = trained[name]
+        number = entry_of.get(name, _NO_ENTRY)
+        entry = {}
+        if number != _NO_ENTRY:
+            entry = config.groups[number]
+        settings = _settings(parameter, entry, config, is_hidden=name in hidden)
+        is_muon = _is_muon(settings)
+        if is_muon:
+            _check_matrix(name, parameter, entry)
+        # Parameters of more and of fewer than two dims stay apart, as they do without entries.
+        is_vector = parameter.ndim < 2
+        key = (number, is_vector, not is_muon)
+        group = groups.setdefault(key, {"params": [], **settings})
+        group["params"].append(parameter)
+    # Groups of the defaults come first, then those of the entries in their order; within these,
+    # matrices before vectors, and Muon's before AdamW's.
+    ordered = [groups[key] for key in sorted(groups)]
+    if config.name == "muon" and not any(map(_is_muon, ordered)):
+        raise ConfigError(
+            f"optimizer=muon: {type(model).__name__} has no repeated blocks with matrices in them, "
+            "so hidden matrices cannot be told from others; name them with "
+            "optimizer.groups=[{pattern: ..., algorithm: muon}], or use optimizer=adamw"
+        )
+    return ordered
+
+
+def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
+    """FQNs of the parameters that Muon updates; empty with another optimizer. Raises
+    `ConfigError` as `plan_groups`."""
+    if config.name != "muon":
+        return set()
+    updated: set[int] = set()
+    for group in plan_groups(model, config):
+        if _is_muon(group):
+            updated.update(id(parameter) for parameter in group["params"])
+    names = set()
+    for name, parameter in model.named_parameters():
+        if id(updated_as(parameter)) in updated:
+            names.add(fqn_of(name))
+    return names
+
+
+def _settings(
+    parameter: Tensor, entry: Mapping[str, Any], config: OptimizerConfig, is_hidden: bool
+) -> dict[str, Any]:
+    decay = config.weight_decay
+    if parameter.ndim < 2:  # norms and biases
+        decay = 0.0
+    lr_scale = float(entry.get("lr_scale", 1.0))
+    settings: dict[str, Any] = {
+        "weight_decay": entry.get("weight_decay", decay),
+        "lr_scale": lr_scale,
+        "lr": config.lr * lr_scale,
+    }
+    if config.name == "muon":
+        default = MUON if is_hidden else ADAMW
+        settings["algorithm"] = entry.get("algorithm", default)
+    return settings
+
+
+def _is_muon(group: Mapping[str, Any]) -> bool:
+    return group.get("algorithm") == MUON
+
+
+def _check_matrix(name: str, parameter: Tensor, entry: Mapping[str, Any]) -> None:
+    # The defaults give Muon matrices only, so any other parameter comes from an entry.
+    if parameter.ndim != 2:
+        raise ConfigError(
+            f"optimizer.groups: pattern {entry['pattern']} gives {name} of shape "
+            f"{list(parameter.shape)} to Muon, which takes matrices of two dims only"
+        )
+
+
+def describe_group(group: Mapping[str, Any]) -> str:
+    """One line for people."""
+    algorithm = ""
+    if "algorithm" in group:
+        algorithm = f"{group['algorithm']}, "
+    elements = sum(parameter.numel() for parameter in group["params"])
+    return (
+        f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}weight "
+        f"decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
+    )
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
+    """FQN -> parameter of two dims inside the repeated blocks, embeddings left out: what
+    Muon is meant for.
+
+    Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,
+    because the last of them may be the head.
+    """
+    # By id, because a tied embedding is also the weight of another module.
+    embeddings: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.update(id(parameter) for parameter in module.parameters())
+    found: dict[str, Tensor] = {}
+    for block_name, block in find_blocks(model):
+        # A layer, such as each of a row of Linear layers. A block may own parameters too, such as
+        # the scale of its output.
+        layer = _unwrapped(block)
+        if not has_structure(layer) or is_parametrized(layer):
+            continue
+        for name, parameter in block.named_parameters(prefix=block_name):
+            if parameter.ndim == 2 and id(parameter) not in embeddings:
+                found[fqn_of(name)] = parameter
+    return found
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of activation checkpointing and torch.compile, if any."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        module = inner
+        compiled = getattr(module, "_orig_mod", None)
+        inner = getattr(module, "_checkpoint_wrapped_module", compiled)
+    return module
+
+
+def _matching_entries(
+    names: Sequence[str], trained: set[str], entries: Sequence[Any]
+) -> dict[str, int]:
+    """Name -> number of the first entry whose pattern matches it. Raises `ConfigError` with one
+    line per entry that has no effect."""
+    entry_of: dict[str, int] = {}
+    problems = []
+    for number, entry in enumerate(entries):
+        pattern = entry["pattern"]
+        where = f"optimizer.groups: pattern {pattern}"
+        matching = fnmatch.filter(names, pattern)
+        trainable = [name for name in matching if name in trained]
+        # What an earlier entry has taken stays with it.
+        fresh = set(trainable).difference(entry_of)
+        entry_of |= dict.fromkeys(fresh, number)
+        if not matching:
+            problems.append(f"{where} matches no parameter{_near(pattern, names)}")
+        elif not trainable:
+            problems.append(f"{where} matches frozen parameters only, such as {matching[0]}")
+        elif not fresh:
+            earlier = entries[entry_of[trainable[0]]]["pattern"]
+            problems.append(
+                f"{where} has no effect: an earlier one, {earlier}, matches {matching[0]} first"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return entry_of
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """The end of a message: names that are spelled like ``pattern``, otherwise the first ones."""
+    word = pattern.replace("*", "").strip(".")
+    close = nearest_words(word, names, alike=0.4)
+    # The names as wholes first; then their parts, such as `norm`, without numbers of layers.
+    name_with: dict[str, str] = {}
+    for name in names:
+        name_with |= {part: name for part in name.split(".") if not part.isdigit()}
+    for inner in word.split("."):
+        parts = nearest_words(inner, name_with)
+        close += [name_with[part] for part in parts]
+    if not close:
+        return f"; the names begin with {', '.join(names[:3])}"
+    without_repeats = dict.fromkeys(close)
+    return f"; near: {', '.join(without_repeats)}"

@@ -1,0 +1,391 @@
+"""Brings each sharded matrix whole to the one rank that works on it, and the result back to all
+ranks: `MatrixOwners`.
+
+[Note: one owner per matrix] The mesh is taken from the inside out: tensor, shard, replicate. An
+axis either splits a matrix, and then it splits what the axes before it have left, or its ranks hold
+copies. To gather, the ranks of each axis that splits, the last one first, send their parts to the
+rank in the owner's place on that axis; of copies, those at the owner's place alone are sent. To
+scatter, the axes are gone through in their order: the rank in the owner's place sends every rank
+of the axis its part, or a copy. Each of these steps is one all-to-all for all matrices of a round,
+in the mesh's own process group of the axis, so the bytes over each axis are counted as usual and a
+matrix crosses the replicate axis once per other replica, in parts that all ranks of the owner's
+replica send.
+
+Owners, rounds and the order of collectives follow from shapes alone, and so are the same on all
+ranks. Each matrix, the most expensive first, goes to the rank with the least work so far. In a
+round an owner holds at most `ROUND_BYTES` of whole matrices, or one matrix. Results are scattered
+in batches of which a rank receives at most `BATCH_BYTES`, or its part of one matrix, and copies in
+pieces of at most `COPIES_BYTES` for all ranks of the axis.
+
+Parts are padded to the largest one, as an all-gather would need them, so the bytes that the ranks
+of an axis send together do not depend on who owns what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from parallel2d.parallel.mesh import axis_positions
+from parallel2d.parallel.weights.geometry import Region, local_region, pieces_of, split_dims
+
+DTYPE = torch.bfloat16  # of matrices and results that are sent
+ROUND_BYTES = 64 * 2**20
+BATCH_BYTES = 256 * 2**20
+COPIES_BYTES = 64 * 2**20
+
+_FROM_INSIDE_OUT = ("tensor", "shard", "replicate")
+
+
+class MatrixAxis(NamedTuple):
+    """A mesh axis of more than one rank. ``place``: of this rank on it."""
+
+    name: str
+    ranks: int
+    place: int
+
+
+class _MatrixPart(NamedTuple):
+    """What an axis leaves of a matrix.
+
+    ``dim``: that the axis splits; None where its ranks hold copies. ``lengths``: of ``dim``, on
+    each rank of this rank's row of the axis; empty for copies. ``held``: the shape of this rank's
+    part. ``padded``: the shape in which parts are sent, that of the largest one of all ranks.
+    """
+
+    dim: int | None
+    lengths: tuple[int, ...]
+    held: torch.Size
+    padded: torch.Size
+
+    def slices(self, place: int) -> tuple[slice, ...]:
+        """Indexes the padded part of the rank in ``place``, giving what that rank holds."""
+        shape = list(self.held)
+        if self.dim is not None:
+            shape[self.dim] = self.lengths[place]
+        return tuple(map(slice, shape))
+
+    def cut(self, before: Tensor, place: int) -> Tensor:
+        """What the rank in ``place`` gets of ``before``, which the axis has not split yet."""
+        assert self.dim is not None
+        begin = sum(self.lengths[:place])
+        return before.narrow(self.dim, begin, self.lengths[place])
+
+
+@dataclass(frozen=True)
+class OwnedMatrix:
+    """A matrix and the rank that works on it.
+
+    ``number``: its place among those that were planned. ``shape``: of the whole. ``owner``: the
+    owner's place on each axis. ``parts``: what each axis leaves to this rank.
+    """
+
+    number: int
+    shape: torch.Size
+    owner: tuple[int, ...]
+    parts: tuple[_MatrixPart, ...]
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.shape.numel() * DTYPE.itemsize
+
+    @property
+    def part_bytes(self) -> int:
+        """Of what a rank gets of the result, with padding."""
+        part = self.parts[-1].padded if self.parts else self.shape
+        return part.numel() * DTYPE.itemsize
+
+
+class MatrixRound:
+    """Matrices that are whole on their owners at the same time. ``matrices``: in the same order on
+    every rank."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        axes: Sequence[MatrixAxis],
+        matrices: Sequence[OwnedMatrix],
+        device: torch.device,
+    ) -> None:
+        self.matrices = matrices
+        self.batches = _in_pieces(matrices, BATCH_BYTES, lambda matrix: matrix.part_bytes)
+        self._mesh = mesh
+        self._axes = axes
+        self._places = tuple(axis.place for axis in axes)
+        self._device = device
+
+    def is_sent(self, matrix: OwnedMatrix) -> bool:
+        """Whether the owner gets this rank's part: of copies it gets one."""
+        for part, owner, place in zip(matrix.parts, matrix.owner, self._places, strict=True):
+            if part.dim is None and owner != place:
+                return False
+        return True
+
+    def gather(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The whole matrices that this rank owns, by number. Collective.
+
+        ``parts``: by number, this rank's part of each matrix for which `is_sent` is true, in
+        `DTYPE`.
+        """
+        held = dict(parts)
+        for level in reversed(range(len(self._axes))):
+            self._gather_over(level, held)
+        return held
+
+    def scatter(
+        self, batch: Sequence[OwnedMatrix], wholes: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """This rank's parts of the results of ``batch``, one of `batches`, by number. Collective.
+
+        ``wholes``: the results of the matrices that this rank owns, in `DTYPE`.
+        """
+        held = {each.number: wholes[each.number] for each in batch if each.number in wholes}
+        for level in range(len(self._axes)):
+            self._scatter_over(level, batch, held)
+        return held
+
+    def _gather_over(self, level: int, held: dict[int, Tensor]) -> None:
+        """Joins parts in the owner's place on one axis, in ``held``. Collective."""
+        axis = self._axes[level]
+        passing = []
+        for matrix in self.matrices:
+            if matrix.parts[level].dim is not None and self.is_sent(matrix):
+                passing.append(matrix)
+        by_place = self._by_place(level, passing)
+        sent = []
+        for matrices in by_place:
+            for matrix in matrices:
+                part = held.pop(matrix.number)
+                sent.append(_padded(part, matrix.parts[level].padded))
+        own = by_place[axis.place]
+        sizes = [_numel(level, matrices) for matrices in by_place]
+        flat = self._exchange(axis, sent, sizes, [sizes[axis.place]] * axis.ranks)
+        shapes = [matrix.parts[level].padded for matrix in own]
+        # The matrices of the first rank of the axis, then those of the second, ...
+        received = list(pieces_of(flat, shapes * axis.ranks))
+        for index, matrix in enumerate(own):
+            part_of_axis = matrix.parts[level]
+            assert part_of_axis.dim is not None
+            pieces = received[index :: len(own)]
+            joined = [piece[part_of_axis.slices(place)] for place, piece in enumerate(pieces)]
+            held[matrix.number] = torch.cat(joined, part_of_axis.dim)
+
+    def _scatter_over(
+        self, level: int, batch: Sequence[OwnedMatrix], held: dict[int, Tensor]
+    ) -> None:
+        """Sends what ``held`` has, in the owner's place on one axis, to all ranks of the axis, and
+        replaces it by what this rank gets. Collective."""
+        place = self._axes[level].place
+        for matrices, is_split in _split_and_copied(level, batch):
+            by_place = self._by_place(level, matrices)
+            if is_split:
+                received = self._send_parts(level, by_place, held)
+            else:
+                received = self._send_copies(level, by_place, held)
+            for matrices_of_place, flat in zip(by_place, received, strict=True):
+                shapes = [matrix.parts[level].padded for matrix in matrices_of_place]
+                pieces = pieces_of(flat, shapes)
+                for matrix, piece in zip(matrices_of_place, pieces, strict=True):
+                    held[matrix.number] = piece[matrix.parts[level].slices(place)]
+
+    def _send_parts(
+        self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
+    ) -> Sequence[Tensor]:
+        """By the owner's place, this rank's parts, flat and padded. Collective."""
+        axis = self._axes[level]
+        sent = []
+        for place in range(axis.ranks):
+            for matrix in by_place[axis.place]:
+                part = matrix.parts[level]
+                sent.append(_padded(part.cut(held[matrix.number], place), part.padded))
+        sizes = [_numel(level, matrices) for matrices in by_place]
+        flat = self._exchange(axis, sent, [sizes[axis.place]] * axis.ranks, sizes)
+        return flat.split(sizes)
+
+    def _send_copies(
+        self, level: int, by_place: Sequence[Sequence[OwnedMatrix]], held: Mapping[int, Tensor]
+    ) -> Sequence[Tensor]:
+        """As `_send_parts`, where every rank of the axis gets the same. Collective.
+
+        An all-to-all takes a copy for each rank, so what is sent goes in pieces of `COPIES_BYTES`.
+        """
+        axis = self._axes[level]
+        own = []
+        for matrix in by_place[axis.place]:
+            own.append(_padded(held[matrix.number], matrix.parts[level].padded))
+        source = self._flat(own)
+        sizes = [_numel(level, matrices) for matrices in by_place]
+        received = [source.new_empty(size) for size in sizes]
+        step = max(1, COPIES_BYTES // (DTYPE.itemsize * axis.ranks))
+        for begin in range(0, max(sizes), step):
+            lengths = [max(0, min(step, size - begin)) for size in sizes]
+            copies = [source[begin : begin + step]] * axis.ranks
+            flat = self._exchange(axis, copies, [lengths[axis.place]] * axis.ranks, lengths)
+            for target, piece in zip(received, flat.split(lengths), strict=True):
+                target[begin : begin + step] = piece
+        return received
+
+    def _by_place(self, level: int, matrices: Sequence[OwnedMatrix]) -> list[list[OwnedMatrix]]:
+        """By the owner's place on an axis, those that pass along this rank's row of it: the owner
+        is in this rank's place on all axes after it."""
+        found: list[list[OwnedMatrix]] = [[] for _ in range(self._axes[level].ranks)]
+        for matrix in matrices:
+            if matrix.owner[level + 1 :] == self._places[level + 1 :]:
+                found[matrix.owner[level]].append(matrix)
+        return found
+
+    def _exchange(
+        self,
+        axis: MatrixAxis,
+        tensors: Sequence[Tensor],
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> Tensor:
+        """One all-to-all. ``tensors``: for the first rank of ``axis``, then for the second, ...;
+        ``sent``, ``received``: numbers of elements to and from each. Collective."""
+        flat = self._flat(tensors)
+        output = flat.new_empty(sum(received))
+        # Either all ranks of the axis have something to send or receive here, or none has.
+        if flat.numel() or output.numel():
+            assert self._mesh is not None
+            group = self._mesh.get_group(axis.name)
+            dist.all_to_all_single(output, flat, list(received), list(sent), group=group)
+        return output
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        if not tensors:
+            return torch.empty(0, dtype=DTYPE, device=self._device)
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+class MatrixOwners:
+    """Chooses the owners. ``mesh``: the ranks that make the same updates; None on one process."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._mesh = mesh
+        self._axes: list[MatrixAxis] = []
+        if mesh is None:
+            return
+        positions = axis_positions(mesh)
+        sizes = dict(zip(positions, mesh.shape, strict=True))
+        for name in _FROM_INSIDE_OUT:
+            if sizes.get(name, 1) > 1:
+                self._axes.append(MatrixAxis(name, sizes[name], positions[name]))
+
+    def splits(self, matrix: Tensor) -> list[tuple[str, int, int | None]]:
+        """(name, ranks, the dim of ``matrix`` that it splits or None) of each axis of more than one
+        rank, from the inside out."""
+        dims = split_dims(matrix)
+        return [(axis.name, axis.ranks, dims.get(axis.name)) for axis in self._axes]
+
+    def plan(self, matrices: Sequence[Tensor], costs: Sequence[float]) -> list[MatrixRound]:
+        """Gives each matrix an owner, and puts them in rounds. ``costs``: of the work on each, in
+        any unit.
+
+        No communication: every rank must give matrices of the same shapes in the same order.
+        """
+        ranks = math.prod(axis.ranks for axis in self._axes)
+        work = [0.0] * ranks
+        owned: list[list[OwnedMatrix]] = [[] for _ in range(ranks)]
+        # Equal ones stay in their order, and `index` finds the first of equal ranks.
+        for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
+            rank = work.index(min(work))
+            work[rank] += costs[number]
+            owned[rank].append(self._owned(number, matrices[number], rank))
+        # By owner, then by round
+        turns = [_in_pieces(each, ROUND_BYTES, lambda matrix: matrix.whole_bytes) for each in owned]
+        rounds = []
+        for turn in range(max(map(len, turns))):
+            at_once = [pieces[turn] for pieces in turns if turn < len(pieces)]
+            rounds.append(
+                MatrixRound(self._mesh, self._axes, _alternating(at_once), matrices[0].device)
+            )
+        return rounds
+
+    def _owned(self, number: int, matrix: Tensor, rank: int) -> OwnedMatrix:
+        held = list(matrix.shape)
+        padded = list(matrix.shape)
+        offsets = [0] * matrix.ndim
+        parts = []
+        for axis, (_, _, dim) in zip(self._axes, self.splits(matrix), strict=True):
+            lengths: tuple[int, ...] = ()
+            if dim is not None:
+                lengths = _lengths(held[dim], axis.ranks)
+                offsets[dim] += sum(lengths[: axis.place])
+                held[dim] = lengths[axis.place]
+                padded[dim] = -(-padded[dim] // axis.ranks)
+            parts.append(_MatrixPart(dim, lengths, torch.Size(held), torch.Size(padded)))
+        region = local_region(matrix)
+        # Where an empty part begins does not matter.
+        assert not region.numel or region == Region(tuple(offsets), tuple(held)), (
+            f"{matrix.placements} does not split from the inside out"  # type: ignore[attr-defined]
+        )
+        return OwnedMatrix(number, matrix.shape, self._places_of(rank), tuple(parts))
+
+    def _places_of(self, rank: int) -> tuple[int, ...]:
+        """The place on each axis of the rank of this number. Numbers run along the replicas first,
+        so that few matrices are spread over the nodes."""
+        places = []
+        for axis in reversed(self._axes):
+            places.append(rank % axis.ranks)
+            rank //= axis.ranks
+        return tuple(reversed(places))
+
+
+def _lengths(length: int, ranks: int) -> tuple[int, ...]:
+    """Of the parts of a dim: equal ones, rounded up; the last ones are shorter or empty."""
+    size = -(-length // ranks)
+    return tuple(max(0, min(size, length - rank * size)) for rank in range(ranks))
+
+
+def _padded(part: Tensor, shape: torch.Size) -> Tensor:
+    """``part`` with zeros at the end of its rows and columns up to ``shape``."""
+    rows, columns = part.shape
+    if part.shape == shape:
+        return part
+    return pad(part, (0, shape[1] - columns, 0, shape[0] - rows))
+
+
+def _split_and_copied(
+    level: int, matrices: Sequence[OwnedMatrix]
+) -> list[tuple[list[OwnedMatrix], bool]]:
+    """The matrices that an axis splits, and those of which its ranks hold copies."""
+    split = [matrix for matrix in matrices if matrix.parts[level].dim is not None]
+    copied = [matrix for matrix in matrices if matrix.parts[level].dim is None]
+    return [(split, True), (copied, False)]
+
+
+def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:
+    return sum(matrix.parts[level].padded.numel() for matrix in matrices)
+
+
+_Item = TypeVar("_Item")
+
+
+def _in_pieces(
+    items: Sequence[_Item], limit: float, size: Callable[[_Item], float]
+) -> list[list[_Item]]:
+    pieces: list[list[_Item]] = []
+    total = 0.0
+    for item in items:
+        if not pieces or total + size(item) > limit:
+            pieces.append([])
+            total = 0.0
+        pieces[-1].append(item)
+        total += size(item)
+    return pieces
+
+
+def _alternating(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
+    found: list[_Item] = []
+    for index in range(max(map(len, lists))):
+        found.extend(each[index] for each in lists if index < len(each))
+    return found

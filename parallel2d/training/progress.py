@@ -1,0 +1,235 @@
+"""What the loop, the metrics and the checkpoints pass to each other: where a run stands
+(`Progress`), what one step came to (`StepOutcome`), what one rank measured (`RankReport`), and the
+metrics that `checkpoint.keep_best` and `train.stop` watch (`WatchedMetrics`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from parallel2d.base.config import TrainConfig
+from parallel2d.base.errors import did_you_mean
+from parallel2d.base.files import is_count, is_number, printable
+
+LARGEST_COUNT = 2**53  # whole numbers up to here are exact as floats too
+LARGEST_SCALE = 2.0**24  # of a loss
+_LONGEST_NAME = 200
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a checkpoint needs beside tensors."""
+
+    step: int = 0  # finished steps
+    samples: int = 0  # consumed, over all ranks: the position in the data
+    tokens: int = 0  # valid targets consumed, over all ranks
+    skipped: int = 0  # steps whose update was left out because something was not finite
+    skipped_in_a_row: int = 0
+
+
+# Not frozen: a step makes one for every rank, and a frozen one takes four times as long to make.
+@dataclass(slots=True)
+class RankReport:
+    """What one rank measured in a step. All ranks get it in the agreement of the next step, as a
+    list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
+
+    busy_s: float  # in which the rank worked, waits for other ranks left out
+    # By the keys of `parallel2d.training.metrics.keys`, which are the same on every rank
+    memory: Mapping[str, float]
+    communication: Mapping[str, float]  # empty where it is not measured
+
+    def floats(self) -> list[float]:
+        """All numbers, in the same order on every rank."""
+        return [self.busy_s, *self.memory.values(), *self.communication.values()]
+
+    def with_floats(self, values: Sequence[float]) -> RankReport:
+        """The report of another rank, whose `floats` are ``values``."""
+        end = 1 + len(self.memory)
+        memory = dict(zip(self.memory, values[1:end], strict=True))
+        communication = dict(zip(self.communication, values[end:], strict=True))
+        return RankReport(values[0], memory, communication)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One step, as all ranks agree on it."""
+
+    loss: float  # mean over the valid tokens of the global batch
+    grad_norm: float  # the mean over the replicas where each has a gradient of its own
+    own_norm: float  # of this rank's replica
+    outer_norm: float | None  # of the change that the step before has shared; None: it shared none
+    tokens: int
+    batch_hash: int
+    finite: bool
+    preempted: bool  # some rank was told to save and end
+    save_is_due: bool  # by some rank's clock, beside the interval in steps
+    ranks: list[RankReport]  # by rank: what was measured in the step before
+
+
+def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
+    """What is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``; empty if
+    nothing.
+
+    Numbers must be finite, in range, and possible together.
+    """
+    problems = [f"{key} is missing" for key in ("scaler", "data_fingerprint") if key not in state]
+    for item in fields(Progress):
+        value = state.get(item.name)
+        if not is_count(value, LARGEST_COUNT):
+            problems.append(
+                f"{item.name} is {printable(repr(value), 40)}, no whole number from 0 to 2**53"
+            )
+    if problems:  # the checks below compare these numbers
+        return problems
+    if state["step"] != step:
+        problems.append(f"step is {state['step']}, and the checkpoint is of step {step}")
+    if not state["skipped_in_a_row"] <= state["skipped"] <= state["step"] <= state["samples"]:
+        names = ("skipped_in_a_row", "skipped", "step", "samples")
+        counts = ", ".join(f"{name} {state[name]}" for name in names)
+        problems.append(f"its counts contradict each other: {counts}")
+    fingerprint = state["data_fingerprint"]
+    if not isinstance(fingerprint, str) or len(fingerprint) > 1000:
+        problems.append("data_fingerprint is no text")
+    problems += _problems_of_scaler(state["scaler"], step)
+    # States of earlier versions have neither.
+    for key in ("best", "stop"):
+        problems += problems_of_best(key, state.get(key), step)
+    return problems
+
+
+def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
+    if not isinstance(scaler, Mapping) or set(scaler) != {"scale", "good_steps"}:
+        return ["scaler is not scale and good_steps"]
+    problems = []
+    scale = scaler["scale"]
+    if not is_number(scale) or not 1 <= scale <= LARGEST_SCALE:
+        problems.append(f"scale is {printable(repr(scale), 40)}, no number from 1 to 2**24")
+    good = scaler["good_steps"]
+    if not is_count(good, step):
+        problems.append(
+            f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}"
+        )
+    return problems
+
+
+@dataclass
+class BestMetric:
+    """The best value that was measured. ``mode``: ``min`` or ``max``, which values are better;
+    better by less than ``min_delta`` counts as not better."""
+
+    metric: str
+    mode: str
+    min_delta: float = 0.0
+    step: int = 0  # at which it was measured; 0: none was
+    value: float = 0.0
+    since: int = 0  # measurements after it
+
+    def measure(self, step: int, value: float) -> bool:
+        """Takes a value; returns whether it is the best one. One that is not finite never is."""
+        if math.isfinite(value) and self._is_better(value):
+            self.step = step
+            self.value = value
+            self.since = 0
+            return True
+        self.since += 1
+        return False
+
+    def _is_better(self, value: float) -> bool:
+        if self.step == 0:
+            return True
+        gained = self.value - value if self.mode == "min" else value - self.value
+        return gained > 0 and gained >= self.min_delta
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from what ``dataclasses.asdict`` gave, if it was of the same metric and settings;
+        otherwise nothing was measured yet."""
+        if state is None:
+            return
+        if all(state[key] == getattr(self, key) for key in ("metric", "mode", "min_delta")):
+            self.step = state["step"]
+            self.value = float(state["value"])
+            self.since = state["since"]
+
+
+# What watches a metric, by its name in the saved state
+_SETTINGS = {"best": "checkpoint.keep_best", "stop": "train.stop.metric"}
+
+
+class WatchedMetrics:
+    """The metrics of ``checkpoint.keep_best`` and ``train.stop``, where these are on."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        keep, stop = config.checkpoint, config.train.stop
+        self._patience = stop.patience
+        self._watched: dict[str, BestMetric] = {}
+        if keep.keep_best is not None:
+            self._watched["best"] = BestMetric(keep.keep_best, keep.keep_best_mode)
+        if stop.metric is not None:
+            self._watched["stop"] = BestMetric(stop.metric, stop.mode, stop.min_delta)
+        self._names: set[str] = set()  # of what was measured so far
+
+    def measure(self, step: int, measured: Mapping[str, float]) -> bool:
+        """Takes what was measured in ``step``, by key. Returns whether ``keep_best`` has a new best
+        value."""
+        self._names.update(measured)
+        improved = {}
+        for name, watched in self._watched.items():
+            if watched.metric in measured:
+                improved[name] = watched.measure(step, measured[watched.metric])
+        return improved.get("best", False)
+
+    def reason_to_stop(self, step: int) -> str | None:
+        """Why ``train.stop`` ends the run after ``step``; None: it does not."""
+        stop = self._watched.get("stop")
+        if stop is None or stop.since < self._patience:
+            return None
+        best = "no value was finite"
+        if stop.step:
+            best = f"the best is {stop.value:.6g} of step {stop.step}"
+        return (
+            f"stopped after step {step}: {stop.metric} did not improve in {stop.since} "
+            f"measurements (train.stop.patience={self._patience}), {best}"
+        )
+
+    def never_measured(self) -> list[str]:
+        """A sentence for each setting whose metric did not come up."""
+        told = []
+        for name, watched in self._watched.items():
+            if not watched.step and not watched.since:
+                near = did_you_mean(watched.metric, self._names)
+                told.append(f"{_SETTINGS[name]}={watched.metric} was never measured{near}")
+        return told
+
+    def state_dict(self) -> dict[str, Any]:
+        """``best``, once there is one, and ``stop``."""
+        state = {name: asdict(watched) for name, watched in self._watched.items()}
+        if "best" in state and not state["best"]["step"]:
+            del state["best"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, which may be among other keys."""
+        for name, watched in self._watched.items():
+            watched.load_state_dict(state.get(name))
+
+
+def problems_of_best(name: str, state: Any, step: int) -> list[str]:
+    """What is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``, or
+    None; empty if nothing."""
+    if state is None:
+        return []
+    names = {item.name for item in fields(BestMetric)}
+    if not isinstance(state, Mapping) or set(state) != names:
+        return [f"{name} is not {', '.join(sorted(names))}"]
+    if not all(is_count(state[key], step) for key in ("step", "since")):
+        return [f"{name} has a step or a count that is no whole number from 0 to {step}"]
+    if not all(is_number(state[key]) for key in ("value", "min_delta")):
+        return [f"{name} has a value that is no finite number"]
+    metric = state["metric"]
+    if not isinstance(metric, str) or len(metric) > _LONGEST_NAME:
+        return [f"{name} has no metric"]
+    if state["mode"] not in ("min", "max"):
+        return [f"{name} has a mode that is neither min nor max"]
+    return []

@@ -1,0 +1,448 @@
+"""`MemoryNet`: decides when copies are made, how ranks agree on them and which one is found again.
+See [Note: memory net].
+
+All ranks make the same calls. A fault that is reported to all ranks turns the copies off, with one
+warning, and frees the memory. When a rank no longer answers, everything is left as it is, since
+that is the case the copies are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.base.files.tensor_file import DTYPE_NAMES
+from parallel2d.parallel.mesh import axis_positions, mesh_shape
+from parallel2d.parallel.weights.geometry import local_region
+from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.training.checkpoint.save import Group, plan_all, plan_of_replica
+from parallel2d.training.checkpoint.storage import describe_error
+from parallel2d.training.recovery.buffer import Buffer, Part, folders_in, pack, slots, unpack
+from parallel2d.training.recovery.lineage import Lineage
+from parallel2d.training.recovery.place import Place, open_place, remove, remove_place, room, used
+from parallel2d.training.recovery.search import Nodes, Search
+
+log = logging.getLogger(__name__)
+
+_RNG_BYTES = 64 * 2**10  # that one rank's random generators may have, to be kept by another too
+
+
+@dataclass
+class _Outcome:
+    """The outcome of one copy. ``error``: what all ranks agreed went wrong. ``heard``: whether all
+    ranks answered."""
+
+    step: int
+    error: str | None = None
+    heard: bool = True
+
+
+class MemoryNet:
+    """Copies of one run's state in shared memory. Collective: every rank makes one and calls its
+    methods at the same points.
+
+    Args:
+        every: steps between copies, see `memory_copies`.
+        run_dir: the run's folder, the same on all ranks.
+        answers: a group that only the training loop's thread uses, and not while a method of this
+            object runs in another.
+
+    Attributes:
+        on: whether copies are made.
+        newest: the step of the newest copy known to be complete on all nodes.
+        skipped: copies that were not made because the one before was not finished.
+        blocked_s: seconds the last `save` kept the loop waiting.
+        node_bytes: of one buffer of this node, once the first copy was made.
+    """
+
+    def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, answers: Group) -> None:
+        self.every, self.run_dir, self.mesh, self.answers = every, run_dir, mesh, answers
+        # The thread that finishes a copy communicates while the loop and a save to disk do.
+        self._group = Group(dist.new_group(backend="gloo") if answers.group is not None else None)
+        self.on = True
+        self.newest: int | None = None
+        self.skipped = 0
+        self.blocked_s = 0.0
+        self.node_bytes = 0
+        self._lineage = Lineage()
+        self._search: Search | None = None
+        self._loaded: int | None = None
+        self._old: list[str] = []
+        self._incarnation = ""  # of this start, once it has begun
+        self._buffers: Sequence[Buffer] = ()  # two, used in turn
+        self._next = 0
+        self._due_now = False
+        self._thread: threading.Thread | None = None
+        self._outcome: _Outcome | None = None
+        self.place: Place | None = None
+        error = None
+        try:
+            self.place = open_place()
+        except OSError as fault:
+            error = _on_this_host(fault)
+        found = answers.all_gather((self.place.token if self.place else "", error))
+        tokens = list(dict.fromkeys(token for token, _ in found))
+        self.nodes = Nodes(tuple(tokens.index(token) for token, _ in found), answers.rank)
+        name = hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]
+        self.folder = os.path.join(
+            self.place.root if self.place else "", f"run-{answers.broadcast(name)}"
+        )
+        errors = [error for _, error in found if error]
+        if errors:
+            self._turn_off(errors[0])
+
+    # At the start of the run
+
+    def steps(self) -> list[int]:
+        """Steps that `open` can be called with, ascending: those of this run that some node still
+        holds a part of."""
+        if not self.on:
+            return []
+        lineage, error = Lineage(), None
+        if self.answers.rank == 0:
+            try:
+                lineage = Lineage.read(self.run_dir)
+            except (OSError, ValueError) as fault:
+                error = describe_error(fault)
+                log.warning("copies in memory are passed over: %s", error)
+        self._lineage = self.answers.broadcast(lineage)
+        self._search = Search(self.folder, self.answers, self.nodes, self._lineage)
+        return self._search.steps()
+
+    def open(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Checkpoint:
+        """See `Search.open`."""
+        assert self._search is not None, "steps() comes first"
+        return self._search.open(step, model, optimizer)
+
+    def close(self, *, loaded: int | None = None) -> None:
+        """After `open`. ``loaded``: its step, when the run goes on from there."""
+        assert self._search is not None
+        self._search.close()
+        self._loaded = loaded
+
+    def begin(self, base: int) -> None:
+        """The run goes on from step ``base``: copies of any other state are dropped. What was
+        loaded stays until there is a newer one. Collective."""
+        if not self.on:
+            return
+        self._incarnation = self.answers.broadcast(os.urandom(8).hex())
+        own = os.path.join(self.folder, self._incarnation)
+        error = self._write_start(self._incarnation, base)
+        if error is None:
+            error = self._clear(own)
+        # Nobody writes before every node has been cleared.
+        if errors := [answer for answer in self.answers.all_gather(error) if answer]:
+            self._turn_off(errors[0])
+            return
+        rank = self.answers.rank
+        of_rank = os.path.join(own, f"rank-{rank:05d}")
+        first, second = os.path.join(of_rank, "slot-0"), os.path.join(of_rank, "slot-1")
+        self._buffers = Buffer(first, rank), Buffer(second, rank)
+        self._due_now = self._loaded is not None  # nodes that are new hold nothing yet
+        self._search = None
+        if rank == 0:
+            assert self.place is not None
+            log.info(
+                "memory net on: a copy every %d steps in %s, %d nodes",
+                self.every,
+                self.place.root,
+                max(self.nodes.of) + 1,
+            )
+
+    def _write_start(self, incarnation: str, base: int) -> str | None:
+        """Names this start in the run directory; returns an error, alike on all ranks."""
+        error = None
+        if self.answers.rank == 0:
+            try:
+                self._lineage.followed_by(incarnation, base).write(self.run_dir)
+            except OSError as fault:
+                reason = describe_error(fault)
+                error = f"its record in the run directory cannot be written: {reason}"
+        return self.answers.broadcast(error)
+
+    def _clear(self, own: str) -> str | None:
+        """Removes what other starts left on this node, and makes the folder ``own``; returns an
+        error of this rank."""
+        try:
+            self._old = []
+            if self._search is not None and self._loaded is not None:
+                self._old = self._search.kept(self._loaded)
+            if self.nodes.is_first:
+                self._drop_all_but(self._old)
+                os.makedirs(own, mode=0o700)
+        except OSError as fault:
+            return _on_this_host(fault)
+        return None
+
+    def _drop_all_but(self, kept: list[str]) -> None:
+        assert self.place is not None
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        doomed = [slot for slot in slots(self.folder) if slot not in kept]
+        # Of this run, those folders of earlier starts in which nothing is kept.
+        for incarnation in folders_in(self.folder):
+            if not any(slot.startswith(incarnation + os.sep) for slot in kept):
+                doomed.append(incarnation)
+        if self.place.own:  # no other run can be using it
+            doomed += [run for run in folders_in(self.place.root) if run != self.folder]
+        for path in doomed:
+            remove(path)
+
+    # In the loop
+
+    def is_due(self, step: int) -> bool:
+        """Whether `save` is called after ``step``."""
+        return self.on and (step % self.every == 0 or self._due_now)
+
+    def save(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
+        rng: Mapping[str, Tensor],
+    ) -> None:
+        """Copies the state; the loop waits for the copy alone. Never raises for a fault of the
+        memory. Collective.
+
+        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them,
+        ``of_replica`` those of this replica alone, ``rng`` this rank's.
+        """
+        begin = time.perf_counter()
+        self.blocked_s = 0.0
+        if not self._incarnation:
+            self.begin(manifest.step - 1)
+        # Rank 0's copy is finished only when all ranks are about to be.
+        if self.answers.broadcast(self._thread is not None and self._thread.is_alive()):
+            self.skipped += 1
+            if self.answers.rank == 0:
+                level = logging.WARNING if self.skipped == 1 else logging.DEBUG
+                log.log(
+                    level,
+                    "no copy of step %d in memory: the one before is not finished yet. A higher "
+                    "checkpoint.memory_every than %d would fit",
+                    manifest.step,
+                    self.every,
+                )
+            return
+        self.wait()
+        if self.on and self._start(manifest, tensors, of_replica, rng):
+            self._due_now = False
+        self.blocked_s = time.perf_counter() - begin
+
+    def _start(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        of_replica: Mapping[str, Tensor],
+        rng: Mapping[str, Tensor],
+    ) -> bool:
+        nodes = self.nodes.of if self.mesh is not None else None
+        whole = {**tensors, **of_replica}
+        parts = [
+            Part(name, tuple(whole[name].shape), region, local_region(whole[name]), values)
+            for name, region, values in plan_all(tensors, of_replica, self.mesh, nodes)
+        ]
+        sent, received = self._partitions(tensors, parts, nodes)
+        parts += received
+        if not self.node_bytes and not self._has_room(parts):
+            return False
+        buffer, error = self._buffers[self._next], None
+        try:
+            buffer.fill(parts)
+        except Exception as fault:  # the others get the error, whatever it is, and training goes on
+            error = _on_this_host(fault)
+        described = [
+            [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
+            for name, tensor in tensors.items()
+        ]
+        incarnation = self._incarnation
+
+        def finish_own() -> str | None:
+            others = self._rng_of_another(rng)
+            if sent or received:
+                self._exchange_partitions(buffer, sent, received, error)
+            if error is not None:
+                return error
+            try:
+                buffer.seal(incarnation, manifest, described, {**rng, **others})
+            except Exception as fault:  # the others wait for an answer, whatever happened
+                return _on_this_host(fault)
+            return None
+
+        self._thread = threading.Thread(
+            target=self._complete,
+            args=(manifest.step, finish_own),
+            name=f"memory copy {manifest.step}",
+            daemon=True,
+        )
+        self._thread.start()
+        return True
+
+    def _complete(self, step: int, finish_own: Callable[[], str | None]) -> None:
+        """Beside the loop: finishes this rank's part of a copy, and notes what came of it on all
+        ranks. ``finish_own`` returns an error."""
+        outcome = _Outcome(step)
+        try:
+            answers = self._group.all_gather(finish_own())
+            # A copy is of use only where every rank has its part of it.
+            outcome.error = next(filter(None, answers), None)
+            if outcome.error is None and self.nodes.is_first:
+                while self._old:
+                    remove(self._old.pop())
+        except Exception:  # a rank has ended: the loop will get an error, the copies must stay
+            outcome.heard = False
+        self._outcome = outcome
+
+    def _partitions(
+        self, tensors: Mapping[str, Tensor], own: Sequence[Part], nodes: Sequence[int] | None
+    ) -> tuple[list[Part], list[Part]]:
+        """What this rank gives to the next replica and what it keeps for the one before, of tensors
+        that are split over the replicas: a node that is lost takes its part of them with it."""
+        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
+            return [], []
+        replica = self.mesh.get_local_rank("replicate")
+        before = (replica - 1) % mesh_shape(self.mesh).replicate
+        received: list[Part] = []
+        for name, held, region, tensor in plan_of_replica(
+            tensors.items(), self.mesh, nodes, before
+        ):
+            values = torch.empty(region.lengths, dtype=tensor.dtype)
+            received.append(Part(name, tuple(tensor.shape), region, held, values, True))
+        mine = plan_of_replica(tensors.items(), self.mesh, nodes, replica)
+        split = {name for name, *_ in mine}
+        sent = [part for part in own if part.name in split]
+        return sent, received
+
+    def _exchange_partitions(
+        self, buffer: Buffer, sent: Sequence[Part], received: Sequence[Part], failed: str | None
+    ) -> None:
+        """Gives ``sent`` to the same rank of the next replica and takes ``received`` from that of
+        the one before, between the buffers. Collective over a ring of ranks."""
+        following, before = self._neighbours()
+        # A rank whose buffer could not be filled takes part with nothing of use.
+        outgoing = [part.values if failed else buffer.view(part) for part in sent]
+        incoming = [part.values if failed else buffer.view(part) for part in received]
+        group = self._group.group
+        # Nobody waits for its send before it receives: in a ring of ranks all would wait.
+        works = [dist.isend(tensor.contiguous(), following, group=group) for tensor in outgoing]
+        for tensor in incoming:
+            dist.recv(tensor, before, group=group)
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _neighbours(self) -> tuple[int, int]:
+        """The ranks in this rank's place of the next replica and of the one before."""
+        assert self.mesh is not None
+        positions = axis_positions(self.mesh)
+        index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
+        line = self.mesh.mesh[tuple(index.values())].tolist()
+        own = positions["replicate"]
+        return line[(own + 1) % len(line)], line[own - 1]
+
+    def _has_room(self, parts: list[Part]) -> bool:
+        """Whether two buffers fit on every node, before the first one is taken. Collective."""
+        assert self.place is not None
+        size = sum(part.values.numel() * part.values.element_size() for part in parts)
+        free = room(self.place.root) + used(self.folder) if self.nodes.is_first else 0
+        answers = self.answers.all_gather((size, free, socket.gethostname()))
+        for node in range(max(self.nodes.of) + 1):
+            ranks = self.nodes.ranks(node)
+            need, (_, free, host) = 2 * sum(answers[rank][0] for rank in ranks), answers[ranks[0]]
+            if node == self.nodes.own:
+                self.node_bytes = max(need // 2, 1)
+            if need > free:
+                self._turn_off(
+                    f"{host} has {free / 2**20:.1f} MiB of shared memory to give and two copies "
+                    f"need {need / 2**20:.1f} MiB; make it larger (in a container: --shm-size), or "
+                    "set checkpoint.memory_every=0"
+                )
+                return False
+        if self.answers.rank == 0:
+            log.info(
+                "memory net: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20
+            )
+        return True
+
+    def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The random generators of the same rank of the replica before this one, which gets this
+        rank's."""
+        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
+            return {}
+        following, before = self._neighbours()
+        return exchange_tensors(rng, following, before, self._group)
+
+    def wait(self) -> None:
+        """Returns when the last copy is complete on all nodes, or has failed, and applies its
+        outcome, on all ranks alike. Collective."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        if not outcome.heard:
+            self.on = False
+        elif outcome.error is not None:
+            self._turn_off(outcome.error)
+        else:
+            self.newest = outcome.step
+            # This copy stays until the one in the other buffer is complete.
+            self._next = 1 - self._next
+
+    def finish(self) -> None:
+        """The run has ended well: its copies are removed. Never for a run that ends with an error.
+        Collective."""
+        self.wait()
+        if self.on:
+            self._remove()
+
+    def _turn_off(self, why: str) -> None:
+        self.on = False
+        if self.answers.rank == 0:
+            log.warning(
+                "memory net off: %s. Training goes on; a lost worker costs the steps since the "
+                "last checkpoint",
+                why,
+            )
+        self._remove()
+
+    def _remove(self) -> None:
+        for buffer in self._buffers:
+            buffer.release()
+        self.answers.all_gather(None)  # nobody is still writing
+        if self.place is not None and self.nodes.is_first:
+            remove(self.folder)
+            remove_place(self.place)
+
+
+def _on_this_host(fault: BaseException) -> str:
+    return f"{socket.gethostname()}: {describe_error(fault)}"
+
+
+def exchange_tensors(
+    tensors: Mapping[str, Tensor], to: int, source: int, group: Group
+) -> dict[str, Tensor]:
+    """Gives small CPU tensors to rank ``to`` and returns those of rank ``source``, at most 64 KiB
+    with their names; nothing when there are more. Collective over a ring of ranks."""
+    sent = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+    received = torch.zeros_like(sent)
+    if len(data := pack(tensors)) <= _RNG_BYTES:
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    work = dist.isend(sent, to, group=group.group)
+    dist.recv(received, source, group=group.group)
+    assert work is not None
+    work.wait()
+    return unpack(received.numpy().tobytes())

@@ -1,0 +1,341 @@
+"""Finds the copies that the nodes hold after a restart, and makes a whole one readable on every
+rank: `Search`.
+
+The first rank of each node reads its folder. Rank 0 puts a copy together from what all nodes have.
+The ranks of each node compute the checksums of the files that were chosen, in parallel. A damaged
+file is omitted when another node holds the same rectangles. A node is sent the files that its ranks
+need and it lacks, in pieces, from rank to rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel2d.base.files.folder import LocalFolder
+from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.parallel.weights.geometry import Region, local_region
+from parallel2d.parallel.weights.named_tensors import model_tensors
+from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.training.checkpoint.save import Group
+from parallel2d.training.checkpoint.state import needed_names
+from parallel2d.training.checkpoint.storage import describe_error, step_name
+from parallel2d.training.recovery.assembly import AssembledCopy, assemble
+from parallel2d.training.recovery.buffer import Found, check_file, digest, find_copies, map_new_file
+from parallel2d.training.recovery.lineage import Lineage
+from parallel2d.training.recovery.place import remove
+
+log = logging.getLogger(__name__)
+
+PIECE = 16 * 2**20  # bytes that one message carries
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which ranks share a folder. ``of``: the node of each rank; a node is called by its number."""
+
+    of: tuple[int, ...]
+    rank: int
+
+    @property
+    def own(self) -> int:
+        return self.of[self.rank]
+
+    def ranks(self, node: int) -> list[int]:
+        return [rank for rank, other in enumerate(self.of) if other == node]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank acts for its node, as the first of its ranks."""
+        return self.rank == self.of.index(self.own)
+
+
+@dataclass
+class Search:
+    """One look at what the nodes hold. Collective; made once, after a restart. ``folder``: this
+    run's in shared memory."""
+
+    folder: str
+    group: Group
+    nodes: Nodes
+    lineage: Lineage
+    _mine: list[Found] = field(default_factory=list)
+    _writers: dict[int, str] = field(default_factory=dict)
+    _view: str | None = None
+
+    def steps(self) -> list[int]:
+        """Steps of which some node holds a part that belongs to this run, ascending."""
+        faults: list[str] = []
+        if self.nodes.is_first:
+            try:
+                self._mine, faults = find_copies(self.folder)
+            except OSError as fault:
+                faults = [describe_error(fault)]
+        answers = self.group.all_gather(
+            ([(found.record["incarnation"], found.step) for found in self._mine], faults)
+        )
+        for rank, (_, lines) in enumerate(answers):
+            for line in lines:
+                self._say(
+                    f"passing over a copy in memory (rank {rank}'s node): {line}", logging.WARNING
+                )
+        copies: set[tuple[str, int]] = set()
+        for held, _ in answers:
+            copies.update(held)
+        own = {copy for copy in copies if self.lineage.holds(*copy)}
+        self._writers = {step: name for name, step in sorted(own)}
+        left = {step for _, step in copies - own}
+        if left:
+            listed = ", ".join(map(str, sorted(left)))
+            self._say(
+                f"copies in memory of step {listed} are not of this run as it stands, and are not "
+                "used",
+                logging.WARNING,
+            )
+        return sorted(self._writers)
+
+    def open(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> Checkpoint:
+        """The copy of ``step``, verified, with all that this rank's part of ``model`` and
+        ``optimizer`` needs in reach. `close` it when it was loaded. Raises `DamagedCheckpointError`
+        with the reason, on all ranks, when it cannot be had."""
+        held = self._held(step)
+        chosen = self._choose(step, held)
+        manifest = Manifest.decode(chosen.manifest, f"{step_name(step)} in memory")
+        view = os.path.join(self.folder, f".view-{self.group.broadcast(os.urandom(8).hex())}")
+        self._view = view
+        try:
+            self.group.agree(lambda: self._link(chosen, _folders_of_files(held), view))
+            sent = self._fetch(manifest, chosen.holders, view, model, optimizer)
+        except BaseException:
+            self.close()
+            raise
+        self._say(
+            f"{step_name(step)} is in memory: {len(manifest.files)} files, {sent / 2**20:.1f} MiB "
+            "sent to nodes without them"
+        )
+        lost = _lost_generators(manifest)
+        if lost:
+            self._say(
+                f"random generators of ranks {lost} were lost with their nodes: they start afresh",
+                logging.WARNING,
+            )
+        folder = LocalFolder(view)
+        folder.label = f"{step_name(step)} from memory"
+        return Checkpoint(folder, manifest, exact=False)
+
+    def close(self) -> None:
+        """Removes what `open` made. The copies themselves stay."""
+        if self._view is not None and self.nodes.is_first:
+            remove(self._view)
+        self._view = None
+
+    def kept(self, step: int) -> list[str]:
+        """This node's folders that hold ``step``; on the first rank of the node."""
+        return [found.folder for found in self._held(step)]
+
+    def _held(self, step: int) -> list[Found]:
+        copy = (self._writers.get(step), step)
+        return [found for found in self._mine if (found.record["incarnation"], found.step) == copy]
+
+    def _link(self, chosen: AssembledCopy, folders: Mapping[str, str], view: str) -> None:
+        """Makes ``view``, with this node's files under the names that the manifest has."""
+        if not self.nodes.is_first:
+            return
+        os.makedirs(view, mode=0o700)
+        for name, nodes in chosen.holders.items():
+            there = nodes.get(self.nodes.own)
+            if there:
+                source = os.path.join(folders[there], there)
+                # A link takes no memory: there may be no room for the state once more.
+                os.link(source, os.path.join(view, name), follow_symlinks=False)
+
+    def _choose(self, step: int, held: Sequence[Found]) -> AssembledCopy:
+        """A whole copy of sound files. Rank 0 chooses, the holders check, until nothing is
+        wrong."""
+        what = f"{step_name(step)} in memory"
+        # What all ranks' records have in common is large, so each node sends it once.
+        messages: list[Any] = [(found.rank, None, None) for found in held]
+        if held:
+            record = held[0].record
+            messages[0] = held[0].rank, record["tensors"], record["common"]
+        parts = [(found.record["parts"], found.record["files"]) for found in held]
+        answers = self.group.gather((self.nodes.own, messages, parts) if held else None)
+        refused: set[str] = set()
+        while True:
+            assembled = functools.partial(_assemble, answers, refused, what)
+            chosen: AssembledCopy = self.group.on_first(assembled)
+            damaged = self._check(chosen, held, what)
+            if not damaged:
+                return chosen
+            for reason in damaged.values():
+                self._say(f"passing over a file of {what}: {reason}", logging.WARNING)
+            refused |= set(damaged)
+
+    def _check(self, chosen: AssembledCopy, held: Sequence[Found], what: str) -> dict[str, str]:
+        """File -> fault, over all nodes; each node's ranks share its files. Only the first rank of
+        a node has their locations, so it sends them to the others."""
+        # `held` is empty on the others.
+        told = self.group.all_gather(_folders_of_files(held))
+        where = told[self.nodes.of.index(self.nodes.own)]
+        files = Manifest.decode(chosen.manifest, what).files
+        own = [
+            (nodes[self.nodes.own], files[name])
+            for name, nodes in chosen.holders.items()
+            if self.nodes.own in nodes
+        ]
+        local = self.nodes.ranks(self.nodes.own)
+        faults = {}
+        for name, expected in own[local.index(self.group.rank) :: len(local)]:
+            try:
+                check_file(where[name], name, expected)
+            except (OSError, DamagedCheckpointError) as fault:
+                faults[name] = f"node {self.nodes.own}: {describe_error(fault)}"
+        found: dict[str, str] = {}
+        for answer in self.group.all_gather(faults):
+            found |= answer
+        return found
+
+    def _fetch(
+        self,
+        manifest: Manifest,
+        holders: Mapping[str, Mapping[int, str]],
+        view: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> int:
+        """Sends files to the nodes that need and lack them. Returns the bytes sent over all
+        nodes."""
+        wanted = self.group.all_gather(sorted(_needed(manifest, model, optimizer, self.group)))
+        lacking: set[tuple[str, int]] = set()
+        for rank, names in enumerate(wanted):
+            node = self.nodes.of[rank]
+            lacking |= {(name, node) for name in names if node not in holders[name]}
+        plan = []  # (file, sending rank, receiving rank): the nodes' ranks take turns
+        for number, (name, node) in enumerate(sorted(lacking)):
+            having = list(holders[name])
+            senders = self.nodes.ranks(having[number % len(having)])
+            receivers = self.nodes.ranks(node)
+            plan.append((name, senders[number % len(senders)], receivers[number % len(receivers)]))
+        targets: dict[str, Tensor] = {}
+
+        def allocate() -> None:
+            for name, _, receiver in plan:
+                if receiver == self.group.rank:
+                    path = os.path.join(view, name)
+                    targets[name] = map_new_file(path, manifest.files[name].bytes)
+
+        self.group.agree(allocate)
+        # All walk through the plan in the same order, so the next transfer always has both of its
+        # ends waiting.
+        for name, sender, receiver in plan:
+            size = manifest.files[name].bytes
+            if self.group.rank == sender:
+                source = LocalFolder(view).source(name)
+                for begin in range(0, size, PIECE):
+                    data = source.buffer(begin, min(begin + PIECE, size))
+                    piece = torch.frombuffer(data, dtype=torch.uint8)
+                    dist.send(piece, receiver, group=self.group.group)
+            elif self.group.rank == receiver:
+                for piece in targets[name].split(PIECE):
+                    dist.recv(piece, sender, group=self.group.group)
+
+        def verify() -> None:
+            for name, values in targets.items():
+                if digest(memoryview(values.numpy().data)) != manifest.files[name].sha256:
+                    raise DamagedCheckpointError(
+                        f"{name} was damaged on its way to node {self.nodes.own}"
+                    )
+
+        self.group.agree(verify)
+        return sum(manifest.files[name].bytes for name, _, _ in plan)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        if self.group.rank == 0:
+            log.log(level, "%s", text)
+
+
+def _folders_of_files(held: Sequence[Found]) -> dict[str, str]:
+    folders: dict[str, str] = {}
+    for found in held:
+        folders |= dict.fromkeys(found.record["files"], found.folder)
+    return folders
+
+
+def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> AssembledCopy:
+    """As `assemble`, with a `DamagedCheckpointError` for all that may be wrong with ``answers``."""
+    try:
+        return assemble([answer for answer in answers if answer is not None], refused, what)
+    except DamagedCheckpointError:
+        raise
+    # The content of a record may be anything.
+    except (TypeError, ValueError, KeyError, IndexError) as fault:
+        raise DamagedCheckpointError(
+            f"{what}: its records are damaged ({describe_error(fault)})"
+        ) from None
+
+
+def _lost_generators(manifest: Manifest) -> list[int]:
+    found = {name.split("/")[1] for name in manifest.tensors if name.startswith("rng/")}
+    return [rank for rank in range(manifest.world_size) if f"{rank:05d}" not in found]
+
+
+def _needed(
+    manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group
+) -> set[str]:
+    """The files in which this rank's parts of model, optimizer and random generators are."""
+    here = model_tensors(model)
+    wanted = [*_of_model(manifest, here)]
+    for name, region in _of_training(manifest, here, model):
+        if optimizer is not None or "optimizer/" not in name:
+            wanted.append((name, region))
+    if manifest.world_size == group.size:
+        generators = f"rng/{group.rank:05d}/"
+        own = [name for name in manifest.tensors if name.startswith(generators)]
+        wanted += [(name, Region.whole(manifest.tensors[name].shape)) for name in own]
+    found: set[str] = set()
+    for name, region in wanted:
+        for chunk in manifest.tensors[name].chunks:
+            # A tensor without dims is one chunk.
+            if not region.lengths or chunk.region.intersect(region):
+                found.add(chunk.file)
+    return found
+
+
+def _of_model(manifest: Manifest, here: Mapping[str, Tensor]) -> Iterator[tuple[str, Region]]:
+    for name, tensor in here.items():
+        stored = manifest.tensors.get(f"model/{name}")
+        # A tied parameter is stored under its first name.
+        if stored is None:
+            name = str(manifest.tied.get(name))
+            stored = manifest.tensors.get(f"model/{name}")
+        if stored is not None and stored.shape == tuple(tensor.shape):
+            yield f"model/{name}", local_region(tensor)
+
+
+def _of_training(
+    manifest: Manifest, here: Mapping[str, Tensor], model: nn.Module
+) -> Iterator[tuple[str, Region]]:
+    for stored in needed_names(model, manifest.tensors):
+        shape = manifest.tensors[stored].shape
+        # The name of the parameter follows the kind of state.
+        owner = next((here[name] for name in _endings(stored) if name in here), None)
+        if owner is not None and shape == tuple(owner.shape):
+            yield stored, local_region(owner)
+        else:
+            yield stored, Region.whole(shape)
+
+
+def _endings(name: str) -> list[str]:
+    """What is left of ``name`` after each of its slashes, the longest first."""
+    parts = name.split("/")
+    return ["/".join(parts[number:]) for number in range(1, len(parts))]

@@ -1,0 +1,24 @@
+"""The records of a run: who owns its directory, each start as a segment, and how it ended. They
+change once a start is accepted; one that is refused leaves those of earlier starts as they are."""
+
+from parallel2d.training.run_directory.end import (
+    note_failure,
+    objective_missing,
+    read_objective,
+    summarize,
+)
+from parallel2d.training.run_directory.segments import Segment, changes_since, read_segments
+from parallel2d.training.run_directory.start import AcceptedStart, accept_start, discard_pending
+
+__all__ = [
+    "AcceptedStart",
+    "Segment",
+    "accept_start",
+    "changes_since",
+    "discard_pending",
+    "note_failure",
+    "objective_missing",
+    "read_objective",
+    "read_segments",
+    "summarize",
+]

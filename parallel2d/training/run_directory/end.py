@@ -1,0 +1,204 @@
+"""How a run ended: `summarize` writes ``summary.json`` and says it in a few lines, `note_failure`
+keeps the error of a run that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from parallel2d.base import files
+from parallel2d.base.config import Job
+from parallel2d.base.errors import did_you_mean
+from parallel2d.training.metrics import keys
+from parallel2d.training.metrics.row_file import parse_row
+
+SUMMARY = "summary.json"
+_MEASURED = (int, float, type(None))
+_COMMAND = "python -m parallel2d."
+# What starts ranks in the place of python, by launcher
+_STARTERS = {"torchrun": "torchrun ... -m ", "srun": "srun ... python -m "}
+
+
+def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int]]]:
+    """The newest value of each key, and of each loss the smallest value with its step."""
+    last: dict[str, Any] = {}
+    best: dict[str, tuple[float, int]] = {}
+    path = os.path.join(run_dir, "metrics.jsonl")
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for row in filter(None, map(parse_row, file)):
+            last.update(row)
+            for key in filter(_is_loss, row):
+                value = _number(row[key])
+                least, _ = best.setdefault(key, (value, row[keys.STEP]))
+                # No number is smaller than NaN, or larger.
+                if math.isnan(least) or value < least:
+                    best[key] = (value, row[keys.STEP])
+    return last, best
+
+
+def _is_loss(key: str) -> bool:
+    return key.split("/")[-1] == keys.LOSS
+
+
+def _number(value: Any) -> float:
+    return float(value) if files.is_number(value) else math.nan
+
+
+def summarize(
+    job: Job,
+    *,
+    stopped: bool,
+    checkpoint: str | None,
+    best: str | None = None,
+    reason: str | None = None,
+    launcher: str = "self",
+) -> list[str]:
+    """Writes ``summary.json`` and returns it as lines for people. Rank 0, after the last row.
+
+    ``stopped``: the run was asked to end before its last step; ``reason``: why it ended there by
+    itself; ``best``: the checkpoint of the best value; ``launcher``: as `RankIdentity` has it.
+    """
+    last, best_losses = _read_rows(job.run_dir)
+    if not last:
+        return []
+    objective = job.config.train.objective
+    # JSON has no NaN: what is not finite is null.
+    measured = {key: value for key, value in last.items() if type(value) in _MEASURED}
+    losses: dict[str, Any] = {}
+    for key, (value, step) in best_losses.items():
+        losses[key] = {"value": None if math.isnan(value) else value, "step": step}
+    summary = {
+        "step": last[keys.STEP],
+        "steps": job.config.train.steps,
+        "stopped": stopped,
+        "tokens": last.get(keys.TOKENS),
+        "wall_s": last.get(keys.WALL_S),
+        "objective": {
+            "name": objective,
+            "measured": objective in measured,
+            "value": measured.get(objective),
+        },
+        "reason": reason,
+        "checkpoint": checkpoint,
+        "best_checkpoint": best,
+        "last": measured,
+        "best": losses,
+    }
+    lines = [*_results(summary), *_commands(job, summary, launcher)]
+    try:
+        files.replace(os.path.join(job.run_dir, SUMMARY), json.dumps(summary, indent=1))
+    except OSError as error:  # a full disk does not undo what was trained
+        lines.append(f"warning: {SUMMARY} cannot be written: {error.strerror}")
+    return lines
+
+
+def _results(summary: Mapping[str, Any]) -> list[str]:
+    last, seconds = summary["last"], summary["wall_s"] or 0.0
+    parts = [f"step {summary['step']} of {summary['steps']}"]
+    if summary["tokens"]:
+        parts.append(f"{summary['tokens']:,} tokens")
+    days, clock = int(seconds // 86400), time.strftime("%H:%M:%S", time.gmtime(seconds % 86400))
+    parts.append(f"{days} days {clock}" if days else clock)
+    if last.get(keys.GOODPUT) is not None:
+        parts.append(f"goodput {last[keys.GOODPUT]:.1%}")
+    first = "stopped" if summary["stopped"] or summary["reason"] else "done"
+    lines = [f"{first:<12}{', '.join(parts)}"]
+    if summary["reason"]:
+        lines.append(f"why         {summary['reason']}")
+    for key, best in summary["best"].items():
+        label = key.removesuffix("/loss").replace("/", " ")
+        at_end, least = _number(last.get(key)), _number(best["value"])
+        lines.append(
+            f"{label:<11} {at_end:.4f} at the end, best {least:.4f} at step {best['step']}"
+        )
+    return lines
+
+
+def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
+    run_dir = shlex.quote(_short(job.run_dir))
+    lines = []
+    if summary["checkpoint"]:
+        lines.append(f"checkpoint  {_short(summary['checkpoint'])}")
+    if summary["best_checkpoint"]:
+        lines.append(f"best        {_short(summary['best_checkpoint'])}")
+    if summary["checkpoint"] and not summary["reason"]:
+        start = _STARTERS.get(launcher, "python -m ")
+        words = shlex.join(_words_to_go_on(job, summary))
+        lines.append(f"go on       {start}parallel2d.train {words} hydra.run.dir={run_dir}")
+    lines.append(f"look        {_COMMAND}report {run_dir}")
+    if job.config.metrics.tensorboard:
+        lines.append(f"            {_COMMAND}dashboard {run_dir}")
+    if summary["checkpoint"]:
+        source = shlex.quote(_short(summary["checkpoint"]))
+        target = shlex.quote(f"{_short(job.run_dir)}/export")
+        model = job.config.model
+        form = "peft" if getattr(model, "adapter", None) else "hf"
+        if model.family == "custom":
+            form = "safetensors"
+        convert = f"{_COMMAND}checkpoint convert --to {form}"
+        lines.append(f"export      {convert} {source} {target}")
+    return lines
+
+
+# Words that are about how a run begins, or that get another value
+_NOT_AGAIN = (
+    *("train.steps=", "train.epochs=", "train.certify"),
+    *("hydra.run.", "checkpoint.resume=", "checkpoint.load="),
+)
+
+
+def _words_to_go_on(job: Job, summary: Mapping[str, Any]) -> list[str]:
+    """As far as was planned where the run was stopped, otherwise twice as far."""
+    words = [word for word in job.overrides if not word.lstrip("+").startswith(_NOT_AGAIN)]
+    epochs = job.config.train.epochs
+    further = 1 if summary["stopped"] else 2
+    if epochs is not None:
+        return [*words, f"train.epochs={further * epochs}"]
+    steps = summary["steps"] if summary["stopped"] else 2 * summary["step"]
+    return [*words, f"train.steps={steps}"]
+
+
+def _short(path: str) -> str:
+    if "://" in path:
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def _read_summary(run_dir: str, part: str) -> dict[str, Any]:
+    """Empty where no run ended, and for a file that is none of ours."""
+    try:
+        found = files.read_json(os.path.join(run_dir, SUMMARY))[part]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_objective(run_dir: str) -> float | None:
+    """The last value of ``train.objective``, NaN where it was not finite; None where it was never
+    measured, or no run ended here."""
+    objective = _read_summary(run_dir, "objective")
+    return _number(objective.get("value")) if objective.get("measured") is True else None
+
+
+def objective_missing(name: str, run_dir: str) -> str:
+    """The sentence for a sweep whose job has not measured what it is judged by."""
+    hint = did_you_mean(name, list(_read_summary(run_dir, "last")))
+    return (
+        f"train.objective={name} was never measured, so the sweep cannot judge the job{hint}; "
+        "validation/loss needs train.validate_every and validation data"
+    )
+
+
+def note_failure(run_dir: str, text: str) -> None:
+    """Adds the error of a run to its ``train.log``. What cannot be written is not worth another
+    error."""
+    stamped = f"{time.strftime('%H:%M:%S')} {text}\n"
+    with contextlib.suppress(OSError), open(os.path.join(run_dir, "train.log"), "a") as file:
+        file.write(stamped)

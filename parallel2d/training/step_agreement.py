@@ -1,0 +1,158 @@
+"""What all ranks learn from each other in a step: `StepAgreement`.
+
+[Note: one agreement per step] All of it goes into a single all-reduce of a small fp64 vector:
+loss, token counts (of this batch and of the next, whose weight is then known before it begins), the
+squared gradient norm, the batch's hash, whether anything was not finite, whether some rank was told
+to save and end, hashes of what replicas must have in common, and every rank's report about the step
+before, each in a row of its own. Every decision is taken from that vector, so every rank takes the
+same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.parallel.gradients import squared_norm_share
+from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.sync.comparison import ReplicaComparison
+from parallel2d.parallel.sync.gradient_sync import gradient_syncs
+from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
+from parallel2d.training.progress import RankReport, StepOutcome
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What one rank brings to a step's agreement.
+
+    ``loss``: its summed loss, fp64 on its device; ``tokens``, ``sample_hash``: of its part of the
+    batch; ``upcoming_tokens``: of its part of the next one.
+    """
+
+    loss: Tensor
+    tokens: int
+    sample_hash: int
+    upcoming_tokens: int
+    stop_requested: bool
+    save_is_due: bool
+    report: RankReport
+
+
+class StepAgreement:
+    """``parameters``: those that are trained; ``compare_every``: steps between comparisons of what
+    replicas have in common, 0: never."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        compare_every: int,
+    ) -> None:
+        self._parameters = parameters
+        self._device = device
+        self._compare_every = compare_every
+        # Which parameters were used travels along, if the engine can wait so long
+        able = [engine for engine in gradient_syncs(model) if engine.may_defer_agreement]
+        self._engine = able[0] if able else None
+        if self._engine is not None:
+            self._engine.defer_agreement()
+        shape = mesh_shape(mesh)
+        # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
+        self._outer = outer_sync(model)
+        self._norms = 1
+        self._norm_index = 0
+        if self._outer is not None and shape.replicate > 1:
+            self._norms = shape.replicate
+            self._norm_index = mesh.get_local_rank("replicate")
+        self._comparison: ReplicaComparison | None = None
+        if shape.replicate > 1:
+            self._comparison = ReplicaComparison(mesh, replicated_tensors(model))
+        # Tensor ranks hold copies of their data rank's sums: only the first of them counts.
+        self.counts = float(shape.tensor == 1 or mesh.get_local_rank("tensor") == 0)
+
+    def reach(self, step: int, own: OwnPart, loss_scale: float) -> tuple[StepOutcome, int]:
+        """The outcome of ``step``, and the tokens of the next global batch, on every rank alike.
+        Collective, once gradients are complete; they are ``loss_scale`` times as large. See [Note:
+        one agreement per step]."""
+        on_device = torch.cat([self._own_sums(own), self._own_norms()])
+        broken = (~on_device.isfinite().all()).reshape(1).double()
+        told = torch.tensor([own.stop_requested, own.save_is_due], dtype=torch.float64)
+        reports = _in_own_row(own.report)
+        nothing = torch.zeros(0, dtype=torch.float64)
+        used = self._engine.vector() if self._engine else nothing
+        comparison = self._comparison if self._comparison_is_due(step) else None
+        hashes = comparison.vector() if comparison else nothing
+        # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
+        # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
+        from_cpu = torch.cat([told, reports.flatten(), used, hashes]).to(self._device)
+        vector = torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
+        dist.all_reduce(vector)
+
+        sizes = [1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
+        not_finite, sums, squares, told, rows, used, hashes = vector.split(sizes)
+        loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
+        if self._engine:
+            self._engine.agree_on(used.cpu())
+        if comparison:
+            comparison.check(hashes.cpu())
+        finite = not_finite.item() == 0
+        norms = (squares.sqrt() / loss_scale).tolist()
+        preempted, due = told.tolist()
+        by_rank = rows.view(reports.shape).tolist()
+        outcome = StepOutcome(
+            loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
+            grad_norm=sum(norms) / len(norms) if finite else math.nan,
+            own_norm=norms[self._norm_index],
+            outer_norm=math.sqrt(squared_change) if squared_change else None,
+            tokens=int(tokens),
+            batch_hash=int(batch_hash),
+            finite=finite,
+            preempted=preempted > 0,
+            save_is_due=due > 0,
+            ranks=[own.report.with_floats(row) for row in by_rank],
+        )
+        return outcome, int(upcoming_tokens)
+
+    def _own_sums(self, own: OwnPart) -> Tensor:
+        """What is summed over the ranks: loss, tokens, hash, tokens of the next batch, squared norm
+        of the last outer step's change."""
+        counts = torch.tensor(
+            [own.tokens, own.sample_hash, own.upcoming_tokens],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        of_data = torch.cat([own.loss.reshape(1), counts]) * self.counts
+        change = torch.zeros(1, dtype=torch.float64, device=self._device)
+        if self._outer is not None and self._outer.squared_change is not None:
+            change += self._outer.squared_change
+        return torch.cat([of_data, change])
+
+    def _own_norms(self) -> Tensor:
+        """This rank's share of the squared norms of the gradient: one, or where replicas train on
+        their own one for each."""
+        share = squared_norm_share(self._parameters, dist.get_world_size())
+        norms = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
+        # The share counts the replicas as copies of each other.
+        norms[self._norm_index] = share * self._norms
+        return norms
+
+    def _comparison_is_due(self, step: int) -> bool:
+        every = self._compare_every
+        return self._comparison is not None and every > 0 and step % every == 0
+
+
+def _in_own_row(report: RankReport) -> Tensor:
+    """This rank's report in its own row, zeros in the others': the sum over the ranks holds
+    every rank's. fp64 [ranks, numbers of a report]."""
+    values = torch.tensor(report.floats(), dtype=torch.float64)
+    reports = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64)
+    reports[dist.get_rank()] = values
+    return reports
