@@ -1,6 +1,7 @@
 """``python -m parallel2d.checkpoint inspect|verify|convert``: prints what a checkpoint holds,
-checks that it is sound, and writes it in another format. Start at `main`. `Checkpointer` is imported
-from here too.
+checks that it is sound, and writes it in another format. Start at `main`.
+
+`Checkpointer` may be imported from here.
 
 A fault is one message on standard error and exit code 1.
 """

@@ -29,7 +29,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     def never(*_args):
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr(launch, "start_workers", never)
+    monkeypatch.setattr(launching, "start_workers", never)
 
 
 TEXT = (

@@ -18,7 +18,7 @@ from parallel2d import (
     build_mesh,
     build_on_meta,
     clip_gradient_norm,
-    launch,
+    launching,
     parallelize,
 )
 from parallel2d.base.config import PrecisionConfig
@@ -41,7 +41,7 @@ from parallel2d.train import main
 def test_the_command_refuses_it_on_cpu_before_workers_start(
     tmp_path, monkeypatch, capsys, word, reason
 ):
-    monkeypatch.setattr(launch, "start_workers", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(launching, "start_workers", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "text.txt").write_text("some words of a text\n" * 500)
     data = [
         "data=text",

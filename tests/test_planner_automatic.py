@@ -67,7 +67,7 @@ def test_without_figures_of_the_machines_nothing_is_chosen():
     with pytest.raises(ConfigError) as caught:
         with_chosen_layout(composition.config, words, 1, 2)
     assert str(caught.value).startswith("auto: layouts cannot be ranked: cluster.")
-    assert "parallel2d.instruments.preflight --write" in str(caught.value)
+    assert "parallel2d.preflight --write" in str(caught.value)
     with pytest.raises(ConfigError, match="5 ranks on 2 nodes are not equally many"):
         chosen(2, 5)
 

@@ -14,6 +14,7 @@ from images import opened, write_images
 from torch import nn
 from workers import WorkerError
 
+from parallel2d import launching
 from parallel2d.base.config import DataConfig, HuggingFaceModel
 from parallel2d.train import main
 from parallel2d.training.model_families import build_model
@@ -166,7 +167,7 @@ def beside(tmp_path, monkeypatch):
     def never(*_args):
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr(launch, "start_workers", never)
+    monkeypatch.setattr(launching, "start_workers", never)
     return tmp_path
 
 

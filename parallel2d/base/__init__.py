@@ -1,2 +1,2 @@
-"""What everything stands on: configuration, errors, files, the process group, which rank and host this
-process is on, the authenticated store. Nothing here knows of models."""
+"""What everything stands on: configuration, errors, files, the process group, which rank and host
+this process is on, the authenticated store. Nothing here knows of models."""

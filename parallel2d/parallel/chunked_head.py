@@ -243,7 +243,7 @@ class ChunkedHead:
         loss = head.loss(targets, tokens)     # in the place of loss(model(tokens), targets)
 
     Args:
-        model: plain, or after `parallel2d.parallel.parallelize`.
+        model: plain, or after `parallel2d.parallelize`.
         chunk: rows, that is tokens, of which logits exist at a time.
         name: FQN of the head; default: `find_head`.
         z_loss: as in `cross_entropy_sum`, while the model is in training mode.

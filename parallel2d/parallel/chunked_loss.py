@@ -204,7 +204,7 @@ def _check_placements(hidden: Tensor, weight: Tensor, where: str) -> None:
 
 
 class _Settings:
-    """What is no input of the graph. ``group``, ``first``: as in `parallel2d.parallel.loss`."""
+    """What is no input of the graph. ``group``, ``first``: as in `loss`."""
 
     def __init__(
         self,

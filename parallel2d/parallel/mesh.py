@@ -276,7 +276,7 @@ def build_mesh(
     found by asking the ranks.
 
     Raises `ConfigError` for sizes that do not fill the world or that put a group on the slow link
-    by accident, and for another strategy than those of `parallel2d.base.config.STRATEGIES`.
+    by accident, and for another strategy than those of `config.STRATEGIES`.
     """
     if not isinstance(spec, MeshSpec | MeshConfig | None):
         raise ConfigError(

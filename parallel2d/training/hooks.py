@@ -127,9 +127,7 @@ def check_hooks(entries: Sequence[Any]) -> None:
     for reference, arguments in map(_entry, entries):
         kind = load_reference(_KEY, reference)
         if not isinstance(kind, type) or not issubclass(kind, Hook):
-            raise ConfigError(
-                f"{_KEY}: {reference} is no class derived from parallel2d.training.hooks.Hook"
-            )
+            raise ConfigError(f"{_KEY}: {reference} is no class derived from parallel2d.hooks.Hook")
         try:
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:

@@ -189,7 +189,7 @@ def _check_input(module: nn.Module, what: str, reads: str, is_pair: bool) -> Non
     also = " and token ids" if is_pair else ""
     raise ConfigError(
         f"{what}: {type(module).__name__} reads {reads}{also}, and the train command feeds token "
-        "ids or images alone; train it with parallel2d.parallel.parallelize in a loop of your own: "
+        "ids or images alone; train it with parallel2d.parallelize in a loop of your own: "
         "docs/models.md, 'Models that read something else', has the lines"
     )
 

@@ -36,7 +36,7 @@ class RankReport:
     list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
 
     busy_s: float  # in which the rank worked, waits for other ranks left out
-    # By the keys of `parallel2d.training.metrics.keys`, which are the same on every rank
+    # By the keys of `metrics.keys`, which are the same on every rank
     memory: Mapping[str, float]
     communication: Mapping[str, float]  # empty where it is not measured
 

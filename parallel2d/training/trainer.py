@@ -55,7 +55,7 @@ class Trainer:
     """Trains ``model``, which is parallel over ``mesh`` and has its weights already.
 
     ``named_validation``: streams by name, validated on beside ``validation``; ``hooks``: see
-    `parallel2d.training.hooks`, which are told ``run_dir`` and ``tokenizer`` (its name and fingerprint);
+    `hooks`, which are told ``run_dir`` and ``tokenizer`` (its name and fingerprint);
     ``loss``: of a step, with its z-loss; ``validation_loss``: without. ``chunked_head``: computes
     both in their place.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, PICTURE = DOCS / "architecture.md", DOCS / "images" / "architecture.svg"
 ROW = re.compile(r"\| ([\w ]+) \| `([\w./]+)` \| (.+) \|")
-COLORS = ("#e8eef7", "#fdebd3", "#e5f2e2", "#f9e4e4", "#ececec")
+COLORS = ("#f3ecf9", "#e8eef7", "#fdebd3", "#e5f2e2", "#f9e4e4", "#ececec")
 WIDTH, LABEL, GAP, PAD = 1120, 110, 8, 12
 PER_LINE, HEIGHT, LINE = 5, 62, 14
 

@@ -1,7 +1,7 @@
 """Checks what the fields of a configuration mean together. Start at `validated`.
 
 Every problem of a configuration is reported at once, one line each: the key, the value and what is
-allowed. `parallel2d.base.config.options` checks each field alone, and that what is set is read.
+allowed. `config.options` checks each field alone, and that what is set is read.
 """
 
 from __future__ import annotations

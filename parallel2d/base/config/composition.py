@@ -1,7 +1,7 @@
 """From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
 
-`compose` composes one job, `survey` what words choose and might choose; `parallel2d.base.config.sweep`
-leaves several jobs, or ``--cfg``, to Hydra. `parallel2d.base.config.words` has what happens to the words
+`compose` composes one job, `survey` what words choose and might choose; `config.sweep`
+leaves several jobs, or ``--cfg``, to Hydra. `config.words` has what happens to the words
 before.
 """
 

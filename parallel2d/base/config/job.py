@@ -395,7 +395,7 @@ class TrainConfig:
         return self.strategy.name == AUTOMATIC
 
     def parallel(self) -> ParallelConfig:
-        """The part that `parallel2d.parallel.parallelize` reads."""
+        """The part that `parallel2d.parallelize` reads."""
         return ParallelConfig(
             strategy=self.strategy,
             bucketing=self.bucketing,

@@ -1,6 +1,6 @@
 """How a model is laid over the ranks: mesh, strategy, bucketing, precision, recomputation.
 
-`ParallelConfig` is what `parallel2d.parallel.parallelize` reads.
+`ParallelConfig` is what `parallel2d.parallelize` reads.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ _Section = TypeVar("_Section")
 
 @dataclass(init=False)
 class ParallelConfig:
-    """Everything `parallel2d.parallel.parallelize` needs to know beside the model and the mesh.
+    """Everything `parallel2d.parallelize` needs to know beside the model and the mesh.
 
     The first five also take a preset's name: ``ParallelConfig("zero3", precision="bf16")``. Raises
     `ConfigError` for an unknown name or option, and for a section of another type.

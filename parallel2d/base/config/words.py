@@ -149,9 +149,7 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError("no cluster file: it has no keys")
     if "inter_node" in found:
-        raise ConfigError(
-            "of an earlier form: write it again with parallel2d.instruments.preflight --write"
-        )
+        raise ConfigError("of an earlier form: write it again with parallel2d.preflight --write")
     found.pop("defaults", None)  # of no use apart from conf/cluster
     return found
 

@@ -1,5 +1,5 @@
 """The client of the store, with torch's interface for stores: `StoreClient`. See [Note: who takes
-part] in `parallel2d.base.store`."""
+part] in `store`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The server of the store, a thread that keeps keys in memory and answers those who have the
 secret: `StoreServer`.
 
-See [Note: who takes part] in `parallel2d.base.store`. A request is a list of fields, its name first. So
+See [Note: who takes part] in `store`. A request is a list of fields, its name first. So
 is an answer, which begins with ``ok``, ``late`` (the keys waited for did not come in time) or
 ``error``.
 """

@@ -57,7 +57,7 @@ class CollectiveSample(NamedTuple):
 
 class FittedLink(NamedTuple):
     """In the form in which the planner computes a collective: steps times latency plus bytes over
-    bandwidth (`parallel2d.parallel.cost.collectives`). Infinite where more bytes took no longer."""
+    bandwidth (`cost.collectives`). Infinite where more bytes took no longer."""
 
     bytes_per_s: float
     latency_s: float

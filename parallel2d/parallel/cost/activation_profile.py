@@ -2,7 +2,7 @@
 
 A copy of the model that is split over the tensor axis alone runs forward and backward of one
 micro-batch on tensors without storage. What it has in memory beside its parameters is noted
-wherever sharding would gather or reduce a group: `MemoryEvent`. `parallel2d.parallel.cost.predicted_peak`
+wherever sharding would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak`
 adds what sharding allocates there, for any sizes of the other axes.
 
 Gradients of a group's parameters are dropped when the group has all of them, since sharding would

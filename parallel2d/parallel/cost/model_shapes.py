@@ -87,8 +87,8 @@ def collect_shapes(
 
     The same functions as in `parallelize` decide about dtypes, blocks and groups, on a copy without
     storage. ``mesh``, ``plan``: with a tensor axis, over which the copy is split; a mesh of a fake
-    process group will do (`parallel2d.parallel.cost.fake_group`). ``by_muon``: FQN of the
-    parameters that Muon updates (`parallel2d.training.optimizer.muon_names`).
+    process group will do (`cost.fake_group`). ``by_muon``: FQN of the
+    parameters that Muon updates (`optimizer.muon_names`).
     Raises `ConfigError` for what `parallelize` would refuse there.
     """
     twin = without_storage(model)

@@ -1,6 +1,6 @@
 """The peak of a step as arithmetic: `predict_peak`.
 
-To the activations of a model that is not sharded (`parallel2d.parallel.cost.activation_profile`) it adds
+To the activations of a model that is not sharded (`cost.activation_profile`) it adds
 what sharding allocates at each moment.
 
 [Note: what sharding holds] A gathered group has its whole parameters in memory. What the last

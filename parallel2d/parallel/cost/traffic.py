@@ -1,6 +1,6 @@
 """Bytes that the shard and the replicate axis must move per step, known before the first one:
 `AxisTraffic`, from what each group of parameters moves. Those of the tensor axis:
-`parallel2d.parallel.cost.tensor_twin.count_tensor_axis`.
+`cost.tensor_twin.count_tensor_axis`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 AdamW, Adam and SGD send nothing. Adafactor adds its statistics over the axes that split a
 parameter, Muon sends each matrix to one rank and the result to all (`owner_bytes`). The same as
-`parallel2d.training.optimizer.update_bytes` counts on a built optimizer.
+`optimizer.update_bytes` counts on a built optimizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Groups of parameters that `fully_shard` gathers and reduces together, and the gradients in them.
 
-`ShardedGroup` is what `parallel2d.parallel.sync` takes for a `parallel2d.parallel.sync.group.ParameterGroup`.
+`ShardedGroup` is what `sync` takes for a `sync.group.ParameterGroup`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def parallelize(
         init: ``init(module, name)`` sets the parameters that ``module`` owns; default: each
             module's own initializer.
         tensor_plan: module pattern -> parallel style or word
-            (`parallel2d.parallel.parallelize.tensor_parallel`); required when the mesh has a tensor axis.
+            (`parallelize.tensor_parallel`); required when the mesh has a tensor axis.
         broadcast_from: the rank whose weights and buffers all ranks start from. The others may hold
             any, or be on meta; they never hold the whole model. None: no rank is asked.
         weights: for a model on meta: ``weights(model)`` fills what it has values for once the model
@@ -83,7 +83,7 @@ def parallelize(
             ``seed``.
         topology: which rank is on which host, if known; otherwise the ranks are asked.
         ignored: modules, or patterns of names, whose frozen parameters stay whole and plain on
-            every rank; see `parallel2d.parallel.parallelize.ignored`.
+            every rank; see `parallelize.ignored`.
 
     Build the optimizer after this call, on the returned model's parameters.
 

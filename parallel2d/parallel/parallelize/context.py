@@ -37,7 +37,7 @@ def model_sharded_context(
         optimizer = build_optimizer(model, ...)
 
     Args:
-        mesh, config, seed, init: as of `parallel2d.parallel.parallelize`, for every outermost module alike.
+        mesh, config, seed, init: as of `parallel2d.parallelize`, for every outermost module alike.
             ``init`` is called after the context, so
             ``lambda module, name: model.init_weights(module, name)`` may name a model that is built
             inside.
@@ -50,7 +50,7 @@ def model_sharded_context(
 
     Raises:
         ConfigError: nothing with parameters was built inside, a module was given weights that are
-            not on meta (built outside), or what `parallel2d.parallel.parallelize` raises; of several
+            not on meta (built outside), or what `parallel2d.parallelize` raises; of several
             outermost modules, those before the one it refuses are parallelized.
     """
     built: list[weakref.ref[nn.Module]] = []

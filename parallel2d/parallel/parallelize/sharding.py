@@ -3,10 +3,10 @@ over ``replicate`` (`synchronize`).
 
 [Note: one engine for every strategy] A mesh with replicate > 1 goes to `fully_shard` as two axes,
 and parameters are placed on both; with shard = 1 that is plain replication; with replicate = 1 only
-the ``shard`` axis goes in. The engine gathers and reduces over the shard axis, `parallel2d.parallel.sync`
+the ``shard`` axis goes in. The engine gathers and reduces over the shard axis, `sync`
 reduces over the replicas. So ``ddp``, ``zero2``, ``zero3`` and the hybrids are readings of one code
 path, with one set of hooks and one kind of parameter. Gradients are averaged over the data
-ranks, as everywhere in PyTorch; `parallel2d.parallel.loss` builds on it.
+ranks, as everywhere in PyTorch; `loss` builds on it.
 
 [Note: views and hooks] `fully_shard` puts a hook on what a group returns; when its gradient comes,
 backward gathers the group's parameters. Two things go wrong when that is a view. If the view's base

@@ -112,9 +112,7 @@ def _check_mode(mode: str) -> None:
 
 def _set_up(model: nn.Module, mode: str, last: bool) -> None:
     """Sets what the next backward pass of ``model`` reduces. ``last``: of the global batch."""
-    assert isinstance(model, FSDPModule), (
-        "the model did not come from parallel2d.parallel.parallelize"
-    )
+    assert isinstance(model, FSDPModule), "the model did not come from parallel2d.parallelize"
     reduces_over_shards = last or mode != "none"
     reduces_over_replicas = last or mode == "full"
     model.set_requires_gradient_sync(reduces_over_shards)

@@ -70,11 +70,11 @@ def engines_in(model: nn.Module) -> list[Engine]:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a model from `parallel2d.parallel.parallelize`. Raises `ConfigError` for another."""
+    """The engine of a model from `parallel2d.parallelize`. Raises `ConfigError` for another."""
     found: Engine | None = vars(model).get(_ENGINE)
     if found is None:
         raise ConfigError(
-            f"{type(model).__name__} did not come from parallel2d.parallel.parallelize; give the model that "
+            f"{type(model).__name__} did not come from parallel2d.parallelize; give the model that "
             "it returned, not a module of it"
         )
     return found

@@ -51,7 +51,7 @@ from parallel2d.parallel.weights.named_tensors import parameters_by_name, regist
 
 
 class GradientSync:
-    """The engine of one model; made by `parallel2d.parallel.parallelize`.
+    """The engine of one model; made by `parallel2d.parallelize`.
 
     ``groups``: in the order in which backward ends them. ``final_dtype``: of gradients once they
     are reduced, if not that in which they are added. ``scalars``: parameters that are whole on

@@ -1,6 +1,6 @@
 """What an engine needs of a model: groups of parameters, scalars, the order of collectives.
 
-These are protocols, which `parallel2d.parallel.parallelize` implements in its `fsdp_internals`, `scalars`
+These are protocols, which `parallel2d.parallelize` implements in its `fsdp_internals`, `scalars`
 and `collective_order`.
 """
 
@@ -127,7 +127,7 @@ class ParameterGroup(Protocol):
 
 
 class ScalarGradient(Protocol):
-    """The gradient of a parameter without dimensions; see `parallel2d.parallel.parallelize.scalars`."""
+    """The gradient of a parameter without dimensions; see `parallelize.scalars`."""
 
     @property
     def gradient(self) -> Tensor | None:
@@ -145,7 +145,7 @@ class ScalarGradient(Protocol):
 
 class IssueOrder(Protocol):
     """The order of the collectives of this rank's shard group; see
-    `parallel2d.parallel.parallelize.collective_order`."""
+    `parallelize.collective_order`."""
 
     def end_backward(self) -> None:
         """Records that this rank's backward pass has ended. Raises OutOfOrder."""

@@ -198,7 +198,7 @@ class OuterSync:
         for parameter in self.parameters.values():
             show(parameter)
 
-    # As `parallel2d.parallel.weights.named_tensors.MasterValues`
+    # As `weights.named_tensors.MasterValues`
 
     replicas_differ = True
 

@@ -75,7 +75,7 @@ class OwnedParameters:
         """This replica's part."""
         return self._owned[id(parameter)]
 
-    # As `parallel2d.parallel.weights.named_tensors.MasterValues`
+    # As `weights.named_tensors.MasterValues`
 
     replicas_differ = False
 

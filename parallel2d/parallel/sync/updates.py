@@ -34,7 +34,7 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     must hear of them. `parallel2d.build_optimizer` does this.
 
     With several optimizers attach the one that steps last. Raises `ConfigError` for a model that
-    did not come from `parallel2d.parallel.parallelize`, and for an optimizer that has whole parameters where
+    did not come from `parallel2d.parallelize`, and for an optimizer that has whole parameters where
     replicas own parts.
     """
     engine_of(model).attach(optimizer)

@@ -1,7 +1,7 @@
 """Weights of parallelized models: read from a folder of pretrained files, loaded from a state dict
 of one rank, and gathered to be viewed or changed whole.
 
-What is written to survive the process is in `parallel2d.training.checkpoint`.
+What is written to survive the process is in `checkpoint`.
 """
 
 from parallel2d.parallel.weights.pretrained import load_pretrained

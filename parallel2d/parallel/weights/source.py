@@ -39,7 +39,7 @@ class WeightSource:
         given: Callable[[nn.Module], Container[str]] | None,
     ) -> None:
         """Takes the weights that one rank gives the others out of ``model``. Collective. Arguments
-        are those of `parallel2d.parallel.parallelize`, ``given`` is its ``weights``.
+        are those of `parallel2d.parallelize`, ``given`` is its ``weights``.
 
         Raises `ConfigError` when ranks have different models, and for arguments that exclude each
         other.

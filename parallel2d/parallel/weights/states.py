@@ -157,7 +157,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
     """Loads ``state``, FQN -> tensor, into a parallelized ``model``. Collective.
 
     Whole tensors are needed on rank ``source`` alone; the others pass None and get their parts
-    piece by piece (`parallel2d.parallel.weights.whole_tensors.PIECE_BYTES`), so none of them ever holds a
+    piece by piece (`weights.whole_tensors.PIECE_BYTES`), so none of them ever holds a
     whole one. `DTensor`s, as ``model.state_dict()`` gives them on every rank, are copied, or
     redistributed one at a time where they are split differently.
 

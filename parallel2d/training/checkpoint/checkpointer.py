@@ -50,7 +50,7 @@ class Checkpointer:
         mesh: the job's mesh; None for a single process without one.
         model, optimizer: sharded or plain. ``optimizer=None`` saves the model alone.
         layout: facts for the manifest: numbers, strings, lists and dicts.
-        copies: kept between the saves; `parallel2d.training.recovery.memory_copies` makes those that
+        copies: kept between the saves; `recovery.memory_copies` makes those that
             ``config.memory_every`` asks for. None: the store alone.
 
     Attributes:

@@ -256,7 +256,7 @@ class CommunicationMeter:
             self._streams.start()
 
     def read(self) -> list[float]:
-        """What ran since `start`, in the order of `parallel2d.training.metrics.keys.COMMUNICATION_KEYS`;
+        """What ran since `start`, in the order of `metrics.keys.COMMUNICATION_KEYS`;
         zeros for an axis that the mesh lacks. On GPU the step must be done."""
         # Seconds for which the compute stream of a GPU waited
         stalled_s: dict[str, float] = defaultdict(float)

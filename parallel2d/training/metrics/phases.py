@@ -15,7 +15,7 @@ import torch
 log = logging.getLogger(__name__)
 
 # Names in a trace, in the order of the loop; rows have others for the same phases, see
-# `parallel2d.training.metrics.keys`
+# `metrics.keys`
 _TRACE_NAMES = ("forward_backward", "data", "agree", "update")
 _HISTORY = 200_000  # allocations and frees that a memory snapshot holds
 _active = False  # whether a step of this process is traced now

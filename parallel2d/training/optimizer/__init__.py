@@ -129,7 +129,7 @@ def update_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Bytes that a rank sends per update over each mesh axis, mean over the ranks,
     ``{"shard": bytes, "tensor": bytes}``; empty when updates are local.
 
-    What `parallel2d.training.metrics.communication` measures while ``optimizer.step()`` runs; counted from
+    What `metrics.communication` measures while ``optimizer.step()`` runs; counted from
     shapes, nothing is sent.
     """
     count = getattr(optimizer, "update_bytes", None)

@@ -87,7 +87,7 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
     def update_bytes(self) -> dict[str, float]:
-        """See `parallel2d.training.optimizer.update_bytes`."""
+        """See `optimizer.update_bytes`."""
         sums = AxisSums(count_only=True)
         for group in self.param_groups:
             for parameter in group["params"]:

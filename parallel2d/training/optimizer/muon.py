@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
     ``algorithm="adamw"`` by AdamW.
 
     Args:
-        params: parameter groups, each with ``algorithm``, as `parallel2d.training.optimizer.plan_groups`
+        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups`
             makes them.
         lr: of both; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's updates have
             the size of AdamW's, so that one rate serves both; ``"original"`` wants about 20 times
@@ -176,7 +176,7 @@ class Muon(torch.optim.Optimizer):
         return update.to(DTYPE, copy=True)
 
     def update_bytes(self) -> dict[str, float]:
-        """See `parallel2d.training.optimizer.update_bytes`."""
+        """See `optimizer.update_bytes`."""
         found: dict[str, float] = defaultdict(float)
         for group in self._groups(MUON):
             for parameter in group["params"]:
