@@ -11,7 +11,7 @@ import sys
 import pytest
 from browser import Browser, find_chromium
 
-from parallel2d.instruments.report import __main__ as command
+from parallel2d import report as command
 from parallel2d.instruments.report.overview import events_of, tables, text_of
 from parallel2d.instruments.report.runs import find_runs, read_run
 

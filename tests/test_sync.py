@@ -25,12 +25,12 @@ from parallel2d import (
     accumulate,
     build_mesh,
     data_coordinate,
-    fsdp_internals,
     parallelize,
     register_sync_hook,
     replicate_group,
 )
 from parallel2d.base.config import PrecisionConfig, SyncConfig
+from parallel2d.parallel import fsdp_internals
 from parallel2d.parallel.mesh import mesh_shape
 
 HYBRID = MeshSpec(replicate=2, shard=2)
