@@ -216,7 +216,7 @@ def test_the_torchtitan_config_as_a_command(folder):
 
     from parallel2d.checkpoint import main
 
-    command, source, target = words_of("convert", "parallel2d.training.checkpoint")
+    command, source, target = words_of("convert", "parallel2d.checkpoint")
     assert main([command, str(folder / "torchtitan"), str(folder / target)]) == 0
     state = torch.load(folder / target, weights_only=True)
     assert sum(tensor.numel() for tensor in state.values()) == layout["parameters"]

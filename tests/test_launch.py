@@ -219,7 +219,7 @@ def test_private_names_of_torch_elastic_are_there(tmp_path):
         *zip(owners, elastic_internals.KEPT.values(), strict=True),
     ]:
         missing += [f"{owner}: {name}" for name in names if not hasattr(owner, name)]
-    assert not missing, "torch lacks them: see parallel2d/launch/elastic_internals.py"
+    assert not missing, "torch lacks them: see parallel2d/launching/elastic_internals.py"
     rendezvous.close()
 
 

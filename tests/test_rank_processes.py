@@ -275,8 +275,10 @@ def test_a_daemonic_fork_of_a_launcher_has_a_server_of_its_own_and_ranks_may_hav
 def test_a_rank_whose_server_ends_before_it_is_asked_is_lost():
     start("").wait(60)
     running = rank_processes._servers[0]
+    running.process.send_signal(signal.SIGSTOP)  # it does not end before it is asked
     running.socket.close()
     running.socket, nobody = socket.socketpair()
     nobody.close()
     assert start("").wait(60) == LOST
+    running.process.send_signal(signal.SIGCONT)
     running.process.wait(60)

@@ -235,7 +235,7 @@ def test_launchers_meet_on_the_first_node_and_are_no_ranks(folder):
 
 
 def test_nodes_that_are_not_fit_are_not_trained_on(folder):
-    program = '[[ $2 == parallel2d.instruments.preflight ]] && exit 1; echo "trained"'
+    program = '[[ $2 == parallel2d.preflight ]] && exit 1; echo "trained"'
     code, log, notes = run_stand_in(folder, program, PREFLIGHT="1")
     assert (code, notes) == (1, "")
     assert "trained" not in log

@@ -2,7 +2,7 @@
 
     python -m tools.bench.published_steps
 
-`EFFICIENCIES` in `parallel2d/cost/step_time.py` are fitted on these rows, and on nothing else. Takes a few seconds, in which the FLOPs of
+`EFFICIENCIES` in `parallel2d/parallel/cost/step_time.py` are fitted on these rows, and on nothing else. Takes a few seconds, in which the FLOPs of
 each model are counted.
 """
 
