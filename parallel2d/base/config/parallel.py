@@ -17,8 +17,8 @@ from parallel2d.base.errors import ConfigError, did_you_mean
 
 AXES = ("replicate", "shard", "tensor")  # of the mesh, outermost to innermost
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
-# What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py. The last four
-# are Hugging Face's words.
+# What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py.
+# The last four are Hugging Face's words.
 TENSOR_WORDS = (
     "colwise",
     "rowwise",
