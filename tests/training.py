@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import (
     ChunkedHead,
@@ -136,6 +137,22 @@ def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float
     return max(float(abs(found[name] - value).max()) for name, value in expected.items())
 
 
+def sharded(
+    mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
+) -> tuple[DeviceMesh, nn.Module]:
+    """The mesh, and the small Llama on it with the weights of ``seed``; `train` says what ``llama`` may be."""
+    parallel = ParallelConfig(**config)
+    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
+    with build_on_meta():
+        model = build_llama(**llama)
+    tensor, plan = mesh_shape(mesh).tensor, None
+    if tensor > 1:
+        plan = model.plan if hasattr(model, "plan") else tensor_plan(model, tensor)
+    return mesh, parallelize(
+        model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan
+    )
+
+
 def train(
     mesh_sizes: dict[str, Any],
     config: dict[str, Any],
@@ -152,14 +169,7 @@ def train(
 
     ``llama``: changes to its sizes, or another ``kind``, with a ``plan`` of its own if it is no Llama; ``descent``: with `Descent` instead of AdamW; ``loss_chunk``: with a
     `ChunkedHead` of so many rows."""
-    parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
-    with build_on_meta():
-        model = build_llama(**(llama or {}))
-    tensor, plan = mesh_shape(mesh).tensor, None
-    if tensor > 1:
-        plan = model.plan if hasattr(model, "plan") else tensor_plan(model, tensor)
-    model = parallelize(model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan)
+    mesh, model = sharded(mesh_sizes, config, seed, **(llama or {}))
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     head = ChunkedHead(model, loss_chunk) if loss_chunk else None
