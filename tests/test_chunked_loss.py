@@ -28,7 +28,6 @@ from parallel2d import (
     ConfigError,
     MeshSpec,
     build_mesh,
-    build_on_meta,
     cross_entropy_from_hidden,
     cross_entropy_sum,
 )
@@ -36,7 +35,6 @@ from parallel2d.chunked_head import find_head
 from parallel2d.config import CompileConfig
 
 ROWS, DIM, VOCAB = 37, 6, 11
-EAGER = CompileConfig("block", "eager")
 
 
 def capped(logits: Tensor) -> Tensor:
@@ -237,7 +235,7 @@ CASES = [(*case, {}) for case in pairwise(list(PRODUCT))]
 # The logits of a Llama stay split over the tensor axis.
 LLAMAS = [
     (training.Llama, "hybrid", "layer", 2, 2, {"activation_checkpointing": "full"}),
-    (TiedLlama, "hybrid_full", "layer", 1, 2, {"compile": EAGER}),
+    (TiedLlama, "hybrid_full", "layer", 1, 2, {"compile": CompileConfig("block", "eager")}),
     (training.Llama, "zero3", "block", 2, 1, {}), (TiedLlama, "ddp", "size", 1, 1, {}),
     (TiedLlama, "hybrid_zero2", "block", 2, 2, {}),
 ]  # fmt: skip
@@ -333,21 +331,18 @@ def different(model, hidden):
     return logits * 2 if isinstance(logits, Tensor) else logits
 
 
-@pytest.mark.parametrize(
-    ("logits", "message"),
-    [
-        (lambda model, x: model.head(x) * model.factor, "mul with a parameter"),
-        (lambda model, x: model.head(x) + torch.arange(67), "add with a tensor of shape"),
-        (lambda model, x: model.head(x)[..., :-1], "uses indexing"),
-        (padded, "uses assignment to an index"),
-        (lambda model, x: 1 - model.head(x), "uses a subtraction from a number"),
-        (lambda model, x: model.head(x) + model.head(x), "uses add of two of them"),
-        (None, "is not what one call of value returned"),
-        (different, "differs from the plain loss"),
-        (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
-        (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
-    ],
-)
+@pytest.mark.parametrize(("logits", "message"), [
+    (lambda model, x: model.head(x) * model.factor, "mul with a parameter"),
+    (lambda model, x: model.head(x) + torch.arange(67), "add with a tensor of shape"),
+    (lambda model, x: model.head(x)[..., :-1], "uses indexing"),
+    (padded, "uses assignment to an index"),
+    (lambda model, x: 1 - model.head(x), "uses a subtraction from a number"),
+    (lambda model, x: model.head(x) + model.head(x), "uses add of two of them"),
+    (None, "is not what one call of value returned"),
+    (different, "differs from the plain loss"),
+    (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
+    (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
+])  # fmt: skip
 def test_models_whose_loss_would_be_another_are_refused(logits, message):
     torch.manual_seed(0)
     model = (Elsewhere() if logits is None else Otherwise(logits)).double()
@@ -434,11 +429,7 @@ def _peak(run):
 
 
 def test_the_peak_falls_by_the_logits_and_their_gradient():
-    with build_on_meta():
-        model = training.build_llama(vocab_size=8192)
-    model = model.to_empty(device="cpu")
-    for name, module in model.named_modules():
-        model.init_weights(module, name)
+    model = training.build_llama(vocab_size=8192)
     tokens = torch.arange(512).view(1, 512)
     head = ChunkedHead(model, 64)
     head.compare(tokens, tokens)

@@ -120,9 +120,8 @@ def _hook_without_replicas(spec, **sync):
 
 @pytest.mark.parametrize(("spec", "sync"), [(MeshSpec(shard=4), {}), (HYBRID, {"engine": "torch"})])
 def test_a_hook_is_refused_where_nothing_of_ours_crosses_replicas(ranks, spec, sync):
-    with pytest.raises(WorkerError, match="no gradients cross a replicate axis here") as error:
+    with pytest.raises(WorkerError, match="ConfigError: no gradients cross a replicate axis here"):
         ranks.run(4, _hook_without_replicas, spec, **sync)
-    assert error.value.kind == "ConfigError"
 
 
 def _accumulate_hooks(case):
@@ -446,10 +445,9 @@ def _with_torch(what):
 
 @pytest.mark.parametrize("what", ["a scalar", "narrow gradients"])
 def test_torchs_engine_says_what_it_cannot_do(ranks, what):
-    told = r"sync.engine=torch: .* a matter of sync.engine=parallel2d alone"
-    with pytest.raises(WorkerError, match=told) as error:
+    told = r"ConfigError: .*sync.engine=torch: .* a matter of sync.engine=parallel2d alone"
+    with pytest.raises(WorkerError, match=told):
         ranks.run(4, _with_torch, what)
-    assert error.value.kind == "ConfigError"
 
 
 def _lacking():
