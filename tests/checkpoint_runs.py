@@ -9,31 +9,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from training import LLAMA, build_llama, global_batch, optimizer_of, whole
+from training import LLAMA, global_batch, optimizer_of, sharded
 
 from parallel2d import (
-    MeshSpec,
-    ParallelConfig,
     accumulate,
-    build_mesh,
-    build_on_meta,
     clip_gradient_norm,
     cross_entropy_sum,
     data_coordinate,
     mesh_shape,
     token_weight,
 )
-from parallel2d.base.config import CheckpointConfig
-from parallel2d.models.llama import tensor_plan
-from parallel2d.parallel.mesh import sum_over_data_ranks
-from parallel2d.parallel.parallelize import parallelize
-from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.checkpoint import Checkpointer
+from parallel2d.config import CheckpointConfig
+from parallel2d.mesh import sum_over_data_ranks
 
 
 class Heard(logging.Handler):
     """Collects what the rooms checkpoint and recovery log while it is open."""
 
-    LOGGERS = ("parallel2d.training.checkpoint", "parallel2d.training.recovery")
+    LOGGERS = ("parallel2d.checkpoint", "parallel2d.recovery")
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []
@@ -55,12 +49,7 @@ def build(
     mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
 ) -> tuple[Any, Any, Any]:
     """(mesh, parallelized model, optimizer)."""
-    parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
-    with build_on_meta():
-        model = build_llama(**llama)
-    plan = tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None
-    model = parallelize(model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan)
+    mesh, model = sharded(mesh_sizes, config, seed, **llama)
     return mesh, model, optimizer_of(model)
 
 
@@ -123,16 +112,9 @@ def run(
     }
 
 
-def weights(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: whole(parameter).detach().double().numpy()
-        for name, parameter in model.named_parameters()
-    }
-
-
 def steps_in(folder: str) -> list[str]:
     path = os.path.join(folder, "checkpoints")
     return sorted(os.listdir(path)) if os.path.isdir(path) else []
 
 
-__all__ = ["LLAMA", "Heard", "build", "run", "steps_in", "train_step", "weights"]
+__all__ = ["LLAMA", "Heard", "build", "run", "steps_in", "train_step"]

@@ -108,11 +108,6 @@ class SkippedByTheLast(Case):
         return block(x, route.rank % 2)
 
 
-class FirstUsedLate(Case):
-    def run(self, number, block, x, route):
-        return block(x, int(route.micro > 0))
-
-
 class Twice(Case):
     """Each block runs twice, the second time with another expert."""
 
@@ -159,23 +154,15 @@ class Scalars(Case):
         return out + self.rare if route.rank == 1 and route.micro == 0 else out
 
 
-class Complex(nn.Module):
-    """A layer in the frequency domain (Rao et al. 2021, Global Filter Networks), and experts."""
+class Complex(Case):
+    """Layers in the frequency domain (Rao et al. 2021, Global Filter Networks), and experts."""
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.filters = nn.ModuleList(Filter() for _ in range(2))
-        self.last = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Filter() for _ in range(2))
 
-    def loss(self, x, route):
-        return self(x, route).square().mean()
-
-    def forward(self, x, route):
-        x = self.first(x)
-        for layer in self.filters:
-            x = x + layer(x, (route.rank + route.micro) % 2)
-        return self.last(x)
+    def run(self, number, block, x, route):
+        return block(x, (route.rank + route.micro) % 2)
 
 
 class Filter(nn.Module):
@@ -216,22 +203,10 @@ class Detached(Case):
         return out.detach() if number == 1 and route.replica == 0 else out
 
 
-class Auxiliary(Case):
-    """A second loss from inside a block, by rank."""
-
-    def loss(self, x, route):
-        out = self(x, route)
-        extra = out[..., 0].mean() if route.rank % 2 else out[..., 1].square().mean()
-        return out.square().mean() + 0.1 * extra
-
-    def run(self, number, block, x, route):
-        return block(x, (number + route.rank) % 2)
-
-
 CASES = {
     case.__name__: case
     for case in (
-        Everything, ByRank, ByMicroBatch, UnequalByBoth, OneRankAlone, LayerDrop, SkippedByTheLast, FirstUsedLate, Twice, Reversed,
-        Tied, Scalars, Complex, Frozen, Recomputed, Detached, Auxiliary,
+        Everything, ByRank, UnequalByBoth, ByMicroBatch, OneRankAlone, LayerDrop, SkippedByTheLast, Twice, Reversed, Tied, Scalars,
+        Complex, Detached, Frozen, Recomputed,
     )
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from training import weights_of
 
 from parallel2d import (
     MeshSpec,
@@ -118,19 +119,11 @@ def run(
     compare_replicas(model, mesh)
     with outer_parameters(model):
         return {
-            "parameters": {
-                n: p.full_tensor().detach().clone().numpy() for n, p in model.named_parameters()
-            },
+            "parameters": weights_of(model),
             # What this replica did not send yet
             "residual": residuals_of(model),
             # After which step of a period each parameter is sent
             "begins": begins_of(model),
-            "state": sum(
-                value.to_local().nbytes
-                for entry in optimizer.state.values()
-                for value in entry.values()
-                if hasattr(value, "to_local")
-            ),
         }
 
 

@@ -28,13 +28,17 @@ from parallel2d.parallel.parallelize.compilation import compile_blocks
 AOT = CompileConfig("block", "aot_eager")
 
 
+def selecting(*operators):
+    return ActivationCheckpointingConfig("selective", keep=list(operators))
+
+
 def few_heads(module, name):
     return name.endswith("attention")
 
 
-def checkpointed(config, compilation=None, layers=2):
+def checkpointed(config, compilation=None):
     torch.manual_seed(0)
-    model = training.build_llama(n_layers=layers)
+    model = training.build_llama(n_layers=2)
     for name, module in model.named_modules():
         model.init_weights(module, name)
     blocks = find_blocks(model)
@@ -88,28 +92,19 @@ def recomputed(config):
         with OperatorCounter() as counter:
             output.backward()
         counts.append(counter.counts)
-    return {
-        name: count - counts[1].get(name, 0)
-        for name, count in counts[0].items()
-        if count != counts[1].get(name, 0)
-    }
+    more = {name: count - counts[1].get(name, 0) for name, count in counts[0].items()}
+    return {name: count for name, count in more.items() if count}
 
 
-def test_full_recomputes_every_product_and_selective_none():
-    assert recomputed(ActivationCheckpointingConfig("full"))["aten::mm"] > 0
-    again = recomputed(ActivationCheckpointingConfig("selective"))
-    assert again
-    assert not {name for name in again if "mm" in name or "scaled_dot_product" in name}
-
-
-def test_keep_names_the_operators_that_are_not_recomputed():
-    again = recomputed(
-        ActivationCheckpointingConfig("selective", keep=["scaled_dot_product_*", "silu"])
-    )
-    assert again["aten::mm"] == recomputed(ActivationCheckpointingConfig("full"))["aten::mm"]
-    assert "aten::silu" not in again
-    assert not {name for name in again if "scaled_dot_product" in name}
-    assert "aten::silu" in recomputed(ActivationCheckpointingConfig("selective"))
+def test_full_recomputes_every_product_selective_none_and_keep_names_others():
+    full = recomputed(ActivationCheckpointingConfig("full"))
+    assert full["aten::mm"] > 0
+    selective = recomputed(ActivationCheckpointingConfig("selective"))
+    assert "aten::silu" in selective
+    assert not {name for name in selective if "mm" in name or "scaled_dot_product" in name}
+    others = recomputed(selecting("scaled_dot_product_*", "silu"))
+    assert others["aten::mm"] == full["aten::mm"]
+    assert not {name for name in others if "silu" in name or "scaled_dot_product" in name}
 
 
 @pytest.mark.parametrize(("keep", "message"), [
@@ -119,7 +114,7 @@ def test_keep_names_the_operators_that_are_not_recomputed():
 ])  # fmt: skip
 def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
     with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):
-        checkpointed(ActivationCheckpointingConfig("selective", keep=keep))
+        checkpointed(selecting(*keep))
 
 
 def test_operators_are_found_by_pattern_and_by_full_name():
@@ -164,12 +159,7 @@ def test_a_budget_keeps_less_the_smaller_it_is():
 @pytest.mark.parametrize(("config", "message"), [
     ({"activation_checkpointing": "budget"}, "budget needs compile=block with compile.backend=inductor or .*got compile=none"),
     ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "got compile=block, compile.backend=eager"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("full", keep=["mm"])}, "keep=.* has no effect with activation_checkpointing=full, only with selective"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("none", every=2)}, "every=2 has no effect with .*=none, only with full, selective"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("budget", every=2), "compile": AOT}, "every=2 has no effect"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("full", memory_budget=0.2)}, "memory_budget=0.2 has no effect .*, only with budget"),
     ({"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["A"], policy=few_heads)}, "give one of them"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("budget", memory_budget=2.0), "compile": AOT}, "memory_budget=2.0 must"),
 ])  # fmt: skip
 def test_contradictions_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
@@ -180,12 +170,9 @@ FEED_FORWARD = ActivationCheckpointingConfig("full", blocks=["FeedForward"])
 BUDGET = ActivationCheckpointingConfig("budget", memory_budget=0.3)
 
 
-def selecting(*operators):
-    return ActivationCheckpointingConfig("selective", keep=list(operators))
-
-
 # Strategy, size of the tensor axis, bucketing, mode, other settings
 RUNS = [
+    ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
     ("zero3", 1, "layer", selecting("bmm", "silu"), {}),
     ("ddp", 1, "layer", FEED_FORWARD, {}),
     ("hybrid", 1, "block", BUDGET, {"compile": AOT}),
@@ -196,23 +183,24 @@ RUNS = [
     ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
     ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
-    ("ddp", 1, "block", "none", {"prefetch": PrefetchConfig(2, 3)}),
-]
-SPLIT = [
-    ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
-    ("hybrid", 2, "block", ActivationCheckpointingConfig("full", blocks=["Attention"]), {}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "tensor", "bucketing", "mode", "more"),
-    [*SPLIT, *(pytest.param(*case, marks=pytest.mark.slow) for case in RUNS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "mode", "more"), RUNS)
 def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
     config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
     check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [selecting("mm", "all_reduce"), ActivationCheckpointingConfig("full", blocks=["Attention"])],
+)
+def test_collectives_of_a_tensor_axis_are_kept_and_recomputed(ranks, mode):
+    check(ranks, 2, {"tensor": 2}, {"strategy": "ddp", "activation_checkpointing": mode})
 
 
 def _low_precision(checkpointing):

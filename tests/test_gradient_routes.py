@@ -130,7 +130,7 @@ def runs(number, name):
     sizes, _, bucketing = LAYOUTS[number][:3]
     # Ranks of a shard group have to choose the same groups of modules.
     if bucketing == "layer" and sizes["shard"] > 1:
-        return name in ("Everything", "ByMicroBatch", "FirstUsedLate", "Detached")
+        return name in ("Everything", "ByMicroBatch", "Detached")
     # Sizes that the axis divides, and a weight that is not tied to a split one
     if "tensor" in sizes and name in ("Complex", "UnequalByBoth", "OneRankAlone", "Tied"):
         return False

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from planned import WIDTH, Odd
+from test_optimizers import plain_optimizers
 from torch import nn
 from torch.optim import _muon
-from training import whole
+from training import largest_difference, weights_of
 
 from parallel2d import (
     MeshSpec,
@@ -69,26 +70,10 @@ def samples(step: int) -> torch.Tensor:
     return torch.randint(0, 11, (SAMPLES, 8), generator=torch.Generator().manual_seed(step))
 
 
-def weights_of(model: nn.Module) -> dict[str, Any]:
-    return {name: whole(value).detach().numpy() for name, value in model.named_parameters()}
-
-
 def expected_weights(layout: str = "", part: slice = slice(None)) -> dict[str, Any]:
     """Trained by torch's own Muon and AdamW on one process."""
     model = odd_model(layout)
-    config = OPTIMIZERS["muon"]
-    hidden, other = [], []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        is_hidden = name.startswith("blocks.") and parameter.ndim == 2
-        decay = config.weight_decay if parameter.ndim > 1 else 0.0
-        group = {"params": [parameter], "weight_decay": decay}
-        (hidden if is_hidden else other).append(group)
-    optimizers = [
-        torch.optim.Muon(hidden, lr=config.lr, adjust_lr_fn=config.adjust_lr),
-        torch.optim.AdamW(other, lr=config.lr, betas=tuple(config.betas), eps=config.eps),
-    ]
+    optimizers = plain_optimizers(model, OPTIMIZERS["muon"])
     for step in range(STEPS):
         model(samples(step)[part]).square().mean().backward()
         for optimizer in optimizers:
@@ -126,16 +111,11 @@ def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], 
 
 
 def trained_matrices(layout: str = "") -> list[tuple]:
-    found = []
-    for name, parameter in odd_model(layout).named_parameters():
-        if name.startswith("blocks.") and parameter.ndim == 2 and parameter.requires_grad:
-            found.append(tuple(parameter.shape))
-    return found
-
-
-def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    assert found.keys() == expected.keys()
-    return max(abs(found[name] - value).max() for name, value in expected.items())
+    return [
+        tuple(parameter.shape)
+        for name, parameter in odd_model(layout).named_parameters()
+        if name.startswith("blocks.") and parameter.ndim == 2 and parameter.requires_grad
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -194,31 +174,18 @@ def test_owners_are_the_same_on_all_ranks_and_have_equal_work(ranks):
     assert max(work.values()) <= 1.1 * sum(work.values()) / 4
 
 
-def test_sharded_matrices_without_their_mesh_are_refused(ranks):
-    ranks.run(2, build_without_mesh)
-
-
-def build_without_mesh() -> None:
-    mesh = build_mesh(MeshSpec(shard=2), "zero3")
-    model = parallelize(odd_model(), mesh, ParallelConfig("zero3", precision="fp64"))
-    up = model.blocks[0].up.weight
-    with pytest.raises(ValueError, match="needs mesh"):
-        Muon([{"params": [up], "algorithm": "muon", "weight_decay": 0.0}])
-
-
-def build_on_two_meshes() -> None:
+def misbuilt() -> None:
     first = build_mesh(MeshSpec(shard=2), "zero3")
     second = build_mesh(MeshSpec(replicate=2), "ddp")
-    model = nn.ModuleList(
-        [
-            parallelize(odd_model(), first, ParallelConfig("zero3", precision="fp64")),
-            parallelize(odd_model(), second, ParallelConfig("ddp", precision="fp64")),
-        ]
-    )
+    one = parallelize(odd_model(), first, ParallelConfig("zero3", precision="fp64"))
+    other = parallelize(odd_model(), second, ParallelConfig("ddp", precision="fp64"))
+    up = one.blocks[0].up.weight
+    with pytest.raises(ValueError, match="needs mesh"):
+        Muon([{"params": [up], "algorithm": "muon", "weight_decay": 0.0}])
     groups = [{"pattern": "*.up.weight", "algorithm": "muon"}]
     with pytest.raises(ConfigError, match="on several meshes"):
-        build_optimizer(model, replace(OPTIMIZERS["muon"], groups=groups))
+        build_optimizer(nn.ModuleList([one, other]), replace(OPTIMIZERS["muon"], groups=groups))
 
 
-def test_one_optimizer_of_two_meshes_is_refused(ranks):
-    ranks.run(2, build_on_two_meshes)
+def test_matrices_without_their_mesh_or_of_two_meshes_are_refused(ranks):
+    ranks.run(2, misbuilt)

@@ -5,56 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 import training
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_parallelize import CollectiveCounter
 
 from parallel2d import (
-    MeshSpec,
-    ParallelConfig,
     accumulate,
-    build_mesh,
-    build_on_meta,
     cross_entropy_sum,
     data_coordinate,
-    parallelize,
 )
 from parallel2d.parallel.sync import no_sync
 
 MICRO_BATCHES = 3
 
 
-class Reductions(TorchDispatchMode):
-    """Reductions that reach the process groups: (calls, elements of this rank's input) of the shard and of the replicate axis."""
-
-    def __init__(self):
-        super().__init__()
-        self.shard = self.replicate = (0, 0)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if (
-            function.namespace == "c10d"
-            and "reduce" in str(function)
-            and not training.is_agreement(function, args)
-        ):
-            axis = "shard" if "reduce_scatter" in str(function) else "replicate"
-            given = torch.utils._pytree.tree_leaves(args[1] if axis == "shard" else args[0])
-            calls, elements = getattr(self, axis)
-            size = sum(tensor.numel() for tensor in given if isinstance(tensor, torch.Tensor))
-            setattr(self, axis, (calls + 1, elements + size))
-        return function(*args, **(kwargs or {}))
+def reductions(counter):
+    """(calls, elements of this rank's input) over the shard and over the replicate axis."""
+    kinds = ("reduce_scatter", "allreduce")
+    return [(counter.counts.get(kind, 0), counter.elements.get(kind, 0)) for kind in kinds]
 
 
 def sharded():
     """A model on 2 replicas of 2 shards, and this rank's micro-batches."""
-    mesh = build_mesh(MeshSpec(replicate=2, shard=2), "hybrid")
-    with build_on_meta():
-        model = training.build_llama(n_layers=2, vocab_size=68)
-    model = parallelize(
-        model, mesh, ParallelConfig("hybrid", precision="fp64"), seed=0, init=model.init_weights
-    )
+    sizes, config = {"replicate": 2, "shard": 2}, {"strategy": "hybrid", "precision": "fp64"}
+    mesh, model = training.sharded(sizes, config, n_layers=2, vocab_size=68)
     batches = [training.global_batch(step) for step in range(MICRO_BATCHES)]
-    return model, [
-        tuple(part.chunk(4)[data_coordinate(mesh)] for part in batch) for batch in batches
-    ]
+    rank = data_coordinate(mesh)
+    return model, [tuple(part.chunk(4)[rank] for part in batch) for batch in batches]
 
 
 def backward(model, batch):
@@ -73,44 +48,40 @@ def same(one, other):
 
 def _counted(mode):
     model, batches = sharded()
-    for batch in accumulate(model, batches, mode):
-        backward(model, batch)
+    with CollectiveCounter() as accumulated:
+        for batch in accumulate(model, batches, mode):
+            backward(model, batch)
     expected = take_gradients(model)
-    with Reductions() as inside, no_sync(model, mode):
+    with CollectiveCounter() as inside, no_sync(model, mode):
         for batch in batches[:-1]:
             backward(model, batch)
-    with Reductions() as after:
+    with CollectiveCounter() as after:
         backward(model, batches[-1])
     equal = same(take_gradients(model), expected)
-    with Reductions() as alone:
+    with CollectiveCounter() as alone:
         backward(model, batches[0])
     take_gradients(model)
     size = sum(parameter.numel() for parameter in model.parameters())
-    return [(count.shard, count.replicate) for count in (inside, after, alone)], equal, size
+    counters = (accumulated, inside, after, alone)
+    return [reductions(counter) for counter in counters], equal, size
 
 
 GROUPS = 3  # two blocks and the root
 
 
 @pytest.mark.parametrize(("mode", "inside_shard", "inside_replicate"), [
-    ("reduce_scatter_only", 2, 0),
-    ("none", 0, 0),
-    ("full", 2, 2),
+    ("reduce_scatter_only", 2, 0), ("none", 0, 0), ("full", 2, 2),
 ])  # fmt: skip
 def test_each_axis_moves_what_the_mode_says_and_the_sum_is_that_of_accumulate(
     ranks, mode, inside_shard, inside_replicate
 ):
-    for (inside, after, alone), equal, size in ranks.run(4, _counted, mode):
+    for (accumulated, inside, after, alone), equal, size in ranks.run(4, _counted, mode):
         # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
-        whole, part = (
-            (GROUPS, size),
-            (1, size // 2),
-        )
-        assert inside == (
-            tuple(inside_shard * n for n in whole),
-            tuple(inside_replicate * n for n in part),
-        )
-        assert after == alone == (whole, part)
+        whole, part = (GROUPS, size), (1, size // 2)
+        for found, last in ((inside, 0), (accumulated, 1)):
+            assert found[0] == tuple((inside_shard + last) * n for n in whole)
+            assert found[1] == tuple((inside_replicate + last) * n for n in part)
+        assert after == alone == [whole, part]
         assert equal
 
 
@@ -137,16 +108,22 @@ def _after_an_exception(mode, during):
             cross_entropy_sum(logits, batches[2][1]).backward()
     left = [parameter.grad is not None for parameter in model.parameters()]
     model.zero_grad()
-    with Reductions() as after:
+    with CollectiveCounter() as after:
         backward(model, batches[0])
-    return any(left), same(take_gradients(model), expected), (after.shard[0], after.replicate[0])
+    return (
+        any(left),
+        same(take_gradients(model), expected),
+        [calls for calls, _ in reductions(after)],
+    )
 
 
-@pytest.mark.parametrize("during", ["forward", "backward", "accumulate"])
-@pytest.mark.parametrize("mode", ["reduce_scatter_only", "none", "full"])
+@pytest.mark.parametrize(("mode", "during"), [
+    ("reduce_scatter_only", "forward"), ("reduce_scatter_only", "accumulate"), ("none", "backward"), ("none", "accumulate"),
+    ("full", "backward"),
+])  # fmt: skip
 def test_an_exception_inside_leaves_nothing_of_the_lost_micro_batches(ranks, mode, during):
     for left, equal, calls in ranks.run(4, _after_an_exception, mode, during):
         # there each micro-batch is reduced into .grad, which is the caller's to clear
         assert left == (mode == "full")
         assert equal
-        assert calls == (GROUPS, 1)
+        assert calls == [GROUPS, 1]

@@ -13,12 +13,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import WorkerError
 
 from parallel2d import (
     MeshSpec,
     ParallelConfig,
-    accumulate,
     attach_optimizer,
     build_mesh,
     build_on_meta,
@@ -73,9 +71,8 @@ class Strange(nn.Module):
 
 def regression_batch(step, dtype):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 10, 3, generator=generator, dtype=dtype), torch.randn(
-        8, generator=generator, dtype=dtype
-    )
+    shapes = (8, 10, 3), (8,)
+    return (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
 def _train_strange(config, sizes, steps):
@@ -108,10 +105,7 @@ def _train_strange(config, sizes, steps):
             optimizer.step()
             optimizer.zero_grad()
             losses.append((loss.item(), norm.item()))
-    weights = max(
-        (training.whole(p) - q).abs().max().item()
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
-    )
+    weights = training.largest_difference(*map(training.weights_of, (model, expected)))
     return losses[:steps], losses[steps:], weights
 
 
@@ -185,23 +179,27 @@ def test_blocks_are_found_by_structure():
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts what reaches the process groups of the axes, by kind."""
+    """What reaches the process groups of the axes, by kind: how often, and how many elements of this rank's input."""
 
     KINDS = ("allgather", "reduce_scatter", "allreduce", "alltoall")
 
     def __init__(self):
         super().__init__()
         self.counts = {}
+        self.elements = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d" and not training.is_agreement(function, args):
             (kind,) = (kind for kind in self.KINDS if kind in str(function))
             self.counts[kind] = self.counts.get(kind, 0) + 1
+            given = torch.utils._pytree.tree_leaves(args[0] if kind == "allreduce" else args[1])
+            size = sum(tensor.numel() for tensor in given if isinstance(tensor, torch.Tensor))
+            self.elements[kind] = self.elements.get(kind, 0) + size
         return function(*args, **(kwargs or {}))
 
 
-def count(config, accumulation=1, during="full"):
-    """Collectives of one global batch."""
+def count(config):
+    """Collectives of one step."""
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(), parallel.strategy.name)
     with build_on_meta():
@@ -209,8 +207,7 @@ def count(config, accumulation=1, during="full"):
     model = parallelize(model, mesh, parallel, seed=0)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     with CollectiveCounter() as counter:
-        for _ in accumulate(model, range(accumulation), during):
-            model(tokens).sum().backward()
+        model(tokens).sum().backward()
     return counter.counts
 
 
@@ -233,64 +230,27 @@ class Nine(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize(
-    ("bucketing", "gathers", "scatters"), [("root", 2, 1), ("layer", 18, 9), ("block", 6, 3)]
-)
-@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
-def test_collectives_are_what_the_bucketing_says(ranks, strategy, bucketing, gathers, scatters):
-    bucketing = BucketingConfig("size", float("inf")) if bucketing == "root" else bucketing
-    counts = ranks.run(4, count, {"strategy": strategy, "bucketing": bucketing})[0]
-    expected = {"allgather": gathers, "reduce_scatter": scatters}
-    if strategy == "hybrid":
-        expected["allreduce"] = 1  # all groups are small: one bucket
-    assert counts == expected
-
-
-def test_zero2_gathers_once_and_ddp_never(ranks):
-    assert ranks.run(4, count, {"strategy": "zero2"})[0] == {
-        "allgather": 3,
-        "reduce_scatter": 3,
-    }
-    assert ranks.run(4, count, {"strategy": "ddp"})[0] == {"allreduce": 1}
-
-
-@pytest.mark.parametrize(("during", "scatters", "reduces"), [
-    ("full", 12, 4), ("reduce_scatter_only", 12, 1), ("none", 3, 1),
+@pytest.mark.parametrize(("strategy", "bucketing", "expected"), [
+    ("zero3", BucketingConfig("size", math.inf), {"allgather": 2, "reduce_scatter": 1}),
+    ("zero3", "layer", {"allgather": 18, "reduce_scatter": 9}),
+    # all groups are small: one bucket
+    ("hybrid", "layer", {"allgather": 18, "reduce_scatter": 9, "allreduce": 1}),
+    ("hybrid", "block", {"allgather": 6, "reduce_scatter": 3, "allreduce": 1}),
+    ("zero2", "block", {"allgather": 3, "reduce_scatter": 3}),
+    ("ddp", "block", {"allreduce": 1}),
 ])  # fmt: skip
-def test_replicate_axis_moves_once_per_global_batch(ranks, during, scatters, reduces):
-    counts = ranks.run(4, count, {"strategy": "hybrid"}, 4, during)[0]
-    assert (counts["reduce_scatter"], counts["allreduce"]) == (scatters, reduces)
+def test_collectives_are_what_strategy_and_bucketing_say(ranks, strategy, bucketing, expected):
+    assert ranks.run(4, count, {"strategy": strategy, "bucketing": bucketing})[0] == expected
 
 
 def _weights(sizes, strategy, bucketing, llama):
-    mesh = build_mesh(MeshSpec(**sizes), strategy)
-    with build_on_meta():
-        model = training.build_llama(**llama)
-    plan = (
-        training.tensor_plan(model, mesh_shape(mesh).tensor)
-        if mesh_shape(mesh).tensor > 1
-        else None
-    )
-    model = parallelize(
-        model,
-        mesh,
-        ParallelConfig(strategy, bucketing),
-        seed=3,
-        init=model.init_weights,
-        tensor_plan=plan,
-    )
-    return {name: training.whole(p).detach().numpy() for name, p in model.named_parameters()}
+    config = {"strategy": strategy, "bucketing": bucketing}
+    return training.weights_of(training.sharded(sizes, config, seed=3, **llama)[1])
 
 
 def test_initial_weights_are_bitwise_equal_on_every_mesh(ranks):
     # sizes that divide unevenly
-    odd = {
-        "dim": 36,
-        "hidden_dim": 50,
-        "vocab_size": 71,
-        "n_heads": 6,
-        "n_kv_heads": 2,
-    }
+    odd = {"dim": 36, "hidden_dim": 50, "vocab_size": 71, "n_heads": 6, "n_kv_heads": 2}
     alone = ranks.run(1, _weights, {}, "hybrid", "block", odd)[0]
     assert all((value != 0).any() for value in alone.values())
     for sizes, strategy, bucketing in [
@@ -301,53 +261,39 @@ def test_initial_weights_are_bitwise_equal_on_every_mesh(ranks):
         assert all((alone[name] == other[name]).all() for name in alone)
 
 
-def _initial_strange(with_seed):
+def _initial_strange():
     with build_on_meta():
         model = Strange()
-    mesh = build_mesh(MeshSpec(), "hybrid")
-    model = parallelize(model, mesh, ParallelConfig("hybrid"), seed=1 if with_seed else None)
+    model = parallelize(model, build_mesh(MeshSpec(), "hybrid"), seed=1)
     return model.window.sum().item(), training.whole(model.gates["a"].scale).mean().item()
 
 
 def test_meta_models_get_buffers_and_each_modules_own_initializer(ranks):
-    window, scale = ranks.run(4, _initial_strange, True)[0]
+    window, scale = ranks.run(4, _initial_strange)[0]
     assert window == pytest.approx(torch.hann_window(10).sum().item())
     assert 0.5 < scale < 1.5
 
 
-def test_meta_without_seed_is_an_error(ranks):
-    with pytest.raises(WorkerError, match="give the seed"):
-        ranks.run(4, _initial_strange, False)
-
-
-class Bare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(4))
-        self.linear = nn.Linear(4, 4)
-
-
-def _bare():
+def _without_values():
+    """What is said of models that have no values, or others on each rank."""
+    mesh = build_mesh(MeshSpec(), "hybrid")
     with build_on_meta():
-        model = Bare()
-    parallelize(model, build_mesh(MeshSpec(), "hybrid"), seed=0)
-
-
-def test_a_parameter_without_initializer_is_an_error(ranks):
-    with pytest.raises(WorkerError) as error:
-        ranks.run(2, _bare)
-    assert error.value.kind == "ConfigError"
-    assert "no initializer sets position" in error.value.message
-
-
-def _different_weights():
+        strange, bare = Strange(), nn.Linear(4, 4)
+        bare.position = nn.Parameter(torch.zeros(4))
     torch.manual_seed(torch.distributed.get_rank())
-    parallelize(nn.Linear(4, 4), build_mesh(MeshSpec(), "hybrid"))
+    told = []
+    for model, options in ((strange, {}), (bare, {"seed": 0}), (nn.Linear(4, 4), {})):
+        with pytest.raises(ConfigError) as error:
+            parallelize(model, mesh, **options)
+        told.append(str(error.value))
+    return told
 
 
-def test_ranks_with_different_weights_are_refused(ranks):
-    with pytest.raises(WorkerError, match=r"ranks \[1\] hold other weights than rank 0"):
-        ranks.run(2, _different_weights)
+def test_models_without_values_and_ranks_with_different_ones_are_refused(ranks):
+    for no_seed, no_initializer, different in ranks.run(2, _without_values):
+        assert "give the seed" in no_seed
+        assert "no initializer sets position" in no_initializer
+        assert "ranks [1] hold other weights than rank 0" in different
 
 
 def _mixed_norms(norm_types):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import sync_runs
 import torch
 import torch.distributed as dist
+from training import largest_difference
 
 from parallel2d import (
     MeshSpec,
@@ -24,12 +26,12 @@ from parallel2d import (
     summon_full_params,
     updated_parameters,
 )
-from parallel2d.base.config import SyncConfig
-from parallel2d.base.config.checks import validated
-from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.sync.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks, uniform
-from parallel2d.parallel.sync.outer_parameter import OuterParameter
-from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
+from parallel2d.config import SyncConfig
+from parallel2d.config.checks import validated
+from parallel2d.errors import ConfigError
+from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
+from parallel2d.sync.outer_parameter import OuterParameter
+from parallel2d.sync.updates import outer_sync, replicated_tensors
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}
@@ -52,11 +54,6 @@ METHODS = {
 SCALAR = ("fp32", "int8", "split", "diloco")
 # Where four replicas do something else than two
 OF_FOUR = ("bf16", "int8", "split", "split_bf16", "diloco", "diloco_int4")
-
-
-def largest_difference(found, expected):
-    assert found.keys() == expected.keys()
-    return max(float(np.abs(found[name] - expected[name]).max()) for name in found)
 
 
 def check_method(ranks, name, replicas, shards):
@@ -91,11 +88,8 @@ def test_four_replicas_equal_their_reference(ranks, name):
     ("name", "mode"), [("int8", "reduce_scatter_only"), ("split_bf16", "none"), ("diloco", "none")]
 )
 def test_accumulation_changes_nothing(ranks, name, mode):
-    strategy, sync = METHODS[name]
-    once = ranks.run(4, sync_runs.run, TWO_BY_TWO, strategy, sync, steps=6)[0]
-    twice = ranks.run(
-        4, sync_runs.run, TWO_BY_TWO, strategy, sync, steps=6, accumulation=2, mode=mode
-    )[0]
+    run = functools.partial(ranks.run, 4, sync_runs.run, TWO_BY_TWO, *METHODS[name], steps=6)
+    once, twice = run()[0], run(accumulation=2, mode=mode)[0]
     # A sum that is rounded differently by 1e-16 may fall to another code, one in some thousand.
     bound = 1e-10 if name == "diloco" else 1e-3
     assert largest_difference(once["parameters"], twice["parameters"]) < bound
@@ -195,86 +189,31 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
 # What is refused, and what a loop of one's own must do
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sync", "message"),
-    [
-        ("hybrid_full", {"name": "diloco"}, "hybrid_full does not go with sync=diloco"),
-        ("hybrid_full", {"wire": "int8"}, "8 bits cannot hold them; use sync.wire=bf16"),
-        ("hybrid_full", {"engine": "torch"}, "needs sync.engine=parallel2d"),
-        ("hybrid", {"wire": "int4"}, "sync.wire=int4 needs sync=diloco"),
-        ("hybrid", {"engine": "torch", "wire": "bf16"}, "sync.wire=auto alone"),
-        ("hybrid", {"engine": "torch", "name": "diloco"}, "sync=every_step with"),
-        ("hybrid", {"delay": 2}, "sync.delay=2 has no effect with sync=every_step"),
-        ("hybrid", {"outer_lr": 0.5}, "only with diloco"),
-        ("hybrid", {"name": "diloco", "every": 4, "delay": 4}, "must be below sync.every=4"),
-        ("hybrid", {"name": "diloco", "every": 4, "fragments": 5}, "at most sync.every=4"),
-        ("hybrid", {"name": "diloco", "mix": 1.5}, "sync.mix=1.5 must be at least 0 and at most 1"),
-        ("hybrid", {"name": "dilocos"}, "did you mean diloco"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "sync", "message"), [
+    ("hybrid_full", {"name": "diloco"}, "hybrid_full does not go with sync=diloco"),
+    ("hybrid_full", {"wire": "int8"}, "8 bits cannot hold them; use sync.wire=bf16"),
+    ("hybrid_full", {"engine": "torch"}, "needs sync.engine=parallel2d"),
+    ("hybrid", {"engine": "torch", "wire": "bf16"}, "sync.wire=auto alone"),
+    ("hybrid", {"engine": "torch", "name": "diloco"}, "sync=every_step with"),
+    ("hybrid", {"name": "diloco", "every": 4, "delay": 4}, "must be below sync.every=4"),
+    ("hybrid", {"name": "diloco", "every": 4, "fragments": 5}, "at most sync.every=4"),
+])  # fmt: skip
 def test_words_that_cannot_work_are_refused_with_the_reason(strategy, sync, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         validated(ParallelConfig(strategy, sync=SyncConfig(**sync)))
 
 
-def _without_attaching(strategy, sync):
-    mesh = build_mesh(MeshSpec(**TWO_BY_TWO), strategy)
-    config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
-    model = parallelize(sync_runs.small_model(), mesh, config)
-    sync_runs.loss_of(model, sync_runs.batch_of(1)).backward()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sync"), [("hybrid_full", {}), ("hybrid", {"name": "diloco"})], ids=str
-)
-def test_an_optimizer_that_nobody_attached_is_an_error_in_the_first_step(ranks, strategy, sync):
-    with pytest.raises(Exception, match=r"pass it to parallel2d\.attach_optimizer"):
-        ranks.run(4, _without_attaching, strategy, sync)
-
-
-def _on_whole_parameters():
-    mesh = build_mesh(MeshSpec(**TWO_BY_TWO), "hybrid_full")
-    model = parallelize(sync_runs.small_model().float(), mesh, ParallelConfig("hybrid_full"))
-    attach_optimizer(model, sync_runs.adamw(model.parameters()))
-
-
-def test_an_optimizer_on_whole_parameters_is_refused_with_split_updates(ranks):
-    with pytest.raises(Exception, match=r"parallel2d\.updated_parameters\(model\)"):
-        ranks.run(4, _on_whole_parameters)
-
-
-def test_split_updates_divide_the_optimizers_state_by_the_replicas(ranks):
-    whole = ranks.run(4, sync_runs.run, TWO_BY_TWO, "hybrid", {}, steps=1)
-    split = ranks.run(4, sync_runs.run, TWO_BY_TWO, "hybrid_full", {}, steps=1)
-    # A row of each parameter at most, with two moments of 8 bytes.
-    rows = sum(
-        2 * 8 * max(p[0].size if p.ndim > 1 else 1, 1) for p in whole[0]["parameters"].values()
-    )
-    for one, half in zip(whole, split, strict=True):
-        assert half["state"] <= one["state"] / 2 + rows
-
-
-def _through_every_code():
-    """NaN and infinities come through every code, in their places."""
-    found = {}
-    for name, value in (("nan", float("nan")), ("inf", float("inf")), ("-inf", float("-inf"))):
-        values = torch.randn(700, generator=torch.Generator().manual_seed(1))
-        values[300] = value
-        for bits in (8, 4):
-            noise = BlockNoise([Piece(3, 0)], [700], values.device)
-            blocks = to_blocks([values])
-            code = BlockCode(bits)
-            back = code.decode(code.encode(blocks, noise.numbers(0, len(blocks), 0)), values.dtype)
-            found[name, bits] = back.view(-1)[:700]
-    return found
-
-
-def test_what_is_not_finite_comes_through_every_code():
-    for (name, _), values in _through_every_code().items():
-        broken = ~values.isfinite()
-        assert broken.any()
-        assert broken.nonzero().flatten().tolist() == [300]
-        assert str(values[300].item()) == name
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_comes_through_every_code_in_its_place(value):
+    values = torch.randn(700, generator=torch.Generator().manual_seed(1))
+    values[300] = value
+    for bits in (8, 4):
+        noise = BlockNoise([Piece(3, 0)], [700], values.device)
+        blocks, code = to_blocks([values]), BlockCode(bits)
+        back = code.decode(code.encode(blocks, noise.numbers(0, len(blocks), 0)), values.dtype)
+        found = back.view(-1)[:700]
+        assert (~found.isfinite()).nonzero().flatten().tolist() == [300]
+        assert str(found[300].item()) == str(value)
 
 
 def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
@@ -293,26 +232,20 @@ def test_random_rounding_is_unbiased_and_bounded_by_the_scale():
         assert ((total / 400 - blocks).abs() <= 4 * 0.5 / 20 * scale).all()
 
 
-def test_random_numbers_are_those_of_murmurhash():
-    """As its author's finalizer computes them, in whole numbers; the same on every device."""
-    key, position = 0x9747B28C, 70_000
-    mixed = (position * 0x9E3779B9 ^ key) % 2**32
-    mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B % 2**32
-    mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 % 2**32
-    mixed ^= mixed >> 16
-    found = uniform(
-        torch.tensor(key - 2**32, dtype=torch.int32), torch.tensor(position, dtype=torch.int32)
-    )
-    assert found.item() == mixed % 2**24 / 2**24
-
-
 # In a loop of one's own
 
 
-def _trained_model(strategy, sync, steps=0):
+def _sharded_model(strategy, sync, frozen=()):
     mesh = build_mesh(MeshSpec(replicate=2, shard=1), strategy)
     config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
-    model = parallelize(sync_runs.small_model(), mesh, config)
+    model = sync_runs.small_model()
+    for number in frozen:
+        model[number].requires_grad_(False)
+    return parallelize(model, mesh, config)
+
+
+def _trained_model(strategy, sync, steps=0, frozen=()):
+    model = _sharded_model(strategy, sync, frozen)
     optimizer = sync_runs.adamw(updated_parameters(model))
     attach_optimizer(model, optimizer)
     for step in range(1, steps + 1):
@@ -360,27 +293,6 @@ def test_exports_and_validation_see_the_shared_parameters(ranks):
     assert torch.equal(answers[0][3], answers[1][3])
 
 
-def _unfrozen(strategy, sync):
-    mesh = build_mesh(MeshSpec(replicate=2, shard=1), strategy)
-    module = sync_runs.small_model()
-    module[3].requires_grad_(False)
-    config = ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
-    model = parallelize(module, mesh, config)
-    optimizer = sync_runs.adamw(updated_parameters(model))
-    attach_optimizer(model, optimizer)
-    _step(model, optimizer, 1)
-    model[3].requires_grad_(True)
-    _step(model, optimizer, 2)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sync"), [("ddp", {"name": "diloco"}), ("hybrid_full", {"wire": "bf16"})], ids=str
-)
-def test_a_parameter_that_is_unfrozen_while_training_is_an_error(ranks, strategy, sync):
-    with pytest.raises(Exception, match=r"3\.(weight|bias).*unfrozen after parallelize"):
-        ranks.run(2, _unfrozen, strategy, sync)
-
-
 def _loaded(strategy, sync):
     """A value that `load_state_dict` has written, three steps later."""
     model, optimizer = _trained_model(strategy, sync, steps=3)
@@ -392,11 +304,9 @@ def _loaded(strategy, sync):
         return model[0].weight.full_tensor().mean().item()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sync"),
-    [("ddp", {}), ("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})],
-    ids=str,
-)
+@pytest.mark.parametrize(("strategy", "sync"), [
+    ("ddp", {}), ("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2}),
+], ids=str)  # fmt: skip
 def test_what_load_state_dict_has_written_stays(ranks, strategy, sync):
     for value in ranks.run(2, _loaded, strategy, sync):
         assert value == pytest.approx(2.0, abs=0.2)
@@ -417,6 +327,44 @@ def test_zero_grad_drops_what_is_not_reduced_yet_with_split_updates_too(ranks):
     assert split == pytest.approx(whole, rel=1e-12)
 
 
+def _without_attaching(strategy, sync):
+    model = _sharded_model(strategy, sync)
+    sync_runs.loss_of(model, sync_runs.batch_of(1)).backward()
+
+
+def _on_whole_parameters(strategy, sync):
+    model = _sharded_model(strategy, sync)
+    attach_optimizer(model, sync_runs.adamw(model.parameters()))
+
+
+def _unfrozen(strategy, sync):
+    model, optimizer = _trained_model(strategy, sync, steps=1, frozen=[3])
+    model[3].requires_grad_(True)
+    _step(model, optimizer, 2)
+
+
+def _looked_at_from_rank_0(strategy, sync):
+    model, _ = _trained_model(strategy, sync, steps=2)
+    with summon_full_params(model, rank0_only=True):
+        pass
+
+
+NOT_ATTACHED = r"pass it to parallel2d\.attach_optimizer"
+UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
+
+
+@pytest.mark.parametrize(("mistake", "strategy", "sync", "message"), [
+    (_without_attaching, "hybrid_full", {}, NOT_ATTACHED), (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
+    (_on_whole_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
+    (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
+    # it would write over replicas that differ
+    (_looked_at_from_rank_0, "ddp", {"name": "diloco"}, "use writeback=False"),
+])  # fmt: skip
+def test_a_mistake_in_a_loop_is_an_error(ranks, mistake, strategy, sync, message):
+    with pytest.raises(AssertionError, match=message):
+        ranks.run(2, mistake, strategy, sync)
+
+
 def _attached_twice():
     model, optimizer = _trained_model("ddp", {"name": "diloco"})
     attach_optimizer(model, optimizer)
@@ -427,17 +375,6 @@ def _attached_twice():
 
 def test_an_optimizer_that_is_attached_twice_counts_once(ranks):
     assert ranks.run(2, _attached_twice) == [3, 3]
-
-
-def _looked_at_from_rank_0():
-    model, _ = _trained_model("ddp", {"name": "diloco"}, steps=2)
-    with summon_full_params(model, rank0_only=True):
-        pass
-
-
-def test_rank_0_does_not_write_over_replicas_that_differ(ranks):
-    with pytest.raises(Exception, match="use writeback=False"):
-        ranks.run(2, _looked_at_from_rank_0)
 
 
 def test_what_rounding_takes_of_a_narrow_parameter_is_no_change():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import (
     ChunkedHead,
@@ -124,6 +125,34 @@ def whole(parameter: Tensor) -> Tensor:
     )
 
 
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """Whole weights by name."""
+    return {
+        name: whole(p).detach().double().clone().numpy() for name, p in model.named_parameters()
+    }
+
+
+def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float(abs(found[name] - value).max()) for name, value in expected.items())
+
+
+def sharded(
+    mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
+) -> tuple[DeviceMesh, nn.Module]:
+    """The mesh, and the small Llama on it with the weights of ``seed``; `train` says what ``llama`` may be."""
+    parallel = ParallelConfig(**config)
+    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
+    with build_on_meta():
+        model = build_llama(**llama)
+    tensor, plan = mesh_shape(mesh).tensor, None
+    if tensor > 1:
+        plan = model.plan if hasattr(model, "plan") else tensor_plan(model, tensor)
+    return mesh, parallelize(
+        model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan
+    )
+
+
 def train(
     mesh_sizes: dict[str, Any],
     config: dict[str, Any],
@@ -138,14 +167,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains the small Llama on this process group; returns losses, gradient norms and whole final weights (rank 0).
 
-    ``llama``: changes to its sizes, or another ``kind``; ``descent``: with `Descent` instead of AdamW; ``loss_chunk``: with a
+    ``llama``: changes to its sizes, or another ``kind``, with a ``plan`` of its own if it is no Llama; ``descent``: with `Descent` instead of AdamW; ``loss_chunk``: with a
     `ChunkedHead` of so many rows."""
-    parallel = ParallelConfig(**config)
-    mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
-    with build_on_meta():
-        model = build_llama(**(llama or {}))
-    plan = tensor_plan(model, mesh_shape(mesh).tensor) if mesh_shape(mesh).tensor > 1 else None
-    model = parallelize(model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan)
+    mesh, model = sharded(mesh_sizes, config, seed, **(llama or {}))
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     rank, data_ranks = data_coordinate(mesh), mesh_shape(mesh).data_ranks
     head = ChunkedHead(model, loss_chunk) if loss_chunk else None
@@ -169,10 +193,7 @@ def train(
         norms.append(clip_gradient_norm(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {
-        name: whole(parameter).detach().double().numpy()
-        for name, parameter in model.named_parameters()
-    }
+    weights = weights_of(model)
     rank0 = torch.distributed.get_rank() == 0
     return {"losses": losses, "norms": norms, "weights": weights if rank0 else None}
 
@@ -191,10 +212,7 @@ def reference(model: nn.Module, *, steps: int, dtype: torch.dtype) -> dict[str, 
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {
-        name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()
-    }
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return {"losses": losses, "norms": norms, "weights": weights_of(model)}
 
 
 def reference_in(
@@ -271,10 +289,7 @@ def reference_in(
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {
-        name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()
-    }
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return {"losses": losses, "norms": norms, "weights": weights_of(model)}
 
 
 def _mean(tensors: list[Tensor]) -> Tensor:
