@@ -279,10 +279,12 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("name", ALTERED)
-def test_a_folder_is_refused_that_has(victim, tmp_path, name):
+def test_a_folder_is_refused_that_has(victim, tmp_path, capsys, name):
     alter, says = ALTERED[name]
     alter(victim)
     refused(victim, tmp_path, says)
+    assert main(["verify", str(victim)]) == 1
+    assert says in capsys.readouterr().err
 
 
 # the manifest
