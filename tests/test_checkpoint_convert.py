@@ -18,7 +18,7 @@ import zipfile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_checkpoint_hostile import Bomb, content_digest
+from test_checkpoint_hostile import Bomb
 from training import LLAMA, build_llama, optimizer_of
 
 from parallel2d.checkpoint import Checkpoint, Checkpointer
@@ -368,24 +368,23 @@ def test_inspect_shows_what_there_is_and_verify_that_it_is_sound(trained, tmp_pa
 
 
 MEASURED = """
-import resource, sys, time
+import resource, sys
 from parallel2d.checkpoint.__main__ import main
 import torch._dynamo  # what fake tensors load at first use is no tensor
 codes = [main(sys.argv[1].split())]
-before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 codes += [main(arguments.split()) for arguments in sys.argv[2:]]
-kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-peak = max(resource.getrusage(kind).ru_maxrss for kind in kinds)
-print(*codes, peak // 1024, (resource.getrusage(kinds[0]).ru_maxrss - before) // 1024, time.monotonic() - begin)
+assert not any(codes), codes
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
-def measured(folder, *commands):
-    """(exit codes, highest MiB of any process, MiB that this one has grown by since the first command has loaded what it needs, seconds)."""
+def growth(folder, *commands):
+    """MiB that a process grows by, once the first command has loaded what it needs."""
     words = [sys.executable, "-c", MEASURED, *commands]
-    result = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
-    *codes, peak, grown, seconds = result.stdout.split("\n")[-2].split()
-    return [int(code) for code in codes], int(peak), int(grown), float(seconds)
+    result = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return float(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -395,33 +394,5 @@ def test_peak_memory_is_a_few_tensors_not_the_model(tmp_path):
     source = save(tmp_path / "run", torch.nn.ParameterList(values))
     steps = (f"{source} a.safetensors", "a.safetensors a.pt", "a.pt back --to parallel2d")
     chain = [f"convert {step}" for step in steps]
-    codes, _, grown, _ = measured(tmp_path, f"inspect {source}", *chain)
-    assert codes == [0, 0, 0, 0]
-    assert grown < tensors * mib / 3
+    assert growth(tmp_path, f"inspect {source}", *chain) < tensors * mib / 3
     same_tensors(source, tmp_path / "back", kinds=("model",))
-
-
-def large_manifest(folder, tensors, chunks):
-    """As large as one may be, and sound but for its one file, which is not there."""
-    parts = [["a.safetensors", [index], [1]] for index in range(chunks)]
-    described = {"dtype": "U8", "shape": [chunks], "chunks": parts}
-    content = {
-        "format": 1, "step": 1, "state": {}, "layout": {}, "mesh": {}, "world_size": 1, "optimizer": {}, "tied": {},
-        "files": {"a.safetensors": {"bytes": 1, "sha256": "0" * 64}},
-        "tensors": {f"model/{index}": described for index in range(tensors)},
-    }  # fmt: skip
-    content["sha256"] = content_digest(content)
-    (folder / "manifest.json").write_text(json.dumps(content))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("tensors", "chunks"), [(10**6, 1), (540, 10**4)]
-)  # the second has 211 MiB
-def test_large_manifests_stay_within_a_minute_and_two_gib(tmp_path, tensors, chunks):
-    (tmp_path / "in").mkdir()
-    large_manifest(tmp_path / "in", tensors, chunks)
-    codes, peak, _, seconds = measured(tmp_path, "inspect in", "convert in out --to torch")
-    assert codes[1] == 1
-    assert peak < 2048
-    assert seconds < 60
