@@ -4,11 +4,9 @@ that are made to harm are one message within bounds."""
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import os
-import pickle
 import re
 import struct
 import subprocess
@@ -18,7 +16,7 @@ import zipfile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_checkpoint_hostile import Bomb
+from test_checkpoint_hostile import bombs
 from training import LLAMA, build_llama, optimizer_of
 
 from parallel2d.checkpoint import Checkpoint, Checkpointer
@@ -269,10 +267,8 @@ def test_nothing_is_written_over_and_nothing_left(trained, tmp_path, capsys, mon
 @pytest.mark.parametrize("kind", ["pickle", "torch.save", "safetensors metadata"])
 def test_files_that_run_code_are_refused(tmp_path, capsys, kind):
     marker = tmp_path / "executed"
-    zipped = io.BytesIO()
-    torch.save({"model": Bomb(marker)}, zipped)
-    bomb, header = pickle.dumps(Bomb(marker)), b'\x10\0\0\0\0\0\0\0{"__metadata__":1}'
-    content = {"pickle": bomb, "torch.save": zipped.getvalue(), "safetensors metadata": header + bomb}[kind]  # fmt: skip
+    contents, header = bombs(marker), b'\x10\0\0\0\0\0\0\0{"__metadata__":1}'
+    content = (contents | {"safetensors metadata": header + contents["pickle"]})[kind]
     for name in ("x.pt", "x.bin", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
         fails(capsys, "convert", tmp_path / name, tmp_path / "out", "--to", "parallel2d")

@@ -12,16 +12,13 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jobs
 import psutil
 import pytest
 from jobs import wait_for
-from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
@@ -30,8 +27,8 @@ from parallel2d.errors import ConfigError
 from parallel2d.files import private_folders as folders
 from parallel2d.launch import agreement, elastic_internals
 from parallel2d.launch.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
-from parallel2d.launch.elastic_internals import ElasticAgent, goes_on_without_this_node
-from parallel2d.launch.rendezvous import find_rendezvous, from_json, own_rendezvous, to_json
+from parallel2d.launch.elastic_internals import ElasticAgent
+from parallel2d.launch.rendezvous import find_rendezvous, own_rendezvous
 from parallel2d.mesh import MeshSpec, Topology
 from parallel2d.metrics import watch
 from parallel2d.rank_environment import AGENT
@@ -173,40 +170,20 @@ def test_a_name_is_new_once_its_job_has_ended(server):
     assert find_rendezvous(alone).name == "mine-1"
 
 
-def test_names_of_a_round_go_with_the_next(tmp_path):
-    rendezvous = own_rendezvous(str(tmp_path))
-    first, second = HashStore(), HashStore()
-
-    def prefix_of(node, store):
-        return rendezvous.ranks_prefix(SimpleNamespace(group_rank=node, store=store))
-
-    prefix = prefix_of(0, first)
-    assert prefix_of(1, first) == prefix, "the same on every node"
-    rendezvous.store.set(f"{prefix}address", "of a rank")
-    rendezvous.store.set("other", "kept")
-    assert prefix_of(0, second) != prefix
-    assert not rendezvous.store.check([f"{prefix}address"])
-    assert rendezvous.store.get("other") == b"kept"
-    rendezvous.close()
-
-
-def test_private_names_of_torch_elastic_are_there(tmp_path):
+def test_private_names_of_torch_elastic_are_there_and_reached_by_one_file_alone(tmp_path):
     rendezvous = own_rendezvous(str(tmp_path))
     handler = rendezvous.handler(LaunchConfig())
     spec = WorkerSpec("worker", 1, handler, entrypoint=sys.executable)
     owners = [ElasticAgent(spec, DefaultLogsSpecs()), handler]
     assert all(isinstance(*pair) for pair in zip(owners, elastic_internals.KEPT, strict=True))
     kept = zip(owners, elastic_internals.KEPT.values(), strict=True)
-    listed = [
-        (owner, name) for owner, names in (*elastic_internals.REACHED, *kept) for name in names
+    tables = [*elastic_internals.REACHED, *kept]
+    missing = [
+        (owner, name) for owner, names in tables for name in names if not hasattr(owner, name)
     ]
-    missing = [pair for pair in listed if not hasattr(*pair)]
     assert not missing, "torch lacks them: see parallel2d/launch/elastic_internals.py"
     rendezvous.close()
 
-
-def test_one_file_alone_reaches_private_names_of_torch_elastic():
-    tables = [*elastic_internals.REACHED, *elastic_internals.KEPT.items()]
     listed = set().union(*(names for _, names in tables))
     own = Path(elastic_internals.__file__)
     paths = own.parents[1].rglob("*.py")
@@ -215,32 +192,6 @@ def test_one_file_alone_reaches_private_names_of_torch_elastic():
     # Names of single words are those of others too.
     rare = listed - {"_start", "_shutdown"}
     assert {path.name: names & rare for path, names in found.items() if names & rare} == {}
-
-
-def test_a_silent_node_that_the_others_went_on_without_is_told_so(tmp_path):
-    """Two nodes have met; one beats no more and the other drops it, without a word to it."""
-    settings = LaunchConfig(nnodes="1:2", rdzv_endpoint="set below")
-    rendezvous = own_rendezvous(str(tmp_path))
-    other = replace(rendezvous, store=StoreClient(rendezvous.endpoint, rendezvous.secret))
-    silent, awake = rendezvous.handler(settings), other.handler(settings)
-    try:
-        with ThreadPoolExecutor() as pool:
-            met = pool.map(lambda handler: handler.next_rendezvous(), (silent, awake), timeout=60)
-            assert [each.world_size for each in met] == [2, 2]
-        silent._state_holder.sync()
-        state = silent._state_holder.state
-        assert len(state.last_heartbeats) == 2
-        assert vars(from_json(to_json(state).encode())) == vars(state)
-        assert not goes_on_without_this_node(silent)
-        silent._stop_heartbeats()
-        wait_for(lambda: len(awake._state_holder.state.participants) == 1)
-        assert not goes_on_without_this_node(silent), "it cannot know yet"
-        silent._state_holder.sync()
-        assert goes_on_without_this_node(silent)
-        assert not goes_on_without_this_node(awake)
-    finally:
-        silent._stop_heartbeats()
-        awake._stop_heartbeats()
 
 
 def _serve(told, secret: str) -> None:
