@@ -16,6 +16,8 @@ from pathlib import Path
 import jobs
 import pytest
 
+from parallel2d.launch.network_interface import is_loopback, list_interfaces
+
 SCRIPT = Path(__file__).parent.parent / "tools" / "slurm" / "train.sbatch"
 WORDS = [
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=400",
@@ -107,23 +109,42 @@ def test_slurm_reads_every_directive_of_the_script():
     assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]
 
 
-@pytest.mark.slow
-def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
-    """First under a launcher, then with ranks by srun; the second is asked to stop too, since 400 steps would take too long."""
-    first = Batch(folder, 0, "launch.nproc_per_node=2")
+def live_twice(folder: Path, *words: str, **variables: str) -> str:
+    """A job that is asked to stop after three steps, and its next life, which is asked too (400 steps would take too long)."""
+    first = Batch(folder, 0, *words, **variables)
     reached = first.stop_after_step(3)[-1]["step"]
     job = first.run_dir.name.rpartition("-")[2]
     assert (folder / "notes").read_text() == f"requeue {job}\n"
     saved = max(path.name for path in (first.run_dir / "checkpoints").glob("step-*"))
     assert saved == f"step-{reached:08d}"
 
-    rows = Batch(folder, 1, START="ranks", TASKS_PER_NODE="2").stop_after_step(reached + 2)
+    rows = Batch(folder, 1, *words, **variables).stop_after_step(reached + 2)
     assert (folder / "notes").read_text() == f"requeue {job}\n" * 2
     # nothing twice, nothing left out
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert len({row["data/batch_hash"] for row in rows}) == len(rows)
     assert len(list((folder / "runs").iterdir())) == 1
     assert first.log.read_text().count("asked to stop by SIGUSR1: saving") == 2
+    return first.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
+    """Ranks by srun: one node, two tasks."""
+    live_twice(folder, START="ranks", TASKS_PER_NODE="2")
+
+
+@pytest.mark.soak
+def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
+    """Both nodes are this machine: two launchers with a rank each, which meet where others could, as launchers refuse loopback."""
+    addresses = [each.address for each in list_interfaces() if not is_loopback(each.address)]
+    address = next((each for each in addresses if ":" not in each), None)
+    if address is None:
+        pytest.skip("this machine has no address beside loopback")
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": address}
+    assert "waiting for launch.nnodes=2 nodes" in live_twice(
+        folder, "launch.nproc_per_node=1", **nodes
+    )
 
 
 def run_stand_in(
