@@ -19,15 +19,15 @@ from parallel2d import (
     mesh_shape,
     token_weight,
 )
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import CheckpointConfig
-from parallel2d.mesh import sum_over_data_ranks
+from parallel2d.base.config import CheckpointConfig
+from parallel2d.parallel.mesh import sum_over_data_ranks
+from parallel2d.training.checkpoint import Checkpointer
 
 
 class Heard(logging.Handler):
     """Collects what the rooms checkpoint and recovery log while it is open."""
 
-    LOGGERS = ("parallel2d.checkpoint", "parallel2d.recovery")
+    LOGGERS = ("parallel2d.training.checkpoint", "parallel2d.training.recovery")
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -122,6 +123,15 @@ def run_to_the_end(folder, run_dir, words, hooks=()):
 def rows(run_dir):
     """The rows of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition, seconds=90.0):
+    """Until it is true; its value then."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+    return found
 
 
 def ranks_of(launcher):

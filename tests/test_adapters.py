@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
+import sys
 
 import jobs
 import pytest
 import torch
 from test_checkpoint_hostile import reseal
-from test_library_export import drawn, loaded, logits
-from test_models_library import MODELS
+from test_library_export import drawn, drawn_and_saved, loaded, logits
+from test_models_library import MODELS, guide
 
 from parallel2d import build_on_meta
 from parallel2d.base.config import HuggingFaceModel
@@ -27,12 +27,6 @@ pytestmark = pytest.mark.extras("peft")
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 WORDS = "{r: 4, lora_alpha: 16, target_modules: [q_proj, v_proj]}"
 VOCAB = 260  # of bytes
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(4000)))
-    return tmp_path
 
 
 def save_base(folder, kind="llama", **changes):
@@ -65,12 +59,15 @@ def only_adapters_are_trained(trainer):
     assert sum(p.numel() for p in held) == 2 * 4 * (16 + 16 + 16 + 8)
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "hybrid_full"])
-def test_an_adapter_alone_is_trained_and_alike_on_every_layout(ranks, folder, strategy):
+OTHERS = ("activation_checkpointing=full", "bucketing=layer", "train.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(("strategy", "others"), [("hybrid", ()), ("hybrid_full", OTHERS)])
+def test_an_adapter_alone_is_trained_and_alike_on_every_layout(ranks, folder, strategy, others):
     save_base(folder)
     check = only_adapters_are_trained
     alone = train(ranks, folder, "alone", 1, ["strategy=ddp"], after_step=check)
-    rows = train(ranks, folder, "run", 4, [f"strategy={strategy}"], after_step=check)
+    rows = train(ranks, folder, "run", 4, [f"strategy={strategy}", *others], after_step=check)
     same(rows, alone)
     stored = Checkpoint.open(str(folder / "run" / "checkpoints" / "step-00000004"))
     moved = [name for name in stored.tensors if re.match(r"model/.*lora_B", name)]
@@ -84,8 +81,8 @@ def test_an_adapter_alone_is_trained_and_alike_on_every_layout(ranks, folder, st
         assert rows[-1]["comm/replicate/bytes"] == pytest.approx(elements / 2 * 8, rel=0.01)
 
 
-def initial(adapter, seed=0):
-    parts = build_model(HuggingFaceModel(path=adapter.pop("path"), adapter=adapter))
+def initial(path, adapter, seed=0):
+    parts = build_model(HuggingFaceModel(path=path, adapter=adapter))
     model = parts.module
     plan = plan_weights(model, find_blocks(model), None)
     for name, parameter in list(model.named_parameters()):
@@ -100,8 +97,8 @@ def initial(adapter, seed=0):
 
 @pytest.mark.parametrize("rule", [True, "gaussian"])
 def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rule):
-    path = save_base(tmp_path)
-    model, given = initial({"path": path, **LORA, "init_lora_weights": rule})
+    path, adapter = save_base(tmp_path), {**LORA, "init_lora_weights": rule}
+    model, given = initial(path, adapter)
     base = loaded(path, "llama").state_dict()
     found = model.state_dict()
     for name, value in base.items():
@@ -112,8 +109,7 @@ def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rul
     assert not any(map(torch.count_nonzero, others))
 
     def factors(seed):
-        again, _ = initial({"path": path, **LORA, "init_lora_weights": rule}, seed)
-        values = again.state_dict().items()
+        values = initial(path, adapter, seed)[0].state_dict().items()
         return torch.cat([value.flatten() for name, value in values if "lora_A" in name])
 
     drawn_values = factors(0)
@@ -171,26 +167,20 @@ def test_an_adapter_is_loaded_by_the_library_with_equal_logits(ranks, folder, ki
     assert rows[-1]["loss"] != rows[0]["loss"]
     before = logits(loaded(folder / "base", kind), kind)
     found = exported(folder, kind)
-    settings = OmegaConf.to_container(OmegaConf.create(adapter))
-    model = trained_model(folder, kind, settings)
+    model = trained_model(folder, kind, OmegaConf.to_container(OmegaConf.create(adapter)))
     after = logits(found, kind)
     assert torch.equal(after, logits(model, kind))
     assert (after - before).abs().max() > 1e-6
     model.save_pretrained(folder / "theirs", save_embedding_layers=False)
-    ours, theirs = (
-        load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "theirs")
-    )
+    folders = (folder / "adapter", folder / "theirs")
+    ours, theirs = (load_file(each / "adapter_model.safetensors") for each in folders)
     assert sorted(ours) == sorted(theirs)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    config, expected = (
-        json.loads((folder / name / "adapter_config.json").read_text())
-        for name in ("adapter", "theirs")
-    )
-    for key in ("auto_mapping", "target_modules", "modules_to_save", "target_parameters"):
-        assert sorted(config.pop(key) or []) == sorted(
-            (key != "auto_mapping" and expected.get(key)) or []
-        )
-        expected.pop(key, None)
+    config, expected = (json.loads((each / "adapter_config.json").read_text()) for each in folders)
+    assert not config.pop("auto_mapping")
+    expected.pop("auto_mapping")
+    for key in ("target_modules", "modules_to_save", "target_parameters"):
+        assert sorted(config.pop(key) or []) == sorted(expected.pop(key, None) or [])
     assert config == expected
     assert config["base_model_name_or_path"] == str(folder / "base")
 
@@ -202,28 +192,20 @@ def test_a_run_goes_on_on_another_layout(ranks, folder):
     same(train(ranks, folder, "run", 2, ["strategy=hybrid_full"], steps=2), whole)
 
 
-@pytest.mark.parametrize("words", [
-    ["precision=bf16"],
-    ["activation_checkpointing=full", "bucketing=layer", "train.micro_batch_size=2"],
-])  # fmt: skip
-def test_other_settings_give_the_same_losses(ranks, folder, words):
-    save_base(folder)
-    expected = train(ranks, folder, "alone", 1, ["strategy=ddp", *words])
-    bound = 1e-2 if "precision=bf16" in words else 1e-10
-    same(train(ranks, folder, "run", 4, ["strategy=hybrid", *words]), expected, bound)
-
-
 REFUSED = [
     ({"rank": 4}, "rank: an adapter is LoRA with r, lora_alpha,"),
     ({"r": 0}, "r=0 must be a whole number of at least 1"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa must be true or gaussian"),
     ({"target_modules": ["nothing"]}, "Target modules {'nothing'} not found in the base model"),
+    ({}, 'pip install "parallel2d[peft]"'),  # without the library
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_an_adapter_that_cannot_be_is_one_message(tmp_path, changes, message):
+def test_an_adapter_that_cannot_be_is_one_message(tmp_path, monkeypatch, changes, message):
     path = save_base(tmp_path)
+    if not changes:
+        monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError) as error:
         build_model(HuggingFaceModel(path=path, adapter={**LORA, **changes}))
     assert message in str(error.value)
@@ -246,28 +228,18 @@ def test_a_folder_without_weights_has_nothing_to_adapt(tmp_path):
         build_model(HuggingFaceModel(path=str(tmp_path), adapter=LORA))
 
 
-def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
-    path = save_base(tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ConfigError, match=r'pip install "parallel2d\[peft\]"'):
-        build_model(HuggingFaceModel(path=path, adapter=LORA))
-
-
 def test_a_checkpoint_without_an_adapter_is_refused(tmp_path, capsys):
-    from test_library_export import save
-
-    model = drawn(architecture="llama", arguments=MODELS["llama"])
-    checkpoint = save(tmp_path / "run", model, architecture="llama", arguments=MODELS["llama"])
+    _, checkpoint = drawn_and_saved(tmp_path / "run", "llama")
     assert main(["convert", checkpoint, str(tmp_path / "out"), "--to", "peft"]) == 1
     assert "the checkpoint names the adapters []" in capsys.readouterr().err
 
 
 PLANTED = [
-    (lambda adapter: adapter.update(peft_type="IA3"), "peft_type=IA3: only LORA is converted"),
-    (lambda adapter: adapter.update(use_dora=True), "use_dora=True: adapters of this kind"),
-    (lambda adapter: adapter.update(megatron_core="os", megatron_config={"a": 1}), "megatron_co"),
-    (lambda adapter: adapter.update(r="4"), "r=4 must be a whole number"),
-    (lambda adapter: adapter.update(own=1), "own=1: adapters of this kind"),
+    ({"peft_type": "IA3"}, "peft_type=IA3: only LORA is converted"),
+    ({"use_dora": True}, "use_dora=True: adapters of this kind"),
+    ({"megatron_core": "os", "megatron_config": {"a": 1}}, "megatron_co"),
+    ({"r": "4"}, "r=4 must be a whole number"),
+    ({"own": 1}, "own=1: adapters of this kind"),
 ]
 
 
@@ -276,9 +248,10 @@ def test_a_configuration_in_a_checkpoint_is_checked(ranks, folder, capsys):
     train(ranks, folder, "run", 1, ["strategy=ddp"], steps=2)
     victim = folder / "run" / "checkpoints" / "step-00000002"
     original = (victim / "manifest.json").read_bytes()
-    for plant, message in PLANTED:
+    for changes, message in PLANTED:
         reseal(
-            victim, lambda manifest, plant=plant: plant(manifest["layout"]["adapters"]["default"])
+            victim,
+            lambda told, changes=changes: told["layout"]["adapters"]["default"].update(changes),
         )
         assert main(["convert", str(victim), str(folder / "out"), "--to", "peft"]) == 1
         assert message in capsys.readouterr().err
@@ -327,11 +300,8 @@ def test_initial_values_that_need_the_base_are_refused_on_meta():
 
 
 def _lines_of_the_guide(base):
-    text = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
-    (lines,) = re.findall(r"### Adapters.*?```python\n(.*?)```", text, re.DOTALL)
-    names = {"BASE": base}
-    exec(lines, names)
-    return {n: p.requires_grad for n, p in names["model"].named_parameters()}
+    model = guide("Adapters", BASE=base)["model"]
+    return {n: p.requires_grad for n, p in model.named_parameters()}
 
 
 def test_the_guides_lines_shard_an_adapted_model(ranks, tmp_path):

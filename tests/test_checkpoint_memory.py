@@ -8,19 +8,24 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 from pathlib import Path
+from unittest import mock
 
 import memory_runs
 import pytest
+import torch.distributed as dist
+from checkpoint_runs import build, train_step
 from memory_runs import life
 from workers import WorkerError
 
-from parallel2d.base.config import SyncConfig
+from parallel2d.base.config import CheckpointConfig, SyncConfig
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.checkpoint.manifest import content_digest
-from parallel2d.training.recovery import place
-from parallel2d.training.recovery.buffer import RECORD, find_copies
+from parallel2d.training.recovery import memory_copies, place
+from parallel2d.training.recovery.buffer import RECORD, Buffer, find_copies
 from parallel2d.training.recovery.lineage import Lineage
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
@@ -44,23 +49,22 @@ class Cluster:
         for letter in letters:
             shutil.rmtree(self.node(letter))
 
+    def held(self, letter: str) -> list:
+        runs = self.node(letter).glob("run-*")
+        return [copy for run in runs for copy in find_copies(str(run))[0]]
+
     def copies(self, letter: str) -> list[tuple[int, int]]:
         """(step, rank) of what a node holds."""
-        found = [
-            copy for run in self.node(letter).glob("run-*") for copy in find_copies(str(run))[0]
-        ]
-        return sorted((copy.step, copy.rank) for copy in found)
+        return sorted((copy.step, copy.rank) for copy in self.held(letter))
 
     def damage(self, letter: str, step: int) -> None:
         """Changes one byte of every file of a copy."""
-        for run in self.node(letter).glob("run-*"):
-            for copy in find_copies(str(run))[0]:
-                for name in copy.record["files"] if copy.step == step else ():
-                    with open(os.path.join(copy.folder, name), "r+b") as file:
-                        file.seek(-1, os.SEEK_END)
-                        byte = file.read(1)[0]
-                        file.seek(-1, os.SEEK_END)
-                        file.write(bytes([byte ^ 1]))
+        for copy in self.held(letter):
+            for name in copy.record["files"] if copy.step == step else ():
+                file = Path(copy.folder, name)
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
 
 
 @pytest.fixture
@@ -78,14 +82,20 @@ def said(lives, text: str) -> bool:
     return any(text in line for life in lives for line in life["log"])
 
 
+def start(lives) -> int:
+    """The step that all ranks went on from."""
+    (step,) = {life["start"] for life in lives}
+    return step
+
+
 def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undisturbed):
     cluster.run("AABB", until=5)
     assert cluster.copies("A") == [(2, 0), (2, 1), (4, 0), (4, 1)]
     assert cluster.copies("B") == [(2, 2), (2, 3), (4, 2), (4, 3)]
     cluster.lose("B")
     lives = cluster.run("AACC", until=6)
+    assert start(lives) == 4
     for now, then in zip(lives, undisturbed, strict=True):
-        assert now["start"] == 4
         # Random generators came back too.
         for key in ("losses", "draws"):
             assert now[key] == {step: then[key][step] for step in (5, 6)}
@@ -98,26 +108,13 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
 
 
 @pytest.mark.slow
-def test_parts_that_replicas_split_are_kept_by_another_node_too(cluster, undisturbed):
-    """With split updates the optimizer's state is on one replica alone, and goes on from a copy all the same."""
-    split = {"strategy": "hybrid_full", "precision": "fp64"}
-    cluster.run("ABCD", until=5, parallel=split)
-    cluster.lose("D")
-    for now, then in zip(cluster.run("ABCE", until=6, parallel=split), undisturbed, strict=True):
-        assert now["start"] == 4
-        for step in (5, 6):
-            assert now["losses"][step] == pytest.approx(then["losses"][step], abs=1e-12)
-
-
-@pytest.mark.slow
 def test_a_replica_of_diloco_that_is_lost_with_its_node_starts_from_the_shared_parameters(cluster):
     diloco = {"strategy": "hybrid", "precision": "fp64", "sync": SyncConfig("diloco", every=3)}
     cluster.run("AABB", until=5, parallel=diloco)
-    kept = cluster.run("AABB", until=6, parallel=diloco)
-    assert [life["start"] for life in kept] == [4] * 4
+    assert start(cluster.run("AABB", until=6, parallel=diloco)) == 4
     cluster.lose("B")
     lives = cluster.run("AACC", until=7, parallel=diloco)
-    assert [life["start"] for life in lives] == [6] * 4
+    assert start(lives) == 6
     assert said(lives, "the replicas [1] of the checkpoint are not continued")
 
 
@@ -125,7 +122,7 @@ def test_a_shard_that_no_node_holds_falls_back_to_the_disk_and_says_which(cluste
     cluster.run("ABCD", until=5, disk_every=3)
     cluster.lose("AC")
     lives = cluster.run("EBFD", until=6, disk_every=3)
-    assert [life["start"] for life in lives] == [3] * 4
+    assert start(lives) == 3
     assert said(lives, "step-00000004 in memory is incomplete")
     assert said(lives, "no copy is left of ranks [0, 2]")
 
@@ -135,14 +132,13 @@ def test_the_number_of_ranks_may_change_both_ways(cluster, undisturbed):
     cluster.run("AABB", until=3)
     cluster.lose("B")
     less = cluster.run("AA", SHARDED, until=4)
-    assert [life["start"] for life in less] == [2, 2]
+    assert start(less) == 2
     assert said(less, "was written by 4 ranks, here are 2")
     more = cluster.run("AACC", until=6)
-    assert [life["start"] for life in more] == [4] * 4
-    losses = {**less[0]["losses"], **more[0]["losses"]}
-    assert list(losses.values()) == pytest.approx(
-        [undisturbed[0]["losses"][step] for step in range(3, 7)], rel=1e-10, abs=0
-    )
+    assert start(more) == 4
+    expected = {step: undisturbed[0]["losses"][step] for step in range(3, 7)}
+    found = {**less[0]["losses"], **more[0]["losses"]}
+    assert found == pytest.approx(expected, rel=1e-10, abs=0)
 
 
 @pytest.mark.parametrize("fault", ["die_in_the_third_copy", "die_before_the_third_record"])
@@ -150,8 +146,7 @@ def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster, fault):
     with pytest.raises(WorkerError):
         cluster.run("AA", SHARDED, until=6, fault=getattr(memory_runs, fault))
     assert [step for step, rank in cluster.copies("A") if rank == 1] == [4]
-    lives = cluster.run("AA", SHARDED, until=5)
-    assert [life["start"] for life in lives] == [4, 4]
+    assert start(cluster.run("AA", SHARDED, until=5)) == 4
 
 
 def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_used(cluster):
@@ -161,23 +156,16 @@ def test_damage_is_named_and_the_other_replica_or_an_older_copy_or_the_disk_is_u
     cluster.damage("A", 4)
     # Goes on from step 4, and copies the steps 5 and 6.
     lives = cluster.run("AABB", until=6)
-    assert lives[0]["start"] == 4
+    assert start(lives) == 4
     assert said(lives, "node 0: rank-00000.safetensors: its checksum is not that of its record")
     for letter in "AB":
         cluster.damage(letter, 6)
     lives = cluster.run("AABB", until=5)
-    assert lives[0]["start"] == 5
+    assert start(lives) == 5
     assert said(lives, "passing over the copy of step-00000006 in memory")
-    for letter in "AB":
-        cluster.damage(letter, 5)
-    assert cluster.run("AABB", until=1)[0]["start"] == 1, "nothing but the disk is left"
-
-
-def test_what_another_node_receives_damaged_is_not_used(cluster):
-    cluster.run("AABB", until=3)
     cluster.lose("B")
-    lives = cluster.run("AACC", until=4, fault=memory_runs.change_what_is_sent)
-    assert [life["start"] for life in lives] == [0] * 4
+    lives = cluster.run("AACC", until=1, fault=memory_runs.change_what_is_sent)
+    assert start(lives) == 1, "nothing but the disk is left"
     assert said(lives, "was damaged on its way to node 1")
 
 
@@ -197,9 +185,9 @@ def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(c
 def test_copies_of_another_run_are_not_used(cluster):
     cluster.run("AABB", until=4)
     cluster.run_dir = cluster.folder / "other"
-    assert cluster.run("AABB", until=2)[0]["start"] == 0
+    assert start(cluster.run("AABB", until=2)) == 0
     cluster.run_dir = cluster.folder / "run"
-    assert cluster.run("AABB", until=4)[0]["start"] == 4, "and the other run left them alone"
+    assert start(cluster.run("AABB", until=4)) == 4, "and the other run left them alone"
 
 
 @pytest.mark.slow
@@ -222,19 +210,18 @@ def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluste
 def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster):
     cluster.run("AABB", until=5, disk_every=3)
     where = str(cluster.run_dir / "checkpoints" / "step-00000003")
-    for resume, start in ((where, 3), ("never", 0)):
-        assert cluster.run("AABB", until=4, restarted=False, resume=resume)[0]["start"] == start
+    for resume, step in ((where, 3), ("never", 0)):
+        assert start(cluster.run("AABB", until=4, restarted=False, resume=resume)) == step
     lives = cluster.run("AABB", until=4, resume=where)
-    assert lives[0]["start"] == 4, "its own workers, restarted, go on from its own copy"
+    assert start(lives) == 4, "its own workers, restarted, go on from its own copy"
 
 
 def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster, undisturbed):
     lives = cluster.run("AABB", until=6, fault=memory_runs.full_on_the_second_copy)
     assert [life["on"] for life in lives] == [False] * 4
     assert lives[0]["losses"] == undisturbed[0]["losses"]
-    warnings = [line for life in lives for line in life["log"] if "memory net off" in line]
-    assert len(warnings) == 1
-    assert "No space left on device" in warnings[0]
+    (warning,) = [line for life in lives for line in life["log"] if "memory net off" in line]
+    assert "No space left on device" in warning
     assert cluster.copies("A") == cluster.copies("B") == []
 
 
@@ -271,11 +258,8 @@ def test_a_node_holds_its_part_of_the_state_twice_and_no_more(cluster):
     llama = {"dim": 256, "hidden_dim": 512, "n_layers": 2}
     lives = cluster.run("AABB", until=4, llama=llama)
     assert lives[0]["newest"] == 4
-    (run,) = cluster.node("A").glob("run-*")
-    (record,) = [
-        copy.record for copy in find_copies(str(run))[0] if (copy.step, copy.rank) == (4, 0)
-    ]
-    shapes = [shape for _, dtype, shape in record["tensors"] if dtype == "F64"]
+    (copy,) = [copy for copy in cluster.held("A") if (copy.step, copy.rank) == (4, 0)]
+    shapes = [shape for _, dtype, shape in copy.record["tensors"] if dtype == "F64"]
     state = sum(8 * math.prod(shape) for shape in shapes)
     assert state > 2**23
     for letter in "AB":
@@ -294,11 +278,10 @@ def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
 
 def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
     cluster.run("AA", SHARDED, until=2)
-    modes = {
-        path.is_dir(): stat.S_IMODE(path.lstat().st_mode) for path in cluster.node("A").rglob("*")
-    }
-    assert modes == {True: 0o700, False: 0o600}
-    assert stat.S_IMODE(cluster.node("A").stat().st_mode) == 0o700
+    root = cluster.node("A")
+    files = [path for path in root.rglob("*") if not path.is_dir()]
+    assert {stat.S_IMODE(path.lstat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
     (tmp_path / "elsewhere").mkdir()
     cluster.node("L").symlink_to(tmp_path / "elsewhere")
     lives = cluster.run("LL", SHARDED, until=4)
@@ -329,15 +312,9 @@ def test_auto_is_on_where_workers_are_restarted(cluster):
 
 def _auto(run_dir, node, mesh):
     # Rank 0's environment decides: that of the others may say anything.
-    import torch.distributed as dist
-
-    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3" if dist.get_rank() == 0 else "0"
-    try:
-        return life(
-            run_dir, [node] * dist.get_world_size(), mesh, until=1, every="auto", restarted=False
-        )
-    finally:
-        del os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    given = {"TORCHELASTIC_MAX_RESTARTS": "3" if dist.get_rank() == 0 else "0"}
+    with mock.patch.dict(os.environ, given):
+        return life(run_dir, [node] * 4, mesh, until=1, every="auto", restarted=False)
 
 
 def test_a_copy_that_is_not_finished_is_not_waited_for(cluster):
@@ -347,27 +324,14 @@ def test_a_copy_that_is_not_finished_is_not_waited_for(cluster):
 
 def _busy(run_dir, node):
     """(skipped, newest before, newest after): the first copy ends when the second one has been asked for."""
-    import threading
-    from unittest import mock
-
-    import torch.distributed as dist
-    from checkpoint_runs import build, train_step
-
-    from parallel2d.base.config import CheckpointConfig
-    from parallel2d.training.checkpoint import Checkpointer
-    from parallel2d.training.recovery import memory_copies
-    from parallel2d.training.recovery.buffer import Buffer
-
     asked, seal = threading.Event(), Buffer.seal
 
     def slow(self, *args):
         asked.wait()
         seal(self, *args)
 
-    with (
-        mock.patch.dict(os.environ, {place.VARIABLE: node}),
-        mock.patch.object(Buffer, "seal", slow),
-    ):
+    environment = mock.patch.dict(os.environ, {place.VARIABLE: node})
+    with environment, mock.patch.object(Buffer, "seal", slow):
         mesh, model, optimizer = build(SHARDED, memory_runs.FP64)
         settings = CheckpointConfig(every=0, memory_every=1)
         net = memory_copies(settings, run_dir, mesh)
@@ -385,7 +349,9 @@ def _busy(run_dir, node):
         return net.skipped, before, net.newest
 
 
-def test_folders_of_launchers_that_are_gone_are_removed(tmp_path, monkeypatch):
+def test_folders_of_launchers_that_are_gone_are_removed_and_no_folder_says_what_to_set(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.delenv(place.VARIABLE, raising=False)
     mine = place.open_place()
@@ -396,26 +362,24 @@ def test_folders_of_launchers_that_are_gone_are_removed(tmp_path, monkeypatch):
     (around / f"launcher-{os.getpid()}-1").mkdir()  # this process, but with another start time
     alive = Path(folders.folder_of(os.getpid(), str(tmp_path)))
     alive.mkdir()
-    again = place.open_place()
-    assert again == mine
-    assert sorted(path.name for path in around.iterdir()) == sorted(
-        [alive.name, Path(mine.root).name]
-    )
+    assert place.open_place() == mine
+    assert {path.name for path in around.iterdir()} == {alive.name, Path(mine.root).name}
     alive.rmdir()
     place.remove_place(mine)
     assert not around.exists()
+    monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match=f"set {place.VARIABLE}"):
+        place.open_place()
+    assert not (tmp_path / "nowhere").exists()
 
 
-def test_lineage():
+def test_a_lineage_is_kept_and_a_damaged_file_of_it_is_an_error_that_says_so(tmp_path):
     lineage = Lineage().followed_by("a", 0).followed_by("b", 30).followed_by("c", 20)
     assert lineage.holds("a", 20)
     assert not lineage.holds("a", 25)
     assert not lineage.holds("b", 31)
     assert lineage.holds("c", 1000)
     assert not lineage.holds("d", 1)
-
-
-def test_a_damaged_lineage_file_is_an_error_that_says_so(tmp_path):
     Lineage().followed_by("a", 3).write(str(tmp_path))
     assert Lineage.read(str(tmp_path)).starts == (("a", 3),)
     for text, said in (
@@ -425,11 +389,3 @@ def test_a_damaged_lineage_file_is_an_error_that_says_so(tmp_path):
         (tmp_path / "memory.json").write_text(text)
         with pytest.raises(DamagedCheckpointError, match=said):
             Lineage.read(str(tmp_path))
-
-
-def test_a_machine_without_shared_memory_says_what_to_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(place, "SHARED_MEMORY", str(tmp_path / "nowhere"))
-    monkeypatch.delenv(place.VARIABLE, raising=False)
-    with pytest.raises(FileNotFoundError, match=f"set {place.VARIABLE}"):
-        place.open_place()
-    assert not (tmp_path / "nowhere").exists()

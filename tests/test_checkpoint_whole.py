@@ -60,10 +60,28 @@ def next_losses(mesh, model, optimizer):
     return [train_step(model, optimizer, mesh, step) for step in (3, 4)]
 
 
-def there_and_back(mesh_sizes, config, name, from_rank0, key_by):
+def through_torch(state, name):
+    """The whole state after it was in plain torch's own hands, where it was the same."""
+    bare = build_llama()
+    bare_optimizer = build_optimizer(bare, OPTIMIZERS[name])
+    bare.load_state_dict(state["model"])
+    bare_optimizer.load_state_dict(state["optimizer"])
+    named = dict(bare.named_parameters())
+    names = {id(p): key for key, p in named.items()}
+    listed = [names[id(p)] for group in bare_optimizer.param_groups for p in group["params"]]
+    entries = rekey_optimizer_state(state["optimizer"], key="name", names=listed)["state"]
+    for key, values in entries.items():
+        for entry, value in values.items():
+            assert torch.equal(value, bare_optimizer.state[named[key]][entry]), (key, entry)
+    return {"model": bare.state_dict(), "optimizer": bare_optimizer.state_dict()}
+
+
+def there_and_back(mesh_sizes, config, name, from_rank0, key_by, bare=False):
     """Gathers, gives everything to a fresh model of another seed, and compares what both do next."""
     mesh, model, optimizer = trained(mesh_sizes, config, name)
     state = full_state(model, optimizer, rank0_only=from_rank0, key_by=key_by)
+    if bare and state:
+        state = through_torch(state, name)
     other, other_optimizer = fresh(mesh_sizes, config, name)
     load_full_state(other, other_optimizer, state, from_rank0=from_rank0)
     same = next_losses(mesh, model, optimizer) == next_losses(mesh, other, other_optimizer)
@@ -88,59 +106,26 @@ def in_parts():
     kept = sharded_state(model, optimizer, copy=True)
     live = sharded_state(model, optimizer)["model"]
     first = next_losses(mesh, model, optimizer)
-    changed = any(
-        not torch.equal(local_part(live[key]), local_part(value))
-        for key, value in kept["model"].items()
-    )
+    pairs = [(local_part(live[key]), local_part(value)) for key, value in kept["model"].items()]
+    assert not all(torch.equal(*pair) for pair in pairs), "without copy they are the live ones"
     load_sharded_state(model, optimizer, kept)
-    again = next_losses(mesh, model, optimizer)
+    assert next_losses(mesh, model, optimizer) == first
     other, _ = fresh({"shard": dist.get_world_size()}, {"strategy": "zero3"})
     load_sharded_state(other, None, kept)  # split in another way: redistributed
-    same = all(
-        torch.equal(whole(p), whole(kept["model"][key])) for key, p in other.named_parameters()
-    )
+    for key, p in other.named_parameters():
+        assert torch.equal(whole(p), whole(kept["model"][key]))
     values = kept["model"].values()
-    share = sum(local_part(value).numel() for value in values) / sum(v.numel() for v in values)
-    return first == again, changed, same, share
+    return sum(local_part(value).numel() for value in values) / sum(v.numel() for v in values)
 
 
 def test_a_sharded_state_goes_back_and_to_another_layout(ranks):
-    for back, changed, elsewhere, share in ranks.run(4, in_parts):
-        assert back
-        assert changed, "without copy the tensors are the live ones"
-        assert elsewhere
-        assert share == pytest.approx(0.5, abs=0.02)
-
-
-def to_bare_and_back(name):
-    """A whole state in plain torch's own hands, and given back to a sharded model. Whether it is the same there; whether losses are."""
-    mesh, model, optimizer = trained(*HYBRID, name)
-    state = full_state(model, optimizer, key_by="id")
-    bare = build_llama()
-    bare_optimizer = build_optimizer(bare, OPTIMIZERS[name])
-    back = same = None
-    if state:
-        bare.load_state_dict(state["model"])
-        bare_optimizer.load_state_dict(state["optimizer"])
-        back = {"model": bare.state_dict(), "optimizer": bare_optimizer.state_dict()}
-        named = dict(bare.named_parameters())
-        names = {id(p): key for key, p in named.items()}
-        listed = [names[id(p)] for group in bare_optimizer.param_groups for p in group["params"]]
-        entries = rekey_optimizer_state(state["optimizer"], key="name", names=listed)["state"]
-        same = all(
-            torch.equal(value, bare_optimizer.state[named[key]][entry])
-            for key, values in entries.items()
-            for entry, value in values.items()
-        )
-    other, other_optimizer = fresh(*HYBRID, name)
-    load_full_state(other, other_optimizer, back)
-    losses = next_losses(mesh, model, optimizer)
-    return same, losses == next_losses(mesh, other, other_optimizer)
+    assert ranks.run(4, in_parts) == [pytest.approx(0.5, abs=0.02)] * 4
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_whole_state_loads_into_an_unwrapped_model_and_comes_back(ranks, name):
-    assert ranks.run(4, to_bare_and_back, name) == [(True, True)] + [(None, True)] * 3
+    found = ranks.run(4, there_and_back, *HYBRID, name, True, "id", bare=True)
+    assert found == [(True, 2)] + [(True, 0)] * 3
 
 
 def is_plain(value):
@@ -223,18 +208,6 @@ def stepped(model, optimizer):
     return model, optimizer
 
 
-def test_names_and_numbers_convert_both_ways():
-    model = build_llama()
-    model, optimizer = stepped(model, optimizer_of(model))
-    named = full_state(model, optimizer)["optimizer"]
-    names = [name for name, _ in model.named_parameters()]
-    numbered = rekey_optimizer_state(named, key="id")
-    assert set(numbered["state"]) == set(range(len(names)))
-    assert rekey_optimizer_state(numbered, key="name", names=names) == named
-    with pytest.raises(ConfigError, match="names must give"):
-        rekey_optimizer_state(numbered, key="name", names=names[1:])
-
-
 def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
     model = build_llama()
     model, optimizer = stepped(model, optimizer_of(model))
@@ -254,6 +227,8 @@ def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     with pytest.raises(ConfigError, match="key_by=number is not one of name, id"):
         full_state(model, key_by="number")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="names must give"):
+        rekey_optimizer_state(optimizer.state_dict(), key="name", names=["norm.weight"])
 
 
 def scaled(value):
@@ -283,44 +258,36 @@ def test_a_function_is_applied_to_whole_parameters_and_sharded_modules_are_liste
     assert ranks.run(4, applied) == [(True, True, ["", "layers.0"])] * 4
 
 
-def scheduled(way):
-    """lr of each of six steps with a scheduler that multiplies what stands in the group, and the losses; the second three in another
-    process's objects: model, optimizer and scheduler are new."""
-    found: list[tuple[float, float]] = []
+def scheduled():
+    """Losses of steps 4 to 6 with a rate that is a tensor and that a scheduler multiplies: at once, and by other objects that go on."""
 
     def made(seed):
         mesh, model, _ = build({"shard": 2}, {"strategy": "zero3"}, seed=seed)
-        lr = torch.tensor(0.1) if way == "tensor" else 0.1
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+        rate = torch.tensor(0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
         return mesh, model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    def steps(mesh, model, optimizer, scheduler, numbers):
-        for number in numbers:
-            lr = float(optimizer.param_groups[0]["lr"])
-            found.append((lr, train_step(model, optimizer, mesh, number)))
+    def steps(mesh, model, optimizer, scheduler, first):
+        losses = []
+        for step in range(first, first + 3):
+            losses.append(train_step(model, optimizer, mesh, step))
             scheduler.step()
+        return losses, float(optimizer.param_groups[0]["lr"])
 
-    first, other = made(0), made(7)
-    steps(*first, range(1, 4))
+    first, whole_state, parts = made(0), made(7), made(8)
+    steps(*first, 1)
     saved = first[3].state_dict()
-    if way == "sharded":
-        state = sharded_state(*first[1:3], copy=True)
-    else:
-        state = full_state(*first[1:3], key_by="id")
-    steps(*first, range(4, 7))
-    load = load_sharded_state if way == "sharded" else load_full_state
-    load(*other[1:3], state)
-    other[3].load_state_dict(saved)
-    steps(*other, range(4, 7))
-    return found
+    load_full_state(*whole_state[1:3], full_state(*first[1:3], key_by="id"))
+    load_sharded_state(*parts[1:3], sharded_state(*first[1:3], copy=True))
+    for other in (whole_state, parts):
+        other[3].load_state_dict(saved)
+    return [steps(*each, 4) for each in (first, whole_state, parts)]
 
 
-@pytest.mark.parametrize("way", ["tensor", "sharded"])
-def test_a_scheduler_of_torch_goes_on_where_it_was(ranks, way):
-    found = ranks.run(2, scheduled, way)[0]
-    rates = [0.1 * 0.5**step for step in range(6)]
-    assert [rate for rate, _ in found[:6]] == pytest.approx(rates, rel=1e-6)
-    assert found[6:] == found[3:6]
+def test_a_scheduler_of_torch_goes_on_where_it_was(ranks):
+    undisturbed, whole_state, parts = ranks.run(2, scheduled)[0]
+    assert undisturbed[1] == pytest.approx(0.1 * 0.5**6, rel=1e-6)
+    assert undisturbed == whole_state == parts
 
 
 def shown(optimizer, *keys):

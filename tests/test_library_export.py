@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jobs
 import pytest
 import torch
+from test_checkpoint_convert import growth
+from test_checkpoint_convert import save as save_checkpoint
 from test_checkpoint_hostile import reseal
 from test_models_library import LIBRARY, MODELS, batch
 
-from parallel2d.base.config import CheckpointConfig, HuggingFaceModel
+from parallel2d.base.config import HuggingFaceModel
 from parallel2d.checkpoint import main
 from parallel2d.models import huggingface
-from parallel2d.training.checkpoint import Checkpointer
 
 pytestmark = LIBRARY
 AUTO = {
@@ -30,10 +29,14 @@ AUTO = {
 def save(run, model, **settings):
     """The checkpoint of ``model``, as a run of these settings writes it."""
     layout = {"model": dataclasses.asdict(HuggingFaceModel(**settings))}
-    checkpointer = Checkpointer(CheckpointConfig(), run, None, model, None, layout=layout)
-    checkpointer.save_if_due(1, {"samples": 8}, last=True)
-    checkpointer.finish()
-    return str(run / "checkpoints" / "step-00000001")
+    return save_checkpoint(run, model, layout=layout)
+
+
+def drawn_and_saved(run, kind, arguments=None):
+    """A model, and its checkpoint."""
+    settings = {"architecture": kind, "arguments": arguments or MODELS[kind]}
+    model = drawn(**settings)
+    return model, save(run, model, **settings)
 
 
 def drawn(**settings):
@@ -60,23 +63,21 @@ def loaded(folder, kind):
 
 def logits(model, kind):
     inputs, _ = batch(kind, 0)
-    dtype = next(model.parameters()).dtype
-    inputs = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+    if kind == "vit":
+        inputs["pixel_values"] = inputs["pixel_values"].to(next(model.parameters()).dtype)
     with torch.no_grad():
         return model.eval()(**inputs).logits
 
 
-def saved_keys(model, folder):
-    from safetensors import safe_open
+def saved_keys(folder):
+    from safetensors.torch import load_file
 
-    keys = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as content:
-            keys |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-    return keys
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    return {name: value for content in files for name, value in content.items()}
+
+
+def configuration(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -84,23 +85,19 @@ def saved_keys(model, folder):
     [*((kind, {}) for kind in MODELS), ("llama", {"tie_word_embeddings": True})],
 )
 def test_the_folder_holds_what_the_library_would_save(tmp_path, kind, changes):
-    arguments = {**MODELS[kind], **changes}
-    model = drawn(architecture=kind, arguments=arguments)
-    checkpoint = save(tmp_path / "run", model, architecture=kind, arguments=arguments)
+    model, checkpoint = drawn_and_saved(tmp_path / "run", kind, {**MODELS[kind], **changes})
     assert convert(checkpoint, tmp_path / "out") == 0
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (saved_keys(model, tmp_path / name) for name in ("out", "theirs"))
+    ours, theirs = (saved_keys(tmp_path / name) for name in ("out", "theirs"))
     assert sorted(ours) == sorted(theirs)
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
-    config, expected = (
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "theirs")
-    )
-    expected.pop("use_cache", None)  # which training turns off
-    config.pop("use_cache", None)
+    config, expected = configuration(tmp_path / "out"), configuration(tmp_path / "theirs")
+    for each in (config, expected):
+        each.pop("use_cache", None)  # which training turns off
     assert config == expected
-    names = {path.name for path in (tmp_path / "theirs").iterdir()}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("out", "theirs")]
+    assert names[0] == names[1]
     assert torch.equal(logits(loaded(tmp_path / "out", kind), kind), logits(model, kind))
 
 
@@ -118,40 +115,30 @@ def words(texts):
 CORPUS = [f"one plus {number} is more than {number}" for number in ("two", "three", "four")]
 
 
-def trained(ranks, folder, settings, world, layout):
-    """The run directory of a small job of ``settings``, two steps long."""
-    (folder / "corpus.txt").write_text("\n".join(CORPUS * 400))
-    tokenizer = folder / "words.json"
-    words(CORPUS).save(str(tokenizer))
-    text = [f"data.tokenizer={tokenizer}", "data.end_token=EOS", "data.validation_fraction=0"]
-    given = ["model=hf", "precision=fp32", *settings, *text, *layout]
-    ranks.run(world, jobs.run, str(folder), str(folder / "run"), given, 2)
-    return folder / "run"
-
-
-@pytest.mark.parametrize(("kind", "world", "layout"), [
-    ("llama", 4, ["strategy=zero3", "mesh.tensor=2"]),
-    ("mixtral", 4, ["strategy=hybrid_full"]),
+@pytest.mark.parametrize(("kind", "layout"), [
+    ("llama", ["strategy=zero3", "mesh.tensor=2"]),
+    ("mixtral", ["strategy=hybrid_full"]),
 ])  # fmt: skip
-def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(
-    ranks, tmp_path, kind, world, layout
-):
+def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(ranks, tmp_path, kind, layout):
     from transformers import AutoTokenizer
 
     arguments = {**MODELS[kind], "tie_word_embeddings": kind == "llama"}
     base = drawn(architecture=kind, arguments=arguments)
     base.save_pretrained(tmp_path / "base")
-    settings = [f"model.path={tmp_path / 'base'}"]
-    run = trained(ranks, tmp_path, settings, world, layout)
+    run, tokenizer = tmp_path / "run", tmp_path / "words.json"
+    (tmp_path / "corpus.txt").write_text("\n".join(CORPUS * 400))
+    words(CORPUS).save(str(tokenizer))
+    given = ["model=hf", "precision=fp32", f"model.path={tmp_path / 'base'}", *layout]
+    given += [f"data.tokenizer={tokenizer}", "data.end_token=EOS", "data.validation_fraction=0"]
+    ranks.run(4, jobs.run, str(tmp_path), str(run), given, 2)
     assert convert(run, tmp_path / "out") == 0
     # What was trained, read without any of the conversion.
     assert main(["convert", str(run), str(tmp_path / "plain.pt")]) == 0
     base.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
     found = loaded(tmp_path / "out", kind)
     assert torch.equal(logits(found, kind), logits(base, kind))
-    assert not torch.equal(
-        logits(base, kind), logits(drawn(architecture=kind, arguments=arguments), kind)
-    )
+    untrained = drawn(architecture=kind, arguments=arguments)
+    assert not torch.equal(logits(base, kind), logits(untrained, kind))
     assert found.config.dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer(CORPUS[0])["input_ids"] == words(CORPUS).encode(CORPUS[0]).ids
@@ -174,11 +161,10 @@ def test_files_beside_the_weights_of_the_folder_come_along(tmp_path):
     assert convert(checkpoint, tmp_path / "out", "--dtype", "bf16", "--shard-gib", "0.000003") == 0
     found = loaded(tmp_path / "out", "llama")
     assert found.generation_config.temperature == 0.25
-    assert found.config.vocab_size == 40
-    assert found.config.rms_norm_eps == 1e-3
+    assert (found.config.vocab_size, found.config.rms_norm_eps) == (40, 1e-3)
     assert found.config.use_cache
     assert found.dtype == torch.bfloat16
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert configuration(tmp_path / "out")["dtype"] == "bfloat16"
     assert torch.equal(logits(found, "llama"), logits(model.bfloat16(), "llama"))
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(CORPUS[1])["input_ids"]
@@ -194,9 +180,8 @@ def test_the_tokenizer_that_the_run_read_goes_along(tmp_path):
     words(CORPUS[:1]).save(str(base / "tokenizer.json"))
     words(CORPUS).save(str(own))
     checkpoint = save(tmp_path / "run", model, path=str(base))
-    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
     assert convert(checkpoint, tmp_path / "a") == 0
-    reseal(folder, lambda manifest: manifest["layout"].update(tokenizer={"path": str(own)}))
+    reseal(Path(checkpoint), lambda told: told["layout"].update(tokenizer={"path": str(own)}))
     assert convert(checkpoint, tmp_path / "b") == 0
     chosen = f"tokenizer={base / 'tokenizer.json'}"
     assert convert(checkpoint, tmp_path / "c", "--model", chosen) == 0
@@ -215,10 +200,6 @@ def test_a_folder_that_was_moved_is_named(tmp_path, capsys):
     assert "is not here: say where it is with --model path=FOLDER" in capsys.readouterr().err
     assert convert(checkpoint, tmp_path / "out", "--model", f"path={tmp_path / 'moved'}") == 0
     assert torch.equal(logits(loaded(tmp_path / "out", "gpt2"), "gpt2"), logits(model, "gpt2"))
-
-
-def changed(**changes):
-    return lambda manifest: manifest["layout"]["model"].update(changes)
 
 
 HOSTILE = [
@@ -241,14 +222,14 @@ HOSTILE = [
 
 
 def test_settings_that_describe_no_model_are_one_message(tmp_path, capsys):
-    arguments = MODELS["llama"]
-    model = drawn(architecture="llama", arguments=arguments)
-    checkpoint = save(tmp_path / "run", model, architecture="llama", arguments=arguments)
+    _, checkpoint = drawn_and_saved(tmp_path / "run", "llama")
     manifest = Path(checkpoint) / "manifest.json"
     original = manifest.read_bytes()
     for changes, message in HOSTILE:
         manifest.write_bytes(original)
-        reseal(Path(checkpoint), changed(**changes))
+        reseal(
+            Path(checkpoint), lambda told, changes=changes: told["layout"]["model"].update(changes)
+        )
         assert convert(checkpoint, tmp_path / "out") == 1
         error = capsys.readouterr().err
         assert message in error, changes
@@ -262,12 +243,12 @@ def test_code_of_a_folder_is_not_run(tmp_path, capsys):
     model.save_pretrained(base)
     marker = tmp_path / "executed"
     (base / "own.py").write_text(f"open({str(marker)!r}, 'w')")
-    config = json.loads((base / "config.json").read_text())
+    config = configuration(base)
     config["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     (base / "config.json").write_text(json.dumps(config))
     checkpoint = save(tmp_path / "run", model, path=str(base))
     assert convert(checkpoint, tmp_path / "out") == 0
-    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "auto_map" not in configuration(tmp_path / "out")
     config["model_type"] = "own"
     (base / "config.json").write_text(json.dumps(config))
     assert convert(checkpoint, tmp_path / "other") == 1
@@ -278,13 +259,8 @@ def test_code_of_a_folder_is_not_run(tmp_path, capsys):
 def test_a_tokenizer_that_is_none_is_not_copied(tmp_path, capsys):
     secret = tmp_path / "secret.json"
     secret.write_text('{"password": "x"}')
-    model = drawn(architecture="gpt2", arguments=MODELS["gpt2"])
-    checkpoint = save(tmp_path / "run", model, architecture="gpt2", arguments=MODELS["gpt2"])
-
-    def plant(manifest):
-        manifest["layout"]["tokenizer"] = {"path": str(secret)}
-
-    reseal(tmp_path / "run" / "checkpoints" / "step-00000001", plant)
+    _, checkpoint = drawn_and_saved(tmp_path / "run", "gpt2")
+    reseal(Path(checkpoint), lambda told: told["layout"].update(tokenizer={"path": str(secret)}))
     assert convert(checkpoint, tmp_path / "out") == 1
     assert "is no tokenizer.json" in capsys.readouterr().err
 
@@ -292,31 +268,10 @@ def test_a_tokenizer_that_is_none_is_not_copied(tmp_path, capsys):
 def test_peak_memory_is_that_of_one_file(tmp_path):
     small = {**MODELS["mixtral"], "num_hidden_layers": 2}
     large = {**small, "num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
-    folders = []
-    for name, arguments in (("small", small), ("large", large)):
-        model = drawn(architecture="mixtral", arguments=arguments)
-        folders.append(save(tmp_path / name, model, architecture="mixtral", arguments=arguments))
+    _, warm = drawn_and_saved(tmp_path / "small", "mixtral", small)
+    model, checkpoint = drawn_and_saved(tmp_path / "large", "mixtral", large)
     mib = sum(p.numel() for p in model.parameters()) * 4 / 2**20
     assert mib > 140
-    words = [sys.executable, "-c", PEAK, *folders]
-    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    grown = float(result.stdout.split()[-1])
-    assert grown < mib / 3, grown
+    chain = (f"convert {warm} warm --to hf", f"convert {checkpoint} out --to hf --shard-gib 0.02")
+    assert growth(tmp_path, *chain) < mib / 3
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 5
-
-
-PEAK = """
-import sys
-from parallel2d.checkpoint import main
-import transformers.models.mixtral.modeling_mixtral
-
-def peak():
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
-
-words = ["--to", "hf", "--shard-gib", "0.02"]
-assert main(["convert", sys.argv[1], "warm", *words]) == 0
-before = peak()
-assert main(["convert", sys.argv[2], "out", *words]) == 0
-print(peak() - before)
-"""

@@ -18,20 +18,20 @@ from parallel2d import (
     build_mesh,
     build_on_meta,
     clip_gradient_norm,
-    fsdp_internals,
-    launch,
+    launching,
     parallelize,
 )
-from parallel2d.config import PrecisionConfig
-from parallel2d.config.checks import validated
-from parallel2d.errors import ConfigError
-from parallel2d.model_structure import find_blocks
-from parallel2d.parallelize.bucketing import bucket_modules
-from parallel2d.parallelize.float8 import convert_to_float8
-from parallel2d.parallelize.precision import Precision
-from parallel2d.parallelize.sharding import shard
+from parallel2d.base.config import PrecisionConfig
+from parallel2d.base.config.checks import validated
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize.bucketing import bucket_modules
+from parallel2d.parallel.parallelize.float8 import convert_to_float8
+from parallel2d.parallel.parallelize.precision import Precision
+from parallel2d.parallel.parallelize.sharding import shard
+from parallel2d.parallel.weights.initial_values import allocate
 from parallel2d.train import main
-from parallel2d.weights.initial_values import allocate
 
 
 @pytest.mark.parametrize(("word", "reason"), [
@@ -42,7 +42,7 @@ from parallel2d.weights.initial_values import allocate
 def test_the_command_refuses_it_on_cpu_before_workers_start(
     tmp_path, monkeypatch, capsys, word, reason
 ):
-    monkeypatch.setattr(launch, "start_workers", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(launching, "start_workers", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "text.txt").write_text("some words of a text\n" * 500)
     monkeypatch.chdir(tmp_path)
     data = ["data=text", "data.path=text.txt", "data.cache_dir=cache", "train.seq_len=16"]

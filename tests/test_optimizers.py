@@ -18,12 +18,17 @@ from test_parity import initial_model
 from torch import nn
 from training import build_llama, global_batch, largest_difference, weights_of
 
-from parallel2d.checkpoint import Checkpointer
-from parallel2d.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
-from parallel2d.errors import ConfigError
-from parallel2d.metrics.communication import CommunicationMeter
-from parallel2d.metrics.keys import COMMUNICATION_KEYS
-from parallel2d.optimizer import build_optimizer, plan_groups, set_learning_rate, update_bytes
+from parallel2d.base.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.training.checkpoint import Checkpointer
+from parallel2d.training.metrics.communication import CommunicationMeter
+from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
+from parallel2d.training.optimizer import (
+    build_optimizer,
+    plan_groups,
+    set_learning_rate,
+    update_bytes,
+)
 
 GROUPS = [
     {"pattern": "layers.*.wq.*", "lr_scale": 0.5, "weight_decay": 0.3},

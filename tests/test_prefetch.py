@@ -10,8 +10,8 @@ from torch import nn
 from workers import logged
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, build_on_meta, parallelize
-from parallel2d.config import BucketingConfig, PrefetchConfig
-from parallel2d.errors import ConfigError
+from parallel2d.base.config import BucketingConfig, PrefetchConfig
+from parallel2d.base.errors import ConfigError
 
 
 class Reordered(nn.Module):
@@ -167,7 +167,7 @@ def test_a_layer_that_runs_twice_is_gathered_no_more_often(ranks):
 
 
 def _said():
-    with logged("parallel2d.parallelize.prefetch") as lines:
+    with logged("parallel2d.parallel.parallelize.prefetch") as lines:
         _build((2, 1), strategy="ddp")
         _build((0, 1), strategy="ddp")
     return lines

@@ -7,15 +7,13 @@ What is tested is the script and the run under it, not Slurm.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import jobs
 import pytest
 
 from parallel2d.launching.network_interface import is_loopback, list_interfaces
@@ -55,22 +53,10 @@ esac
 """
 
 
-def this_address() -> str | None:
-    """An address of this machine that other machines could use: launchers of several nodes refuse loopback."""
-    return next(
-        (
-            each.address
-            for each in list_interfaces()
-            if ":" not in each.address and not is_loopback(each.address)
-        ),
-        None,
-    )
-
-
 class Batch:
     """One life of a job: `sbatch`'s part is to run the script with the job's variables and a log that is appended to."""
 
-    def __init__(self, folder: Path, life: int, **variables: str) -> None:
+    def __init__(self, folder: Path, life: int, *words: str, **variables: str) -> None:
         programs = folder / "programs"
         programs.mkdir(exist_ok=True)
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -90,24 +76,23 @@ class Batch:
         self.run_dir = folder / "runs" / f"test-{env['SLURM_JOB_ID']}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["bash", str(SCRIPT), *WORDS],
-                cwd=folder,
-                env=env,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+                ["bash", str(SCRIPT), *WORDS, *words], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+            )  # fmt: skip
 
     def rows(self) -> list[dict]:
-        path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return jobs.rows(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
 
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while not any(row["step"] >= step for row in self.rows()):
+    def stop_after_step(self, step: int) -> list[dict]:
+        """Asks it to stop, as --signal=B:USR1@120 does: the script alone. Returns the rows of the run."""
+
+        def is_there() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+            return any(row["step"] >= step for row in self.rows())
+
+        jobs.wait_for(is_there, 120)
+        self.process.send_signal(signal.SIGUSR1)
+        assert self.end() == 75, self.log.read_text()
+        return self.rows()
 
     def end(self) -> int:
         try:
@@ -117,65 +102,49 @@ class Batch:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def live_twice(folder: Path, **variables: str) -> tuple[list[dict], str]:
+def test_slurm_reads_every_directive_of_the_script():
+    """It reads none after a command."""
+    lines = [line for line in SCRIPT.read_text().splitlines() if line]
+    first_command = next(n for n, line in enumerate(lines) if not line.startswith("#"))
+    assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]
+
+
+def live_twice(folder: Path, *words: str, **variables: str) -> str:
     """A job that is asked to stop after three steps, and its next life, which is asked too (400 steps would take too long)."""
-    first = Batch(folder, 0, **variables)
-    first.wait_for_step(3)
-    first.process.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@120 does: to the script alone
-    assert first.end() == 75, first.log.read_text()
+    first = Batch(folder, 0, *words, **variables)
+    reached = first.stop_after_step(3)[-1]["step"]
     job = first.run_dir.name.rpartition("-")[2]
     assert (folder / "notes").read_text() == f"requeue {job}\n"
     saved = max(path.name for path in (first.run_dir / "checkpoints").glob("step-*"))
-    reached = first.rows()[-1]["step"]
     assert saved == f"step-{reached:08d}"
 
-    second = Batch(folder, 1, **variables)
-    second.wait_for_step(reached + 2)
-    second.process.send_signal(signal.SIGUSR1)
-    assert second.end() == 75
+    rows = Batch(folder, 1, *words, **variables).stop_after_step(reached + 2)
     assert (folder / "notes").read_text() == f"requeue {job}\n" * 2
-    rows = second.rows()
     # nothing twice, nothing left out
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len({row["data/batch_hash"] for row in rows}) == len(rows)
     assert len(list((folder / "runs").iterdir())) == 1
-    return rows, second.log.read_text()
-
-
-def test_the_script_is_sound_and_may_be_run():
-    assert subprocess.run(["bash", "-n", str(SCRIPT)], capture_output=True).returncode == 0
-    assert SCRIPT.stat().st_mode & stat.S_IRUSR
-    directives = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
-    first_command = next(
-        n
-        for n, line in enumerate(SCRIPT.read_text().splitlines())
-        if line and not line.startswith("#")
-    )
-    # Slurm reads none after a command
-    assert all(SCRIPT.read_text().splitlines().index(line) < first_command for line in directives)
+    assert first.log.read_text().count("asked to stop by SIGUSR1: saving") == 2
+    return first.log.read_text()
 
 
 @pytest.mark.slow
 def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
     """Ranks by srun: one node, two tasks."""
-    rows, log = live_twice(folder, START="ranks", TASKS_PER_NODE="2")
-    assert log.count("asked to stop by SIGUSR1: saving") == 2
-    assert len({row["data/batch_hash"] for row in rows}) == len(rows)
+    live_twice(folder, START="ranks", TASKS_PER_NODE="2")
 
 
 @pytest.mark.soak
 def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
-    """Both nodes are this machine: two launchers with a rank each, which meet on an address of it."""
-    address = this_address()
+    """Both nodes are this machine: two launchers with a rank each, which meet where others could, as launchers refuse loopback."""
+    addresses = [each.address for each in list_interfaces() if not is_loopback(each.address)]
+    address = next((each for each in addresses if ":" not in each), None)
     if address is None:
-        pytest.skip(
-            "this machine has no address beside loopback, where launchers of several nodes refuse to meet"
-        )
-    WORDS.append("launch.nproc_per_node=1")
-    try:
-        _, log = live_twice(folder, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST=address)
-    finally:
-        WORDS.pop()
-    assert "waiting for launch.nnodes=2 nodes" in log
+        pytest.skip("this machine has no address beside loopback")
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": address}
+    assert "waiting for launch.nnodes=2 nodes" in live_twice(
+        folder, "launch.nproc_per_node=1", **nodes
+    )
 
 
 def run_stand_in(
@@ -186,10 +155,8 @@ def run_stand_in(
     stand_in.write_text(f"#!/bin/bash\n{program}\n")
     stand_in.chmod(0o755)
     batch = Batch(folder, int(variables.pop("LIFE", "0")), PYTHON=str(stand_in), **variables)
-    deadline = time.monotonic() + 30
     for number in signals:
-        while "up" not in batch.log.read_text() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        jobs.wait_for(lambda: "up" in batch.log.read_text(), 30)
         batch.process.send_signal(number)
     code = batch.end()
     notes = folder / "notes"
@@ -210,15 +177,11 @@ def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, numb
     assert f"asked to stop by {signal.Signals(number).name}" in log
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (75, True)])
-def test_only_a_run_that_saved_is_requeued(folder, code, again):
-    ended, _, notes = run_stand_in(folder, f"exit {code}")
+@pytest.mark.parametrize(("code", "life", "again"), [(0, 0, False), (1, 0, False), (75, 0, True), (75, 200, False)])  # fmt: skip
+def test_only_a_run_that_saved_is_requeued_and_not_for_ever(folder, code, life, again):
+    ended, _, notes = run_stand_in(folder, f"exit {code}", LIFE=str(life))
     assert ended == code
     assert bool(notes) is again
-
-
-def test_a_job_does_not_go_round_for_ever(folder):
-    assert run_stand_in(folder, "exit 75", LIFE="200")[2] == ""
 
 
 def test_launchers_meet_on_the_first_node_and_are_no_ranks(folder):

@@ -27,13 +27,13 @@ from parallel2d import (
     accumulate,
     build_mesh,
     data_coordinate,
-    fsdp_internals,
     parallelize,
     register_sync_hook,
     replicate_group,
 )
-from parallel2d.config import PrecisionConfig, SyncConfig
-from parallel2d.mesh import mesh_shape
+from parallel2d.base.config import PrecisionConfig, SyncConfig
+from parallel2d.parallel import fsdp_internals
+from parallel2d.parallel.mesh import mesh_shape
 
 HYBRID = MeshSpec(replicate=2, shard=2)
 
@@ -473,11 +473,13 @@ def test_private_names_of_torch_are_there(ranks):
         if not hasattr(owner, name)
     }
     missing = missing.union(*ranks.run(4, _lacking))
-    assert not missing, f"torch {torch.__version__} lacks them: see parallel2d/fsdp_internals"
+    assert not missing, (
+        f"torch {torch.__version__} lacks them: see parallel2d/parallel/fsdp_internals"
+    )
 
 
 ROOT = Path(__file__).parents[1]
-INTERNALS = ROOT / "parallel2d" / "fsdp_internals"
+INTERNALS = ROOT / "parallel2d" / "parallel" / "fsdp_internals"
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 
 

@@ -26,12 +26,12 @@ from parallel2d import (
     summon_full_params,
     updated_parameters,
 )
-from parallel2d.config import SyncConfig
-from parallel2d.config.checks import validated
-from parallel2d.errors import ConfigError
-from parallel2d.sync.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
-from parallel2d.sync.outer_parameter import OuterParameter
-from parallel2d.sync.updates import outer_sync, replicated_tensors
+from parallel2d.base.config import SyncConfig
+from parallel2d.base.config.checks import validated
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.sync.blocks import BlockCode, BlockNoise, Piece, key_of, to_blocks
+from parallel2d.parallel.sync.outer_parameter import OuterParameter
+from parallel2d.parallel.sync.updates import outer_sync, replicated_tensors
 
 TWO_BY_TWO = {"replicate": 2, "shard": 2}
 DILOCO = {"name": "diloco", "every": 5}
