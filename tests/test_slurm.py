@@ -184,15 +184,18 @@ def test_only_a_run_that_saved_is_requeued_and_not_for_ever(folder, code, life, 
     assert bool(notes) is again
 
 
-def test_launchers_meet_on_the_first_node_and_are_no_ranks(folder):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_launchers_of_several_nodes_meet_on_the_first_and_are_no_ranks(folder, nodes):
     program = 'echo "words $*, rank ${SLURM_PROCID:-none}"'
     _, log, _ = run_stand_in(
-        folder, program, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17"
-    )
+        folder, program, SLURM_JOB_NUM_NODES=str(nodes), SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17"
+    )  # fmt: skip
     words = [line for line in log.splitlines() if line.startswith("words -m parallel2d.train")]
-    assert len(words) == 2
+    assert len(words) == nodes
     for line in words:
-        assert "launch.nnodes=2 launch.rdzv_endpoint=gpu7:20017" in line
+        # The train command refuses words about several nodes on one.
+        assert ("launch.nnodes=2 launch.rdzv_endpoint=gpu7:20017" in line) is (nodes == 2)
+        assert ("launch." in line) is (nodes == 2)
         assert f"hydra.run.dir={folder}/runs/test-17 data=text" in line
         assert line.endswith("rank none")
 
