@@ -34,7 +34,7 @@ from parallel2d.metrics.writer import MetricsWriter
 from parallel2d.report.page import markdown, page
 from parallel2d.report.runs import read_run
 
-MUTATIONS = 60  # of each kind
+MUTATIONS = 40  # of each kind
 REPORTS = (markdown,)
 LONGEST_S, MOST_BYTES = 2.0, 200 * 2**20
 ODD = (

@@ -4,9 +4,9 @@ those of a run without."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +15,13 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
+from test_command_line import execute
 from training import whole
 from workers import WorkerError
 
 from parallel2d.config.checks import validated
 from parallel2d.errors import ConfigError
 from parallel2d.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
-    )
-    return tmp_path
 
 
 class Giving(Hook):
@@ -177,7 +170,7 @@ class Failing(Hook):
 
 @pytest.mark.parametrize(
     ("method", "step"),
-    [("start", 0), ("leave", 1), ("validation", 3), ("save", 2), ("end", 4)],
+    [("start", 0), ("leave", 1), ("save", 2)],
 )
 def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, step):
     words = (
@@ -220,7 +213,6 @@ def call_once(hooks):
     ("hooks", "message"),
     [
         ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
-        ([Returning({"time/mine": 1.0})], "the metric time/mine is one that the trainer measures"),
         ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
         ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
         ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
@@ -416,14 +408,14 @@ def test_samples_of_another_tokenizer_than_that_of_the_data_are_refused(ranks, f
 # The command
 
 
-def command(folder, *words):
+@pytest.fixture
+def command(folder, monkeypatch):
+    """The train command on two ranks, which finds the hooks of this file."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     small = [word for word in jobs.SMALL if not word.startswith("metrics.console")]
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "parallel2d.train", *small, "hydra.run.dir=run", *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+    return functools.partial(
+        execute, folder, *small, "hydra.run.dir=run", "launch.nproc_per_node=2"
+    )
 
 
 class FailingInside(SampleText):
@@ -436,9 +428,8 @@ class FailingInside(SampleText):
 
 
 @pytest.mark.slow
-def test_a_failure_of_one_rank_inside_a_collective_is_told_once(folder):
-    hook = "{hook: 'test_hooks:FailingInside', every: 1}"
-    done = command(folder, f"train.hooks=[{hook}]", "launch.nproc_per_node=2")
+def test_a_failure_of_one_rank_inside_a_collective_is_told_once(command):
+    done = command("train.hooks=[{hook: 'test_hooks:FailingInside', every: 1}]")
     assert done.returncode == 1
     assert done.stderr.count("OSError: the disk of rank 1") == 1
     assert "failed on rank 1 at step 1: OSError: the disk of rank 1" in done.stderr
@@ -447,13 +438,12 @@ def test_a_failure_of_one_rank_inside_a_collective_is_told_once(folder):
 
 
 @pytest.mark.slow
-def test_samples_and_the_failure_of_a_hook_are_on_the_console_and_in_the_log(folder):
+def test_samples_and_the_failure_of_a_hook_are_on_the_console_and_in_the_log(folder, command):
     hooks = (
         "{hook: 'parallel2d.hooks:SampleText', every: 2, prompt: '12 times', tokens: 4}",
         "{hook: 'test_hooks:Failing', method: end}",
     )
-    words = (f"train.hooks=[{','.join(hooks)}]", "launch.nproc_per_node=2", "train.steps=4")
-    done = command(folder, *words)
+    done = command(f"train.hooks=[{','.join(hooks)}]", "train.steps=4")
     assert done.returncode == 1
     log = (folder / "run" / "train.log").read_text()
     for text in (done.stderr, log):

@@ -184,27 +184,11 @@ SELDOM = {
     # groups of several modules
     "size": ({}, {"strategy": "zero3", "bucketing": BucketingConfig("size", 0.3)}, 2),
     # Recomputation would otherwise gather in its forwards what backward has done with.
-    "prefetch": (
-        {},
-        {
-            "strategy": "hybrid",
-            "bucketing": "layer",
-            "activation_checkpointing": "full",
-            "prefetch": PrefetchConfig(2, 2),
-        },
-        2,
-        "full",
-    ),
+    "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full", "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
     "ddp": ({}, {"strategy": "ddp"}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "sync": SyncConfig(wire="int8")}, 1),
-    "split": ({}, {"strategy": "hybrid_full"}, 1),
-    "diloco_bf16": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "bf16", every=1)}, 1),
-    "torch": (
-        {},
-        {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")},
-        2,
-    ),
-}
+    "torch": ({}, {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")}, 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -228,25 +212,13 @@ SLOW = [pytest.mark.slow]
 TENSOR_CASES = {
     "bf16_none": ([], {"precision": "bf16", "accumulation": 2, "mode": "none"}),
     "tied": ([], {"build": build_tied_llama, "accumulation": 2}),
-    "selective": (SLOW, {"activation_checkpointing": "selective"}),
-    "tied_full": (
-        SLOW,
-        {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2},
-    ),
-    "fp32_norms": (
-        SLOW,
-        {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])},
-    ),
+    "tied_full": (SLOW, {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2}),
+    "fp32_norms": (SLOW, {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])}),
     "hugging_face_bf16_full": (
         [pytest.mark.extras("transformers")],
-        {
-            "build": build_hugging_face_llama,
-            "activation_checkpointing": "full",
-            "precision": "bf16",
-            "accumulation": 2,
-        },
+        {"build": build_hugging_face_llama, "activation_checkpointing": "full", "precision": "bf16", "accumulation": 2},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

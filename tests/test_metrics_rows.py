@@ -235,31 +235,21 @@ ROW = {
 }  # fmt: skip
 
 
-def make_run(folder, strategy="hybrid", factor=1.0, tensorboard=False):
-    folder.mkdir(parents=True)
+def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparameters(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     writer = MetricsWriter(
-        str(folder),
+        str(tmp_path),
         {"config": "a: 1", "mesh": "0 1"},
-        tensorboard=tensorboard,
-        hparams={"strategy": strategy, "lr": 0.1},
+        tensorboard=True,
+        hparams={"strategy": "hybrid", "lr": 0.1},
         axes=("replicate", "shard"),
     )
     writer.begin(0)
     for step in range(1, 11):
-        writer.write({**ROW, "step": step, "loss": factor * 3.0 / step}, [1.0, 2.0])
+        writer.write({**ROW, "step": step, "loss": 3.0 / step}, [1.0, 2.0])
     writer.close()
-    layout = {
-        "strategy": strategy, "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "predicted": {"comm/shard/bytes": 8.0},
-    }  # fmt: skip
-    (folder / "layout.json").write_text(json.dumps(layout))
-    return folder
-
-
-def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparameters(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = make_run(tmp_path / "run", tensorboard=True)
-    events = EventAccumulator(str(run / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = events.Tags()
     assert set(ROW) <= set(tags["scalars"])
@@ -276,10 +266,10 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
         "_hparams_/session_start_info",
     }
     # Each axis with several ranks has a folder, and so a colour, of its own.
-    folders = [path.name for path in (run / "tensorboard").iterdir() if path.is_dir()]
+    folders = [path.name for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()]
     assert sorted(folders) == ["replicate", "shard"]
     for axis in folders:
-        events = EventAccumulator(str(run / "tensorboard" / axis))
+        events = EventAccumulator(str(tmp_path / "tensorboard" / axis))
         events.Reload()
         assert sorted(events.Tags()["scalars"]) == sorted(tag for tag, _ in OF_AN_AXIS.values())
         megabytes = [event.value for event in events.Scalars("axis/megabytes")]

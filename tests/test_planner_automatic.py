@@ -117,11 +117,3 @@ def test_a_job_runs_in_the_chosen_layout(folder, launcher):  # noqa: F811
     more = execute(folder, *words, "train.steps=6", launcher=launcher)
     assert more.returncode == 0, more.stderr
     assert [row["step"] for row in rows(folder / "run")][-1] == 6
-
-
-@pytest.mark.slow
-def test_one_message_from_torchrun_where_nothing_can_be_chosen(folder):  # noqa: F811
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallel2d.train")  # fmt: skip
-    done = execute(folder, *JOB, "hydra.run.dir=run", launcher=launcher)
-    assert done.returncode != 0
-    assert done.stderr.count("layouts cannot be ranked") == 1

@@ -81,9 +81,7 @@ def test_without_the_peak_the_states_alone_decide():
 def test_what_cannot_run_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, message in (
-        (["mesh.tensor=3"], "mesh.tensor=3 does not divide the 8 ranks"),
         (["cluster.nodes=2", "mesh.shard=2", "mesh.tensor=8", "model.n_kv_heads=4"], "does not divide the heads"),
-        (["train.global_batch_size=63"], "is not divisible"),
         (["cluster.nodes=1000000"], "are more than 1,000,000 ranks"),
         (["optimizer.groups=[{pattern: nothing, lr_scale: 0.1}]"], "matches no parameter"),
         (["data=images", "data.path=nowhere"], "data.image_size is needed"),

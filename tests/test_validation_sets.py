@@ -224,19 +224,6 @@ def test_a_resumed_run_ends_at_the_same_step(ranks, folder):
     assert jobs.rows(folder / "run")[-1]["samples"] == 2 * samples_of(folder) // 64 * 64
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("train.epochs=0",), "train.epochs=0 must be at least 1, or null"),
-        (("train.epochs=2", "data.epochs=3"), "train.epochs=2 and data.epochs=3 contradict"),
-        (("train.epochs=2", "train.steps=50"), "train.epochs=2 and train.steps=50 both say"),
-    ],
-)
-def test_what_contradicts_the_epochs_is_refused(words, problem):
-    with pytest.raises(ConfigError, match=problem):
-        jobs.config_of(words)
-
-
 def test_what_does_not_fit_the_epochs_is_refused_once_the_data_are_known(ranks, folder):
     from workers import WorkerError
 
