@@ -15,7 +15,6 @@ from parallel2d.hooks import Hook
 from parallel2d.progress import (
     BestMetric,
     Progress,
-    WatchedMetrics,
     problems_of_state,
 )
 
@@ -166,14 +165,6 @@ def test_patience_counts_measurements_and_min_delta_what_is_better():
     assert (best.step, best.since) == (5, 2)
     equal = BestMetric("loss", "min")
     assert [equal.measure(step, 1.0) for step in (1, 2)] == [True, False]
-
-
-def test_a_best_is_part_of_the_state_once_there_is_one():
-    words = ("checkpoint.keep_best=loss", "train.stop.metric=loss")
-    watched = WatchedMetrics(jobs.config_of(words))
-    assert watched.state_dict().keys() == {"stop"}
-    assert watched.measure(1, {"loss": 2.0})
-    assert {name: kept["step"] for name, kept in watched.state_dict().items()} == {"best": 1, "stop": 1}  # fmt: skip
 
 
 def test_a_state_of_other_settings_begins_anew():

@@ -233,7 +233,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     [
         (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
         (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
-        (["test_hooks:folder"], "is no class derived from parallel2d.hooks.Hook"),
+        (["test_hooks:SAMPLE"], "is no class derived from parallel2d.hooks.Hook"),
         ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
         ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
         (
@@ -253,29 +253,6 @@ def test_an_entry_of_another_form_is_refused_with_the_configuration():
         config.train.hooks = [entry]
         with pytest.raises(ConfigError, match=r"an entry has the form package\.module:Class"):
             validated(config)
-
-
-def count_exchanges(folder, run_dir, words, hooks):
-    """How many exchanges and how many collectives of the whole world the steps make."""
-    from parallel2d import hooks as module
-
-    exchanged = []
-    plain = module.all_gather
-    module.all_gather = lambda value: exchanged.append(1) or plain(value)
-    try:
-        jobs.run_to_the_end(folder, run_dir, words, hooks)
-    finally:
-        module.all_gather = plain
-    return len(exchanged)
-
-
-def test_hooks_cost_one_exchange_per_step_and_none_without(ranks, folder):
-    words = ("train.steps=3", "train.validate_every=2", "checkpoint.enabled=false")
-    arguments = (str(folder), str(folder / "without"), words, ())
-    assert ranks.run(2, count_exchanges, *arguments) == [0, 0]
-    arguments = (str(folder), str(folder / "with"), words, [Giving(), Hook()])
-    # and one at the start, and one at the end
-    assert ranks.run(2, count_exchanges, *arguments) == [5, 5]
 
 
 # What SampleText shows

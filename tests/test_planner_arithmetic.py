@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned import MODELS, fake_mesh, measured, plan_of, small_llama
+from planned import MODELS, fake_mesh, measured, plan_of
 
 from parallel2d import ConfigError, ParallelConfig, build_on_meta
 from parallel2d.config import (
@@ -139,34 +139,6 @@ def test_no_rank_has_more_than_the_fullest(strategy, sizes, name):
     assert max(totals) == fullest.total
     # The sizes are not divided: without that this test would compare equal ranks.
     assert min(totals) < fullest.total
-
-
-def test_equal_blocks_are_one_entry_and_nothing_is_lost():
-    with build_on_meta():
-        model = small_llama(n_layers=9)
-    shapes = collect_shapes(model, ParallelConfig())
-    assert sorted(count for _, count in shapes.groups) == [1, 9]
-    assert sum(count * len(group) for group, count in shapes.groups) == len(
-        list(model.parameters())
-    )
-
-
-def test_a_tied_parameter_is_counted_once_whether_the_model_has_storage_or_not():
-    with build_on_meta():
-        empty = MODELS["odd"]()
-    assert collect_shapes(MODELS["odd"](), ParallelConfig()) == collect_shapes(
-        empty, ParallelConfig()
-    )
-
-
-def test_the_model_stays_as_it_is():
-    model = MODELS["odd"]()
-    before = {name: (value.dtype, value.clone()) for name, value in model.named_parameters()}
-    collect_shapes(model, ParallelConfig(precision=STORED))
-    for name, value in model.named_parameters():
-        dtype, values = before[name]
-        assert value.dtype == dtype
-        assert torch.equal(value, values)
 
 
 def test_shapes_are_not_collected_beside_a_process_group():

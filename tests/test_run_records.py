@@ -292,15 +292,6 @@ def test_optuna_minimizes_the_objective(folder):  # noqa: F811
     assert (
         "train.objective=validation/loss was never measured" in unmeasured.stderr.splitlines()[-1]
     )
-    by_loss = execute(
-        folder,
-        *SWEEP,
-        *words,
-        "train.validate_every=0",
-        "train.objective=loss",
-        "hydra.sweep.dir=three",
-    )
-    assert by_loss.returncode == 0, by_loss.stderr
 
 
 @pytest.mark.extras("hydra_plugins.hydra_joblib_launcher")

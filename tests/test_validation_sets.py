@@ -87,15 +87,6 @@ def test_a_set_is_read_as_a_whole_unless_a_fraction_is_given(folder):
     assert len(part.named_validation["part"]) == len(half.validation)
 
 
-def test_a_set_is_prepared_once(folder):
-    sets = {"sums": {"path": str(folder / "sums.txt")}}
-    data_of(folder, validation=sets)
-    before = sorted((folder / "cache").iterdir())
-    data_of(folder, validation={"again": sets["sums"], **sets})
-    data_of(folder, path=str(folder / "sums.txt"), validation_fraction=0.0)
-    assert sorted((folder / "cache").iterdir()) == before
-
-
 def test_of_a_prepared_folder_the_held_out_part_is_read(folder):
     for name, fraction in (("parts", "0.5"), ("whole", "0")):
         words = ["prepare", str(folder / "corpus.txt"), "--output", str(folder / name)]
