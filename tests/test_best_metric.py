@@ -95,19 +95,6 @@ def test_mode_says_which_validation_loss_is_the_best(ranks, folder):
 VALUES = (1, 5, 7, 2, 3, 6, 4, 8, 2)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_best_so_far(ranks, folder):
-    words = (*KEPT, "checkpoint.every=2", "train.steps=9", scripted(*VALUES))
-    # the steps after 4 are lost
-    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
-    assert (steps_of(folder), best_of(folder)["step"]) == ([3, 4], 3)
-    assert ranks.run(4, jobs.run, str(folder), str(folder / "run"), words, 3) == [4] * 4
-    # 6 at step 6 is worse than 7 at step 3, which another process has measured
-    assert (steps_of(folder), best_of(folder)["step"]) == ([3, 6], 3)
-    ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
-    assert (steps_of(folder), best_of(folder)["step"]) == ([8, 9], 8)
-
-
 def test_a_best_is_forgotten_with_its_steps_its_checkpoint_and_its_metric(ranks, folder):
     def run(steps, *words):
         arguments = (str(folder), str(folder / "run"), ("train.steps=9", *words), steps)
@@ -165,16 +152,6 @@ def test_patience_counts_measurements_and_min_delta_what_is_better():
     assert (best.step, best.since) == (5, 2)
     equal = BestMetric("loss", "min")
     assert [equal.measure(step, 1.0) for step in (1, 2)] == [True, False]
-
-
-def test_a_state_of_other_settings_begins_anew():
-    best = BestMetric("a", "max")
-    best.measure(3, 5.0)
-    same, other = BestMetric("a", "max"), BestMetric("a", "min")
-    same.load_state_dict(json.loads(json.dumps(asdict(best))))
-    other.load_state_dict(asdict(best))
-    assert same == best
-    assert other == BestMetric("a", "min")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -321,20 +320,3 @@ def test_a_closed_feed_leaves_no_thread_and_no_descriptor(tmp_path):
         with pytest.raises(RuntimeError, match="closed"):
             feed.next()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-
-
-def test_reading_from_two_threads_gives_what_one_gives(tmp_path):
-    stream = text(tmp_path).train
-    expected = [stream.read([position]).hash for position in range(200)]
-    assert np.unique(expected).size == 200
-    found: dict[int, list[int]] = {}
-
-    def work(name: int) -> None:
-        found[name] = [stream.read([position]).hash for position in range(200)]
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {0: expected, 1: expected}

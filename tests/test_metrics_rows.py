@@ -22,7 +22,7 @@ from parallel2d.cost.flops import count_flops
 from parallel2d.data.batch import token_sequences
 from parallel2d.errors import ConfigError
 from parallel2d.metrics import goodput
-from parallel2d.metrics.console import describe, wrap
+from parallel2d.metrics.console import describe
 from parallel2d.metrics.goodput import Goodput
 from parallel2d.metrics.keys import COMMUNICATION_KEYS
 from parallel2d.metrics.recorder import WINDOW, Recorder, Stragglers
@@ -58,22 +58,6 @@ def test_goodput_names_where_the_wall_time_went(clock):
     lost = {name: row[f"goodput/lost_{name}_s"] for name in goodput.LOSSES}
     expected = {"first_step": 5.0, "data": 0.5, "checkpoint": 1.0, "validation": 1.5}
     assert lost == {**expected, "restart": 0.0, "repeated": 0.0}
-
-
-def test_goodput_counts_a_restart_as_lost_and_goes_on_from_the_totals(clock):
-    before = Goodput()
-    before.add({"step_s": 4.0}, first=False)
-    clock.now += 4.0
-    row = {"step": 1, **before.row()}
-    clock.now += 30.0
-    after = Goodput()
-    after.resume(1, row, row)
-    clock.now += 2.0
-    after.add({"step_s": 2.0}, first=False)
-    row = after.row()
-    assert row["goodput/lost_restart_s"] == pytest.approx(30.0)
-    assert row["goodput/wall_s"] == pytest.approx(36.0)
-    assert row["goodput/fraction"] == pytest.approx(6 / 36)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +112,6 @@ SHOWN = {
     "loss": 2.34567, "throughput/tokens_per_s": 1234567.0, "throughput/mfu": 0.412, "comm/between_hosts/bytes": 3.2e9,
     "memory/peak_gib": 61.25,
 }  # fmt: skip
-
-
-def test_the_console_says_the_most_wanted_first_and_keeps_to_80_columns():
-    lines = wrap(["step 123456/200000", *describe(SHOWN, 3700.0), "ETA 12:00:00"])
-    assert lines == [
-        "step 123456/200000  loss 2.3457  1.23M tok/s  MFU 41%  net 3.2GB/step  61.2 GiB",
-        "    saved 1:01:40 ago  ETA 12:00:00",
-    ]
-    assert all(len(line) <= 80 for line in lines)
 
 
 def on_a_terminal(mode, row):

@@ -31,9 +31,7 @@ LITTLE = "cluster.device.memory_gib=0.0016"
 
 def chosen(nodes, ranks, *words):
     words = [*JOB, *SPEEDS, *words]
-    composition = compose(words)
-    assert composition is not None
-    return with_chosen_layout(composition.config, words, nodes, ranks)
+    return with_chosen_layout(compose(words).config, words, nodes, ranks)
 
 
 @pytest.mark.slow
@@ -61,11 +59,8 @@ def test_what_is_named_stays():
 
 @pytest.mark.slow
 def test_without_figures_of_the_machines_nothing_is_chosen():
-    words = [*JOB]
-    composition = compose(words)
-    assert composition is not None
     with pytest.raises(ConfigError) as caught:
-        with_chosen_layout(composition.config, words, 1, 2)
+        with_chosen_layout(compose(list(JOB)).config, list(JOB), 1, 2)
     assert str(caught.value).startswith("auto: layouts cannot be ranked: cluster.")
     assert "parallel2d.preflight --write" in str(caught.value)
     with pytest.raises(ConfigError, match="5 ranks on 2 nodes are not equally many"):

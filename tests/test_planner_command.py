@@ -27,9 +27,7 @@ SMALL = (
 
 
 def config_of(*words):
-    composition = compose([*SMALL, *words])
-    assert composition is not None
-    return composition.config
+    return compose([*SMALL, *words]).config
 
 
 def test_a_plan_leaves_nothing_behind(tmp_path, monkeypatch, capsys):

@@ -215,9 +215,8 @@ TENSOR = (*FOUR_NODES, "strategy=zero3", "mesh.tensor=2", "train.micro_batch_siz
 
 @functools.cache
 def cost(*words: str) -> LayoutCost:
-    composition = compose([*SMALL, *words])
-    assert composition is not None
-    return JobCosts(composition.config).cost(composition.config)
+    config = compose([*SMALL, *words]).config
+    return JobCosts(config).cost(config)
 
 
 def estimate(*words: str) -> StepEstimate:
