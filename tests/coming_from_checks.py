@@ -14,7 +14,7 @@ from test_parallelize import CollectiveCounter
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
-from training import is_agreement
+from training import is_agreement, whole
 
 import parallel2d
 from parallel2d import (
@@ -128,10 +128,6 @@ def one_step(names: dict[str, Any]) -> None:
     names["model"](names["x"]).square().mean().backward()
     names["optimizer"].step()
     names["optimizer"].zero_grad()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:

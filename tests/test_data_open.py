@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -162,30 +162,12 @@ def test_prepared_folders_and_their_mixtures_are_read(tmp_path):
         open_data(config, seq_len=16, seed=0)
 
 
-def test_padded_sequences_carry_the_loss_mask(tmp_path):
-    path = tmp_path / "chat.jsonl"
-    rows = [{"prompt": "question?", "completion": f"answer {number}"} for number in range(50)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(name="text", path=str(path), packing="padded", validation_fraction=0.0)
-    data = open_data(config, seq_len=17, seed=0)
-    assert len(data.train) == 50
-    for targets in data.train.read(range(50)).targets:
-        found = bytes(targets[targets >= 0].clamp(max=255).tolist()).decode(errors="replace")
-        assert found.startswith("answer ")
-    # all but the ten one-digit answers
-    assert data.description.endswith("40 documents cut to that length")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "text"}, "data.path is required with data=text"),
-        ({"name": "text", "path": "nowhere"}, "data.path=nowhere is no file"),
         ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
-        ({"name": "tokens"}, "data=tokens needs either data.path, a prepared folder, or data.mixture"),
         ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
         ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
-        ({"name": "tokens", "mixture": [{"path": "x"}]}, "an entry has the form"),
         ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
         ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
         ({"packing": "padded", "intra_document_masking": True}, "no effect with data.packing=padded"),
@@ -279,18 +261,6 @@ def test_one_process_prepares_an_empty_cache_and_the_next_one_if_it_is_killed(tm
     assert not list(cache.glob("*/*.tmp"))
 
 
-def test_the_feed_says_where_it_stands_and_goes_on_from_there(tmp_path):
-    data = text(tmp_path)
-    with feeding(data.train, plan(8, micro_batch_size=2), start=24) as feed:
-        step, second = feed.next(), feed.next()
-    assert (step.position, second.position) == (32, 40)
-    assert len(step.micro_batches) == 4
-    assert step.valid_tokens == sum(int((batch.targets >= 0).sum()) for batch in step.micro_batches)
-    assert step.waited_s >= 0
-    with feeding(data.train, plan(8), start=step.position) as feed:
-        assert feed.next().sample_hash == second.sample_hash
-
-
 def test_the_feed_reads_ahead_as_far_as_it_is_told_and_passes_exceptions_on(tmp_path):
     data = text(tmp_path)
     real, read = data.train.read, threading.Semaphore(0)
@@ -347,6 +317,7 @@ def test_an_interrupt_while_the_feed_is_waited_for_loses_no_batch(tmp_path):
 def test_a_closed_feed_leaves_no_thread_and_no_descriptor(tmp_path):
     data = text(tmp_path)
     data.train.read([0])
+    gc.collect()  # maps of earlier tests would be closed meanwhile
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         feed = BatchFeed(data.train, plan(8), "cpu")
@@ -356,20 +327,3 @@ def test_a_closed_feed_leaves_no_thread_and_no_descriptor(tmp_path):
         with pytest.raises(RuntimeError, match="closed"):
             feed.next()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-
-
-def test_reading_from_two_threads_gives_what_one_gives(tmp_path):
-    stream = text(tmp_path).train
-    expected = [stream.read([position]).hash for position in range(200)]
-    assert np.unique(expected).size == 200
-    found: dict[int, list[int]] = {}
-
-    def work(name: int) -> None:
-        found[name] = [stream.read([position]).hash for position in range(200)]
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {0: expected, 1: expected}

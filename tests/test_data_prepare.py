@@ -300,7 +300,6 @@ def test_allowed_bad_rows_are_omitted_and_counted(tmp_path):
     ("content", "fraction", "message"),
     [
         ({}, 0.0, "has no document with text"),
-        ({"a.txt": ""}, 0.0, "has no document with text"),
         ({"a.jsonl": '{"text": ""}\n\n'}, 0.0, "has no document with text"),
         ({"a.txt": "one"}, 0.1, "is one document, which cannot be split; data.validation_fraction=0.1"),
     ],
@@ -455,7 +454,6 @@ def test_the_command_reports_one_message_and_a_code(tmp_path, capsys):
     glob = str(tmp_path / "no" / "*.txt")
     for arguments, message in (
         (["prepare", glob, *out], f"data.path={glob} is no file, no folder, and as a glob"),
-        (["prepare", *out], "data.path is required with data=text"),
         (["prepare", "x", "--validation-fraction", "2", *out], "data.validation_fraction=2.0 must"),
         (["prepare", "x", "--workers", "many", *out], "data.workers=many must be a whole number"),
         (["verify", str(tmp_path)], "is not a prepared folder"),

@@ -129,18 +129,6 @@ def test_only_what_the_loss_mask_allows_is_a_target(tmp_path: Path, kind: type) 
     assert {12, 14, 16, END} <= found
 
 
-def test_a_stream_is_the_same_whatever_the_batches_it_is_read_in(tmp_path):
-    stream = packed_stream(write_split(tmp_path, random_shards(random.Random(3))))
-    together = stream.read(list(range(60)))
-    assert together.inputs.dtype == together.targets.dtype == torch.int64
-    assert together.inputs.shape == (60, 8)
-    assert together.document_ids is None
-    parts = [stream.read(list(range(begin, begin + 4))) for begin in range(0, 60, 4)]
-    assert torch.equal(torch.cat([part.inputs for part in parts]), together.inputs)
-    assert sum(part.hash for part in parts) == together.hash < 60 << 32
-    assert sum(part.valid_tokens for part in parts) == together.valid_tokens
-
-
 def test_the_hash_tells_tokens_targets_positions_and_data_apart(tmp_path):
     generator = random.Random(4)
     shards = random_shards(generator)

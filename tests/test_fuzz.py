@@ -34,7 +34,7 @@ from parallel2d.training.data.token_shards import verify
 from parallel2d.training.metrics.goodput import Goodput
 from parallel2d.training.metrics.writer import MetricsWriter
 
-MUTATIONS = 60  # of each kind
+MUTATIONS = 40  # of each kind
 REPORTS = (markdown,)
 LONGEST_S, MOST_BYTES = 2.0, 200 * 2**20
 ODD = (
@@ -174,8 +174,9 @@ def header(folder: Path, random: random.Random) -> None:
 def saved(folder: Path, random: random.Random) -> None:
     path = random.choice((folder / "archive.pt", folder / "stream.pt"))
     path.write_bytes(mutated_bytes(path.read_bytes(), random))
-    assert checkpoint_command(["inspect", str(path)]) in (0, 1, 2)
-    assert checkpoint_command(["convert", str(path), str(folder / "out.safetensors")]) in (0, 1, 2)
+    # Each reads the file in a process of its own.
+    convert = ["convert", str(path), str(folder / "out.safetensors")]
+    assert checkpoint_command(random.choice((["inspect", str(path)], convert))) in (0, 1, 2)
 
 
 def make_report(folder: Path) -> None:

@@ -4,9 +4,9 @@ those of a run without."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +15,13 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
+from test_command_line import execute
 from training import whole
 from workers import WorkerError
 
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "corpus.txt").write_text(
-        "".join(f"{i} times {i} is {i * i}\n" for i in range(12000))
-    )
-    return tmp_path
 
 
 class Giving(Hook):
@@ -177,7 +170,7 @@ class Failing(Hook):
 
 @pytest.mark.parametrize(
     ("method", "step"),
-    [("start", 0), ("leave", 1), ("validation", 3), ("save", 2), ("end", 4)],
+    [("start", 0), ("leave", 1), ("save", 2)],
 )
 def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, step):
     words = (
@@ -220,7 +213,6 @@ def call_once(hooks):
     ("hooks", "message"),
     [
         ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
-        ([Returning({"time/mine": 1.0})], "the metric time/mine is one that the trainer measures"),
         ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
         ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
         ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
@@ -241,7 +233,7 @@ def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
     [
         (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
         (["test_hooks:Nothing"], "module test_hooks has no Nothing"),
-        (["test_hooks:folder"], "is no class derived from parallel2d.hooks.Hook"),
+        (["test_hooks:SAMPLE"], "is no class derived from parallel2d.training.hooks.Hook"),
         ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
         ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
         (
@@ -261,29 +253,6 @@ def test_an_entry_of_another_form_is_refused_with_the_configuration():
         config.train.hooks = [entry]
         with pytest.raises(ConfigError, match=r"an entry has the form package\.module:Class"):
             validated(config)
-
-
-def count_exchanges(folder, run_dir, words, hooks):
-    """How many exchanges and how many collectives of the whole world the steps make."""
-    from parallel2d.training import hooks as module
-
-    exchanged = []
-    plain = module.all_gather
-    module.all_gather = lambda value: exchanged.append(1) or plain(value)
-    try:
-        jobs.run_to_the_end(folder, run_dir, words, hooks)
-    finally:
-        module.all_gather = plain
-    return len(exchanged)
-
-
-def test_hooks_cost_one_exchange_per_step_and_none_without(ranks, folder):
-    words = ("train.steps=3", "train.validate_every=2", "checkpoint.enabled=false")
-    arguments = (str(folder), str(folder / "without"), words, ())
-    assert ranks.run(2, count_exchanges, *arguments) == [0, 0]
-    arguments = (str(folder), str(folder / "with"), words, [Giving(), Hook()])
-    # and one at the start, and one at the end
-    assert ranks.run(2, count_exchanges, *arguments) == [5, 5]
 
 
 # What SampleText shows
@@ -416,14 +385,14 @@ def test_samples_of_another_tokenizer_than_that_of_the_data_are_refused(ranks, f
 # The command
 
 
-def command(folder, *words):
+@pytest.fixture
+def command(folder, monkeypatch):
+    """The train command on two ranks, which finds the hooks of this file."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     small = [word for word in jobs.SMALL if not word.startswith("metrics.console")]
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "parallel2d.train", *small, "hydra.run.dir=run", *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
+    return functools.partial(
+        execute, folder, *small, "hydra.run.dir=run", "launch.nproc_per_node=2"
+    )
 
 
 class FailingInside(SampleText):
@@ -436,9 +405,8 @@ class FailingInside(SampleText):
 
 
 @pytest.mark.slow
-def test_a_failure_of_one_rank_inside_a_collective_is_told_once(folder):
-    hook = "{hook: 'test_hooks:FailingInside', every: 1}"
-    done = command(folder, f"train.hooks=[{hook}]", "launch.nproc_per_node=2")
+def test_a_failure_of_one_rank_inside_a_collective_is_told_once(command):
+    done = command("train.hooks=[{hook: 'test_hooks:FailingInside', every: 1}]")
     assert done.returncode == 1
     assert done.stderr.count("OSError: the disk of rank 1") == 1
     assert "failed on rank 1 at step 1: OSError: the disk of rank 1" in done.stderr
@@ -447,13 +415,12 @@ def test_a_failure_of_one_rank_inside_a_collective_is_told_once(folder):
 
 
 @pytest.mark.slow
-def test_samples_and_the_failure_of_a_hook_are_on_the_console_and_in_the_log(folder):
+def test_samples_and_the_failure_of_a_hook_are_on_the_console_and_in_the_log(folder, command):
     hooks = (
         "{hook: 'parallel2d.training.hooks:SampleText', every: 2, prompt: '12 times', tokens: 4}",
         "{hook: 'test_hooks:Failing', method: end}",
     )
-    words = (f"train.hooks=[{','.join(hooks)}]", "launch.nproc_per_node=2", "train.steps=4")
-    done = command(folder, *words)
+    done = command(f"train.hooks=[{','.join(hooks)}]", "train.steps=4")
     assert done.returncode == 1
     log = (folder / "run" / "train.log").read_text()
     for text in (done.stderr, log):

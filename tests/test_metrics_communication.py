@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import jobs
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,27 +45,8 @@ LLAMA = {
     "hidden_dim": 256,
     "vocab_size": 512,
 }
-# Sequences and tokens of each. The kernel counts the headers of messages too, which must be small beside them.
-SHAPE, SHAPE_FOR_KERNEL = (4, 32), (8, 64)
-
-
-def settled_kernel_bytes() -> tuple[int, int]:
-    """Bytes that left over loopback and over the other interfaces of this network namespace, between two barriers, when nothing is on
-    its way any more."""
-    dist.barrier()
-    # the protocol of the counters, not of the code: the last segments are acknowledged
-    time.sleep(0.2)
-    inside = outside = 0
-    with open("/proc/net/dev") as file:
-        for line in file.readlines()[2:]:
-            name, _, numbers = line.partition(":")
-            sent = int(numbers.split()[8])
-            if name.strip() == "lo":
-                inside += sent
-            else:
-                outside += sent
-    dist.barrier()
-    return inside, outside
+SEQUENCES, TOKENS = 4, 32
+NO_CLUSTER = why_not()
 
 
 def measure(
@@ -76,14 +55,10 @@ def measure(
     accumulation: int = 1,
     mode: str = "reduce_scatter_only",
     build: Callable[[int], tuple[Any, Any, Any]] | None = None,
-    kernel: bool = False,
 ) -> dict[str, Any]:
-    """Measured and predicted bytes per step and rank and, with ``kernel``, what the kernel counted: of the second step, which is like
-    all that follow.
+    """Measured and predicted bytes per step and rank, of the second step, which is like all that follow.
 
     ``build(tensor)`` gives model, initializer and tensor plan; the small Llama without it."""
-    counted = settled_kernel_bytes if kernel else lambda: (0, 0)
-    sequences, tokens = SHAPE_FOR_KERNEL if kernel else SHAPE
     parallel = ParallelConfig(**config)
     mesh = build_mesh(MeshSpec(**mesh_sizes), parallel.strategy.name)
     shape = mesh_shape(mesh)
@@ -95,7 +70,7 @@ def measure(
             tensor_twin(model, mesh, parallel, plan),
             mesh,
             cross_entropy_sum,
-            functools.partial(token_sequences(tokens).example, sequences),
+            functools.partial(token_sequences(TOKENS).example, SEQUENCES),
             CommunicationMeter(mesh, dry=True),
             reduce_dtype=torch.float32,
         )
@@ -107,7 +82,7 @@ def measure(
         model, mesh, accumulation=accumulation, during_accumulation=mode
     )
     batches = [
-        torch.randint(0, 512, (sequences, tokens + 1), generator=torch.Generator().manual_seed(0))
+        torch.randint(0, 512, (SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(0))
         for _ in range(accumulation)
     ]
     # It changes nothing; some sync methods send after updates.
@@ -125,9 +100,7 @@ def measure(
 
     try:
         step()
-        before = counted()
         sums = torch.tensor(step(), dtype=torch.float64)
-        inside, outside = (after - early for after, early in zip(counted(), before, strict=True))
     finally:
         meter.remove()
     if predicted_passes is not None:
@@ -139,8 +112,6 @@ def measure(
     return {
         "measured": dict(zip(COMMUNICATION_KEYS, per_rank, strict=True)),
         "predicted": predicted,
-        "inside": inside,
-        "outside": outside,
     }
 
 
@@ -184,27 +155,11 @@ SELDOM = {
     # groups of several modules
     "size": ({}, {"strategy": "zero3", "bucketing": BucketingConfig("size", 0.3)}, 2),
     # Recomputation would otherwise gather in its forwards what backward has done with.
-    "prefetch": (
-        {},
-        {
-            "strategy": "hybrid",
-            "bucketing": "layer",
-            "activation_checkpointing": "full",
-            "prefetch": PrefetchConfig(2, 2),
-        },
-        2,
-        "full",
-    ),
+    "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full", "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
     "ddp": ({}, {"strategy": "ddp"}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "sync": SyncConfig(wire="int8")}, 1),
-    "split": ({}, {"strategy": "hybrid_full"}, 1),
-    "diloco_bf16": ({}, {"strategy": "ddp", "sync": SyncConfig("diloco", "bf16", every=1)}, 1),
-    "torch": (
-        {},
-        {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")},
-        2,
-    ),
-}
+    "torch": ({}, {"strategy": "hybrid", "precision": "bf16", "sync": SyncConfig(engine="torch")}, 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -228,25 +183,13 @@ SLOW = [pytest.mark.slow]
 TENSOR_CASES = {
     "bf16_none": ([], {"precision": "bf16", "accumulation": 2, "mode": "none"}),
     "tied": ([], {"build": build_tied_llama, "accumulation": 2}),
-    "selective": (SLOW, {"activation_checkpointing": "selective"}),
-    "tied_full": (
-        SLOW,
-        {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2},
-    ),
-    "fp32_norms": (
-        SLOW,
-        {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])},
-    ),
+    "tied_full": (SLOW, {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2}),
+    "fp32_norms": (SLOW, {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])}),
     "hugging_face_bf16_full": (
         [pytest.mark.extras("transformers")],
-        {
-            "build": build_hugging_face_llama,
-            "activation_checkpointing": "full",
-            "precision": "bf16",
-            "accumulation": 2,
-        },
+        {"build": build_hugging_face_llama, "activation_checkpointing": "full", "precision": "bf16", "accumulation": 2},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -352,72 +295,25 @@ def test_an_axis_that_deviates_is_named_once():
     assert "the tensor axis" in said
 
 
-# Two nodes: pairs inside a node use its loopback, all others the link.
-
-
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory):
-    """Results of `measure` on 2 nodes x 2 ranks, by (layout, accumulation)."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("two-nodes")
-    with Cluster(2, ranks=2) as cluster:
-        place = {"PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
-        words = [sys.executable, os.path.abspath(__file__)]
-        processes = [
-            cluster.start(rank // 2, [*words, str(rank), str(folder)], environment=place)
-            for rank in range(4)
-        ]
-        for rank, process in enumerate(processes):
-            assert process.wait(timeout=150) == 0, cluster.log_path(rank // 2).read_text()[-3000:]
-    results = json.loads((folder / "results.json").read_text())
-    return {(layout, accumulation): case for layout, accumulation, case in results}
-
-
-# Layout and accumulation
-ON_TWO_NODES = [("hybrid", 2), ("ddp", 1), ("tensor", 2)]
-# Layout -> axes whose groups lie inside a node, axes whose groups have one rank per node; elsewhere only the sum is comparable
-INSIDE = {"hybrid": ("shard", "replicate"), "tensor": ("tensor", "shard")}
+# A job on two nodes: pairs inside a node use its loopback, all others the link.
+JOB = (
+    "model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision=fp32", "train.seq_len=64", "checkpoint.enabled=false",
+)  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "accumulation"), ON_TWO_NODES)
-def test_bytes_per_axis_are_those_that_the_kernel_counts(two_nodes, layout, accumulation):
-    case = two_nodes[layout, accumulation]
-    # all ranks
-    measured = {
-        axis: 4 * case["measured"][f"comm/{axis}/bytes"]
-        for axis in ("replicate", "shard", "tensor")
-    }
-    inside, outside = case["inside"], case["outside"]
-    assert sum(measured.values()) == pytest.approx(inside + outside, rel=0.02)
-    if layout in INSIDE:
-        near, far = INSIDE[layout]
-        assert measured[near] == pytest.approx(inside, rel=0.02)
-        assert measured[far] == pytest.approx(outside, rel=0.02)
-
-
-def main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(os.path.join(folder, "store"), 4), rank=rank, world_size=4
-    )
-    results = []
-    for layout, accumulation in ON_TWO_NODES:
-        mesh_sizes, config, *_ = {**LAYOUTS, **SELDOM}[layout]
-        case = measure(mesh_sizes, config, accumulation, kernel=True)
-        # once per node
-        counted = torch.tensor([case["inside"], case["outside"]], dtype=torch.float64)
-        counted *= rank % 2 == 0
-        dist.all_reduce(counted)
-        inside, outside = counted.tolist()
-        results.append((layout, accumulation, {**case, "inside": inside, "outside": outside}))
-    if rank == 0:
-        with open(os.path.join(folder, "results.json"), "w") as file:
-            json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+@pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
+@pytest.mark.parametrize(
+    ("words", "inside", "between"),
+    [(["strategy=hybrid"], "shard", "replicate"), (["strategy=zero3", "mesh.tensor=2"], "tensor", "shard")],
+)  # fmt: skip
+def test_bytes_per_axis_are_those_that_the_kernel_counts(folder, words, inside, between):
+    with Cluster(2, ranks=2) as cluster:
+        words = [*jobs.SMALL, *JOB, *words, f"hydra.run.dir={folder}/run"]
+        cluster.run(["-m", "parallel2d.train", *words], cwd=folder).check(timeout=150)
+        counted = cluster.counters().values()
+    rows = jobs.rows(folder / "run")
+    for axis, interface in ((inside, "lo"), (between, "eth0")):
+        measured = 4 * len(rows) * rows[-1][f"comm/{axis}/bytes"]  # all ranks and steps
+        sent = sum(node[interface]["tx_bytes"] for node in counted)
+        assert measured == pytest.approx(sent, rel=0.02), axis

@@ -115,30 +115,11 @@ def test_a_refused_start_leaves_the_records_of_a_good_run(trained):
     assert second.config["optimizer"]["lr"] == 1e-2
 
 
-HUNGRY = """
-import os
-
-import torch
-
-from my_models import Bigram
-
-
-class Hungry(Bigram):
-    turns = 0
-
-    def forward(self, tokens):
-        self.turns += 1
-        if self.turns == 3 and os.environ.get("RANK") == "1":
-            torch.empty(2**60, dtype=torch.uint8)
-        return super().forward(tokens)
-"""
-
-
 @pytest.mark.slow
 def test_a_rank_without_memory_left_ends_the_run_with_one_message(folder):  # noqa: F811
-    (folder / "hungry.py").write_text(HUNGRY)
     words = [word for word in SMALL if not word.startswith("model.")]
-    words += ["model=custom", "model.target=hungry:Hungry", "hydra.run.dir=run"]
+    words += ["model=custom", "model.target=my_models:Bigram", "hydra.run.dir=run"]
+    words += [f"model.arguments.{word}" for word in ("hungry=true", "fail_on=1", "fail_at=3")]
     words += ["train.validate_every=0", "metrics.console=silent", "launch.nproc_per_node=2"]
     failed = execute(folder, *words)
     assert failed.returncode == 1
@@ -204,12 +185,11 @@ def test_ranks_agree_once_per_step(ranks, folder):  # noqa: F811
 
 
 def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: F811
-    for measured in ("true", "false"):
-        words = (f"metrics.communication={measured}", "checkpoint.enabled=false")
-        ranks.run(2, jobs.run, str(folder), str(folder / measured), words, 2)
-        found = rows(folder / measured)
-        assert len(found) == 2
-        assert any(key.startswith("comm/") for row in found for key in row) == (measured == "true")
+    words = ("metrics.communication=false", "checkpoint.enabled=false")
+    ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 2)
+    found = rows(folder / "run")
+    assert len(found) == 2
+    assert not any(key.startswith("comm/") for row in found for key in row)
 
 
 def train_without_room(folder, run_dir, fault):  # noqa: F811

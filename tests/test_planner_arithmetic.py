@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned import MODELS, fake_mesh, measured, plan_of, small_llama
+from planned import MODELS, fake_mesh, measured, plan_of
 
 from parallel2d import ConfigError, ParallelConfig, build_on_meta
 from parallel2d.base.config import (
@@ -19,42 +19,14 @@ from parallel2d.base.config import (
 )
 from parallel2d.parallel.cost.fake_group import fake_process_group
 from parallel2d.parallel.cost.layout import Layout
-from parallel2d.parallel.cost.model_shapes import ModelShapes, collect_shapes
-from parallel2d.parallel.cost.state_memory import StateBytes, state_bytes
+from parallel2d.parallel.cost.model_shapes import collect_shapes
+from parallel2d.parallel.cost.state_memory import state_bytes
 from parallel2d.parallel.cost.update_traffic import predict_updates
 from parallel2d.parallel.mesh import MeshShape
 from parallel2d.training.optimizer import muon_names
 
 ADAMW = OPTIMIZERS["adamw"]
 HYBRID = (2, 3, 1)
-
-
-def shapes_of(
-    model: torch.nn.Module, config: ParallelConfig, optimizer: OptimizerConfig, tensor: int = 1
-) -> ModelShapes:
-    muon = muon_names(model, optimizer)
-    if tensor == 1:
-        return collect_shapes(model, config, by_muon=muon)
-    with fake_mesh((1, 1, tensor), "hybrid") as (mesh, _):
-        return collect_shapes(model, config, mesh=mesh, plan=plan_of(model, tensor), by_muon=muon)
-
-
-def compare(
-    name: str,
-    sizes: tuple[int, int, int],
-    config: ParallelConfig,
-    optimizer: OptimizerConfig = ADAMW,
-    accumulation: int = 1,
-) -> StateBytes:
-    """Asserts that the first rank of the real model has what is computed; returns that."""
-    with build_on_meta():
-        plain = MODELS[name]()
-    layout = layout_of(plain, sizes, config, optimizer, accumulation)
-    real = measured(MODELS[name](), sizes, config, optimizer, accumulation=accumulation)
-    computed = state_bytes(layout)
-    assert computed == real.states
-    assert bytes_of(layout) == pytest.approx(real.moved, rel=1e-12)
-    return computed
 
 
 def layout_of(
@@ -64,7 +36,13 @@ def layout_of(
     optimizer: OptimizerConfig = ADAMW,
     accumulation: int = 1,
 ) -> Layout:
-    shapes = shapes_of(model, config, optimizer, sizes[2])
+    muon = muon_names(model, optimizer)
+    if sizes[2] == 1:
+        shapes = collect_shapes(model, config, by_muon=muon)
+    else:
+        with fake_mesh((1, 1, sizes[2]), "hybrid") as (mesh, _):
+            plan = plan_of(model, sizes[2])
+            shapes = collect_shapes(model, config, mesh=mesh, plan=plan, by_muon=muon)
     shape = MeshShape(*sizes)
     return Layout(config, optimizer, shape, shapes, accumulation=accumulation, device_type="cpu")
 
@@ -113,9 +91,16 @@ CASES: dict[str, tuple[str, tuple[int, int, int], OptimizerConfig, dict[str, Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory_and_bytes_are_those_of_the_real_model(case):
+    """Of its first rank."""
     name, sizes, optimizer, settings = CASES[case]
     config = ParallelConfig(**settings)
-    computed = compare(name, sizes, config, optimizer, accumulation=3)
+    with build_on_meta():
+        plain = MODELS[name]()
+    layout = layout_of(plain, sizes, config, optimizer, accumulation=3)
+    real = measured(MODELS[name](), sizes, config, optimizer, accumulation=3)
+    computed = state_bytes(layout)
+    assert computed == real.states
+    assert bytes_of(layout) == pytest.approx(real.moved, rel=1e-12)
     assert computed.total > computed.parameters > 0
     assert (computed.outer > 0) == (config.sync.name == "diloco")
     assert (computed.masters > 0) == (case == "full, masters")
@@ -139,34 +124,6 @@ def test_no_rank_has_more_than_the_fullest(strategy, sizes, name):
     assert max(totals) == fullest.total
     # The sizes are not divided: without that this test would compare equal ranks.
     assert min(totals) < fullest.total
-
-
-def test_equal_blocks_are_one_entry_and_nothing_is_lost():
-    with build_on_meta():
-        model = small_llama(n_layers=9)
-    shapes = collect_shapes(model, ParallelConfig())
-    assert sorted(count for _, count in shapes.groups) == [1, 9]
-    assert sum(count * len(group) for group, count in shapes.groups) == len(
-        list(model.parameters())
-    )
-
-
-def test_a_tied_parameter_is_counted_once_whether_the_model_has_storage_or_not():
-    with build_on_meta():
-        empty = MODELS["odd"]()
-    assert collect_shapes(MODELS["odd"](), ParallelConfig()) == collect_shapes(
-        empty, ParallelConfig()
-    )
-
-
-def test_the_model_stays_as_it_is():
-    model = MODELS["odd"]()
-    before = {name: (value.dtype, value.clone()) for name, value in model.named_parameters()}
-    collect_shapes(model, ParallelConfig(precision=STORED))
-    for name, value in model.named_parameters():
-        dtype, values = before[name]
-        assert value.dtype == dtype
-        assert torch.equal(value, values)
 
 
 def test_shapes_are_not_collected_beside_a_process_group():

@@ -22,9 +22,7 @@ JOB = (
 
 @functools.cache
 def scaled(*words: str) -> list[ScalingPoint]:
-    composition = compose([*JOB, *words])
-    assert composition is not None
-    return scale(composition.config, fixed_keys([*JOB, *words]))
+    return scale(compose([*JOB, *words]).config, fixed_keys([*JOB, *words]))
 
 
 def weak() -> list[ScalingPoint]:

@@ -29,9 +29,7 @@ UNTRACED = "plan.verify=false"
 
 @functools.cache
 def found(*words: str) -> SearchResult:
-    composition = compose([*JOB, *words])
-    assert composition is not None
-    return search(composition.config, fixed_keys([*JOB, *words]))
+    return search(compose([*JOB, *words]).config, fixed_keys([*JOB, *words]))
 
 
 def test_the_fastest_is_chosen_where_all_fit():

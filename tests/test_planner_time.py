@@ -57,15 +57,6 @@ def test_a_host_sends_what_kernel_counters_have_measured(hosts, shape, measured)
     assert leaving(shape, hosts) < measured
 
 
-def test_a_group_is_inside_or_between_hosts():
-    shape = MeshShape(4, 8)
-    assert placed(shape, SHARD, 4).is_inside
-    replicate = placed(shape, REPLICATE, 4)
-    assert (replicate.hosts, replicate.groups_per_host, replicate.ranks) == (4, 8, 4)
-    flat = placed(MeshShape(1, 32), SHARD, 4)
-    assert (flat.hosts, flat.groups_per_host, flat.ranks) == (4, 1, 32)
-
-
 # 80 and 8 Gbit/s are 1e10 and 1e9 bytes per second.
 CLUSTER = ClusterConfig(
     "test", inside_node=LinkConfig(80, 80, 2), between_nodes=LinkConfig(8, 8, 10)
@@ -224,9 +215,8 @@ TENSOR = (*FOUR_NODES, "strategy=zero3", "mesh.tensor=2", "train.micro_batch_siz
 
 @functools.cache
 def cost(*words: str) -> LayoutCost:
-    composition = compose([*SMALL, *words])
-    assert composition is not None
-    return JobCosts(composition.config).cost(composition.config)
+    config = compose([*SMALL, *words]).config
+    return JobCosts(config).cost(config)
 
 
 def estimate(*words: str) -> StepEstimate:

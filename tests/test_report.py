@@ -12,7 +12,7 @@ import pytest
 from browser import Browser, find_chromium
 
 from parallel2d import report as command
-from parallel2d.instruments.report.overview import events_of, tables, text_of
+from parallel2d.instruments.report.overview import events_of, tables
 from parallel2d.instruments.report.runs import find_runs, read_run
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
@@ -145,18 +145,6 @@ def test_one_mean_is_in_all_places(tmp_path):
     assert (beside["measured"], beside["predicted"], beside["difference"]) == ("200 ms", "80 ms", "+150.00%")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [
-        ("comm/shard/bytes", 0.0, "0 B"), ("comm/shard/bytes", 1234.0, "1.234 kB"), ("comm/shard/bytes", 4.2e13, "42 TB"),
-        ("time/step_s", 0.0, "0 s"), ("time/step_s", 2e-7, "0.2 us"), ("time/step_s", 0.163, "163 ms"), ("time/step_s", 5400.0, "1.5 h"),
-        ("loss", float("nan"), "-"), ("throughput/tokens_per_s", 12345.6, "12,346"),
-    ],
-)  # fmt: skip
-def test_values_have_a_unit_that_fits(key, value, text):
-    assert text_of(key, value) == text
-
-
 def test_each_layout_of_a_run_has_rows_of_its_own(folder):
     found = tables(read(folder))
     hybrid = [each for each in found["Runs"] if each["run"].startswith("hybrid")]
@@ -210,14 +198,6 @@ def test_curves_have_a_line_for_each_run_and_marks_for_its_events(folder):
     assert list(marks.x) == [1, 11, 21, 21, 10, 20, 30, 30]
     assert list(marks.y) == [pytest.approx(4.0 - 0.05 * step) for step in marks.x]
     assert marks.hovertext[1].startswith("restart of hybrid: start 2,")
-
-
-@pytest.mark.extras("plotly")
-def test_the_x_axis_may_count_steps_tokens_or_hours(folder):
-    over, scale = figures(folder)["Curves"].layout.updatemenus
-    last = {button.label: button.args[0]["x"][-1][-1] for button in over.buttons}
-    assert last == {"over steps": 30, "over tokens": 3000, "over hours": pytest.approx(3.2 / 3600)}
-    assert set(scale.buttons[1].args[0].values()) == {"log"}
 
 
 @pytest.mark.extras("plotly")

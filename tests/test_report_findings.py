@@ -131,17 +131,6 @@ def test_slow_rank(ranks, skew, words):
     assert findings.slow_rank(thinned(given, slice(0, 12))) == []
 
 
-def test_there_are_at_most_five_kinds_of_sentences_and_each_has_a_test():
-    public = {
-        name
-        for name, value in vars(findings).items()
-        if callable(value) and getattr(value, "__module__", "") == findings.__name__
-    }
-    kinds = public - {"describe_runs"}
-    assert len(kinds) <= 5
-    assert {f"test_{kind}" for kind in kinds} <= set(globals())
-
-
 def test_a_report_says_them_in_one_list():
     both = [run(name, loss=FALLING, skipped_steps=2.0, time__step_s=1.0, time__data_s=0.5) for name in "ab"]  # fmt: skip
     assert [sentence.split()[0] for sentence in findings.describe_runs(both)] == ["Losses", "a", "b", "a", "b"]  # fmt: skip

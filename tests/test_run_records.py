@@ -175,31 +175,6 @@ def test_the_hours_between_two_starts_are_not_lost(restarted, begun_ago, lost):
     assert found["goodput/wall_s"] == pytest.approx(4 + lost, abs=5)
 
 
-def test_a_report_has_a_row_for_every_layout_and_every_start_of_a_run(tmp_path):
-    accept_start(job_in(tmp_path), LAYOUT, 0)
-    other = {**LAYOUT, "strategy": "zero3", "predicted": {"comm/shard/bytes": 4.0}}
-    accept_start(dataclasses.replace(job_in(tmp_path), overrides=("train.steps=20",)), other, 2)
-    write_rows(tmp_path)
-    first, second = parts_of(read_run(str(tmp_path)))
-    assert list(first["step"]) == [1, 2]
-    assert first.layout["strategy"] == "hybrid"
-    assert second.layout["strategy"] == "zero3"
-    lines = markdown([read_run(str(tmp_path))]).splitlines()
-    name = tmp_path.name
-    hybrid, zero3 = [line for line in lines if line.startswith(f"| {name}: steps") and "x" in line]
-    assert "steps 1 to 2 | hybrid | 2 x 2 x 1" in hybrid
-    assert "50.0%" in hybrid
-    assert "steps 3 to 3 | zero3" in zero3
-    assert "75.0%" in zero3  # 3 of 4 seconds since the row before
-    assert any(line.endswith("| 4 B | 4 B | +0.00% |") for line in lines)
-    begun = [each.begun for each in read_segments(str(tmp_path))]
-    started = [line for line in lines if "| start |" in line]
-    assert len(started) == 2
-    for number, (step, steps, line) in enumerate(zip((1, 3), (9, 20), started, strict=True)):
-        assert f"| {name} | {step} | start | start {number + 1}, {begun[number]}, " in line
-        assert line.endswith(f"parallel2d train train.steps={steps} |")
-
-
 def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
     for finished, host in ((0, "a"), (2, "b")):
         accept_start(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)
@@ -317,15 +292,6 @@ def test_optuna_minimizes_the_objective(folder):  # noqa: F811
     assert (
         "train.objective=validation/loss was never measured" in unmeasured.stderr.splitlines()[-1]
     )
-    by_loss = execute(
-        folder,
-        *SWEEP,
-        *words,
-        "train.validate_every=0",
-        "train.objective=loss",
-        "hydra.sweep.dir=three",
-    )
-    assert by_loss.returncode == 0, by_loss.stderr
 
 
 @pytest.mark.extras("hydra_plugins.hydra_joblib_launcher")

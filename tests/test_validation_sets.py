@@ -87,15 +87,6 @@ def test_a_set_is_read_as_a_whole_unless_a_fraction_is_given(folder):
     assert len(part.named_validation["part"]) == len(half.validation)
 
 
-def test_a_set_is_prepared_once(folder):
-    sets = {"sums": {"path": str(folder / "sums.txt")}}
-    data_of(folder, validation=sets)
-    before = sorted((folder / "cache").iterdir())
-    data_of(folder, validation={"again": sets["sums"], **sets})
-    data_of(folder, path=str(folder / "sums.txt"), validation_fraction=0.0)
-    assert sorted((folder / "cache").iterdir()) == before
-
-
 def test_of_a_prepared_folder_the_held_out_part_is_read(folder):
     for name, fraction in (("parts", "0.5"), ("whole", "0")):
         words = ["prepare", str(folder / "corpus.txt"), "--output", str(folder / name)]
@@ -222,19 +213,6 @@ def test_a_resumed_run_ends_at_the_same_step(ranks, folder):
         found = ranks.run(1, jobs.run_to_the_end, str(folder), str(folder / "run"), more)
         assert found == [(epochs * samples_of(folder) // 64, None)]
     assert jobs.rows(folder / "run")[-1]["samples"] == 2 * samples_of(folder) // 64 * 64
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("train.epochs=0",), "train.epochs=0 must be at least 1, or null"),
-        (("train.epochs=2", "data.epochs=3"), "train.epochs=2 and data.epochs=3 contradict"),
-        (("train.epochs=2", "train.steps=50"), "train.epochs=2 and train.steps=50 both say"),
-    ],
-)
-def test_what_contradicts_the_epochs_is_refused(words, problem):
-    with pytest.raises(ConfigError, match=problem):
-        jobs.config_of(words)
 
 
 def test_what_does_not_fit_the_epochs_is_refused_once_the_data_are_known(ranks, folder):
