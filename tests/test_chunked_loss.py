@@ -608,10 +608,10 @@ def test_validation_is_without_z_loss(ranks, folder):
 
 @pytest.mark.parametrize(("words", "message"), [
     ("train.loss_chunk=0", "train.loss_chunk=0"),
-    ("data=images data.path=.", "data=images has none"),
-    ("precision.output=bf16", "precision.output=bf16 would round"),
-    ("model=custom model.target=test_chunked_loss:Capped model.loss=a:b", "model.loss=a:b needs the whole logits"),
-    ("model=custom model.target=a:B model.loss=a:b train.z_loss=0.1", "train.z_loss=0.1 is added to the cross-entropy"),
+    ("data=images data.path=.", "does not go with data=images"),
+    ("precision.output=bf16", "does not go with precision.output=bf16: this would round"),
+    ("model=custom model.target=test_chunked_loss:Capped model.loss=a:b", "does not go with model.loss=a:b: it chunks the head"),
+    ("model=custom model.target=a:B model.loss=a:b train.z_loss=0.1", "train.z_loss=0.1 does not go with model.loss=a:b: it is added to the cross-entropy"),
     ("train.z_loss=-1", "train.z_loss=-1"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(words, message):

@@ -78,7 +78,7 @@ def test_float8_fields_that_contradict_are_refused():
         (PrecisionConfig(float8_exclude=["*"]), "float8_exclude=.* has no effect"),
         (
             PrecisionConfig(float8="rowwise", storage="fp64", param="fp64", reduce="fp64"),
-            "needs precision.param=bf16",
+            "does not go with precision.param=fp64: products take precision.param=bf16",
         ),
     ]:
         with pytest.raises(ConfigError, match=message):

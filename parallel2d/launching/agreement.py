@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.composition import Composition, compose
-from parallel2d.base.config.serialization import from_yaml, to_yaml
+from parallel2d.base.config.composition import Composition, compose, from_yaml, to_yaml
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.config.words import is_multirun
 from parallel2d.base.errors import ConfigError

@@ -103,6 +103,9 @@ class HuggingFaceModel:
     )
 
 
+# What `model` holds, by `model.family`.
+FAMILIES: dict[str, type] = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
+
 _hf = partial(option, read_by=("hf",))
 _images = partial(option, read_by=("images",))
 _rows = partial(option, read_by=("text", "hf"))

@@ -15,6 +15,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from parallel2d.base.config.options import as_word
 from parallel2d.base.errors import ConfigError
 
 # Words that begin so are about keys that no schema knows.
@@ -127,13 +128,11 @@ def _with_cluster_files(words: Sequence[str]) -> list[str]:
 
 def quoted(value: object) -> str:
     """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
-    if value is None:
-        return "null"
-    if isinstance(value, (bool, int, float)):
-        return str(value).lower()
-    if not isinstance(value, str):
-        raise ConfigError(f"{value!r} is no value of a cluster")
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, bool | int | float | None):
+        return as_word(value)
+    raise ConfigError(f"{value!r} is no value of a cluster")
 
 
 def _read(path: str) -> dict[str, Any]:
