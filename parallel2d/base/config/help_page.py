@@ -188,7 +188,7 @@ def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
 
 
 def _allowed(item: dataclasses.Field[Any]) -> str:
-    """``int | str`` with ``minimum=1``: ``a whole number, at least 1, or auto``."""
+    """``int | str`` with ``min=1``: ``a whole number, at least 1, or auto``."""
     kinds = [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
     choices = list(map(str, item.metadata.get("choices", ())))
     if choices:

@@ -17,19 +17,15 @@ class LlamaModel:
     """A Llama-3-style decoder (`parallel2d.models.llama`)."""
 
     family: str = option("llama", "Set by the group: model=llama_8b")
-    dim: int = option(128, "Width of the hidden states", minimum=1)
-    n_layers: int = option(
-        4, "Number of blocks, each attention and feed-forward", between=(1, 10000)
-    )
-    n_heads: int = option(8, "Number of attention heads; divides dim", minimum=1)
-    n_kv_heads: int = option(
-        4, "Key and value heads; fewer than n_heads: grouped-query attention", minimum=1
-    )
-    hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", minimum=1)
+    dim: int = option(128, "Width of the hidden states", min=1)
+    n_layers: int = option(4, "Blocks, each attention and feed-forward", between=(1, 10000))
+    n_heads: int = option(8, "Number of attention heads; divides dim", min=1)
+    n_kv_heads: int = option(4, "Key and value heads; fewer: grouped-query attention", min=1)
+    hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", min=1)
     vocab_size: int = option(
-        320, "Rows of the embedding; those behind the tokenizer's are no targets", minimum=1
+        320, "Rows of the embedding; those behind the tokenizer's are no targets", min=1
     )
-    max_seq_len: int = option(2048, "Longest sequence, in tokens", minimum=1)
+    max_seq_len: int = option(2048, "Longest sequence, in tokens", min=1)
     norm_eps: float = option(1e-05, "Added to the mean square inside RMSNorm", above=0)
     rope_theta: float = option(500000.0, "Base of the rotary position embedding", above=0)
     tie_embeddings: bool = option(False, "Use the embedding's weight in the output layer too")
@@ -45,9 +41,7 @@ class CustomModel:
         "package.module:factory; called with `arguments`, returns an nn.Module",
         reference=True,
     )
-    arguments: dict[str, Any] = option(
-        {}, "Keyword arguments of the factory: model.arguments.depth=12"
-    )
+    arguments: dict[str, Any] = option({}, "Arguments of the factory: model.arguments.depth=12")
     init: str | None = option(
         None,
         "package.module:function(module, name), sets its tensors; null: reset_parameters",
@@ -73,9 +67,7 @@ class HuggingFaceModel:
     ``model=hf model.architecture=qwen3 model.arguments.num_hidden_layers=4``."""
 
     family: str = option("hf", "Set by the group: model=hf")
-    path: str | None = option(
-        None, "Local folder with config.json; safetensors weights in it are loaded"
-    )
+    path: str | None = option(None, "Local folder with config.json; its safetensors are loaded")
     architecture: str | None = option(
         None, "Instead of path, a model type of the library: qwen3; weights come from the seed"
     )
@@ -146,7 +138,7 @@ class DataConfig:
     document_kib: int = option(
         64,
         "KiB from which text files are cut at a line end into documents",
-        minimum=1,
+        min=1,
         read_by=("text",),
     )
     subset: str | None = _hf(None, "The data set's configuration")
@@ -155,24 +147,20 @@ class DataConfig:
         0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
     )
     max_bad_rows: int = _rows(
-        0, "Rows that may be unreadable; more of them are an error with file and line", minimum=0
+        0, "Rows that may be unreadable; more of them are an error with file and line", min=0
     )
     packing: str = _sequences(
         "packed",
         "Documents one behind the other, or one per sequence",
         choices=("packed", "padded"),
     )
-    intra_document_masking: bool = _sequences(
-        False, "No attention and no target crosses into another document"
-    )
+    intra_document_masking: bool = _sequences(False, "No attention and no target crosses documents")
     validation: dict[str, Any] = option(
         {},
         "Further sets to validate on, whole: {wiki: {path: A, name: text}}, with keys of this "
         "section",
     )
-    epochs: int = option(
-        0, "Times that the data is read, and the run then ends; 0: without end", minimum=0
-    )
+    epochs: int = option(0, "Times that the data is read until the run ends; 0: no end", min=0)
     end: str = option(
         "drop",
         "Last global batch that is not full: omitted, padded with weight zero, or filled from the "
@@ -181,13 +169,13 @@ class DataConfig:
         needs="epochs",
     )
     workers: int | str = _held_out(
-        "auto", "Processes that prepare data, or threads of a rank that decode images", minimum=1
+        "auto", "Processes that prepare data, or threads of a rank that decode images", min=1
     )
     cache_dir: str | None = _prepared(
         None, "Where prepared data are; null: parallel2d in the user's cache folder"
     )
     image_size: int | None = _images(
-        None, "Pixels of a side, scaled and cropped; null: as the model has it", minimum=1
+        None, "Pixels of a side, scaled and cropped; null: as the model has it", min=1
     )
     channels: int | None = _images(
         None, "3 (RGB) or 1 (grey); null: as the model's configuration, else 3", choices=(1, 3)

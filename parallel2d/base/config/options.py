@@ -15,9 +15,9 @@ from parallel2d.base.errors import ConfigError, did_you_mean, nearest
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 # Each comparison is false for NaN, which is so within no bounds.
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "minimum": ("at least {}", operator.ge),
+    "min": ("at least {}", operator.ge),
     "above": ("above {}", operator.gt),
-    "maximum": ("at most {}", operator.le),
+    "max": ("at most {}", operator.le),
 }
 # Keys that are gone -> what to use instead. A value that is gone stands at its field.
 _UNPLANNED = "the planner has no use for it; write the file again with preflight --write"
@@ -40,14 +40,14 @@ def option(default: Any, text: str = "", **constraint: Any) -> Any:
     """A dataclass field. ``text`` explains it: the first sentence in ``--help``, all of it in the
     documentation. Its annotation says whether it may be ``None`` or the word ``auto``.
 
-    Constraints: ``choices`` (tuple), ``minimum``, ``above``, ``maximum`` (numbers), ``between``
-    (minimum and maximum), ``infinite=True`` (infinity is allowed), ``reference=True`` (a callable,
+    Constraints: ``choices`` (tuple), ``min``, ``above``, ``max`` (numbers), ``between``
+    (min and max), ``infinite=True`` (infinity is allowed), ``reference=True`` (a callable,
     or ``package.module:name``). ``read_by``: the values of the section's ``name``, or of its field
     ``of``, with which the field has an effect. ``needs``: the field of the section that must be
     given for it. ``gone``: {a former value: what to use instead}.
     """
     if "between" in constraint:
-        constraint["minimum"], constraint["maximum"] = constraint.pop("between")
+        constraint["min"], constraint["max"] = constraint.pop("between")
     metadata = {"text": text, **constraint}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -37,12 +37,12 @@ class MeshConfig:
     that are found."""
 
     replicate: int | str = option(
-        "auto", "Whole copies of the model; only reduced gradients cross this axis", minimum=1
+        "auto", "Whole copies of the model; only reduced gradients cross this axis", min=1
     )
     shard: int | str = option(
-        "auto", "Ranks that split parameters, gradients and optimizer state of one copy", minimum=1
+        "auto", "Ranks that split parameters, gradients and optimizer state of one copy", min=1
     )
-    tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", minimum=1)
+    tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", min=1)
     allow_cross_node: bool = option(
         False, "Accept a shard or tensor group across hosts that would fit in one: up to 4x traffic"
     )
@@ -155,9 +155,7 @@ class BucketingConfig:
         infinite=True,
         read_by=("size",),
     )
-    blocks: list[str] = option(
-        [], "Class names that are blocks; empty: repeated structure is detected"
-    )
+    blocks: list[str] = option([], "Class names of blocks; empty: repeated structure is detected")
     policy: Any = option(
         None,
         "Which modules are blocks: package.module:function(module, name) -> bool",
@@ -175,12 +173,11 @@ class PrefetchConfig:
     gathered, and so nothing prefetched, without a shard axis.
     """
 
-    forward: int = option(
-        0, "Groups gathered ahead in forward; 0: each when it is reached", minimum=0
-    )
-    backward: int = option(
-        1, "Groups gathered ahead in backward; 0: each when its backward begins", minimum=0
-    )
+    forward: int = option(0, "Groups gathered ahead in forward; 0: each when it is reached", min=0)
+    backward: int = option(1, "Groups gathered ahead in backward; 0: each when it begins", min=0)
+
+
+_dtype = partial(option, choices=DTYPES)
 
 
 @dataclass
@@ -188,22 +185,14 @@ class PrecisionConfig:
     """The dtype of every tensor that mixed precision decides about."""
 
     name: str = option("fp32", "Set by the group: precision=bf16")
-    storage: str = option(
-        "fp32", "Dtype of sharded parameters, gradients, optimizer state", choices=DTYPES
-    )
-    param: str = option("fp32", "Dtype of gathered parameters and activations", choices=DTYPES)
-    reduce: str = option(
-        "fp32", "Dtype of gradients between ranks; rounds the sums", choices=DTYPES
-    )
+    storage: str = _dtype("fp32", "Dtype of sharded parameters, gradients, optimizer state")
+    param: str = _dtype("fp32", "Dtype of gathered parameters and activations")
+    reduce: str = _dtype("fp32", "Dtype of gradients between ranks; rounds the sums")
     loss_scaling: bool = option(
         False, "Dynamic loss scaling against underflow", read_by=("fp16",), of="param"
     )
-    output: str | None = option(
-        None, "Dtype of the root's outputs; null: as computed", choices=DTYPES
-    )
-    buffers: str | None = option(
-        None, "Dtype of buffers; null: as built, fp64 with storage=fp64", choices=DTYPES
-    )
+    output: str | None = _dtype(None, "Dtype of the root's outputs; null: as computed")
+    buffers: str | None = _dtype(None, "Dtype of buffers; null: as built, fp64 with storage=fp64")
     cast_forward_inputs: bool = option(
         True, "Cast floating-point inputs to `param`; false: the model must match dtypes itself"
     )
@@ -264,7 +253,7 @@ class ActivationCheckpointingConfig:
 
     name: str = option("none", choices=("none", "full", "selective", "budget"))
     every: int = _blocks(
-        1, "Every how many blocks one is checkpointed; 2: half the saving, half the cost", minimum=1
+        1, "Every how many blocks one is checkpointed; 2: half the saving, half the cost", min=1
     )
     keep: list[str] = option(
         list(KEPT_OPERATORS),
@@ -278,9 +267,7 @@ class ActivationCheckpointingConfig:
         between=(0, 1),
         read_by=("budget",),
     )
-    blocks: list[str] = _blocks(
-        [], "Class names of what is checkpointed, if not the blocks of bucketing"
-    )
+    blocks: list[str] = _blocks([], "Class names of what is checkpointed, if not bucketing.blocks")
     policy: Any = _blocks(
         None,
         "Which modules are checkpointed, as bucketing.policy, instead of blocks",
@@ -333,11 +320,11 @@ class SyncConfig:
         choices=SYNC_WIRES,
         gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
     )
-    every: int = _diloco(30, "Steps between two exchanges of the same parameters", minimum=1)
+    every: int = _diloco(30, "Steps between two exchanges of the same parameters", min=1)
     fragments: int = _diloco(
-        1, "Parts of the model that are exchanged in turn instead of all at once", minimum=1
+        1, "Parts of the model that are exchanged in turn instead of all at once", min=1
     )
-    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", minimum=0)
+    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", min=0)
     mix: float | int | str = _diloco(
         "auto",
         "Share kept of a replica's own parameters; auto = 0, or 0.5 with a delay",
@@ -350,7 +337,7 @@ class SyncConfig:
         "auto", "Momentum of the outer Nesterov step; auto = 0.6", between=(0, 1)
     )
     compare_every: int = option(
-        50, "Steps between comparisons of the replicas, which must be equal; 0: never", minimum=0
+        50, "Steps between comparisons of the replicas, which must be equal; 0: never", min=0
     )
     during_accumulation: str = option(
         "reduce_scatter_only",
