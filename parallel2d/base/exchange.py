@@ -46,21 +46,12 @@ def _name(kind: type) -> str:
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks, by rank in ``group`` (default: all). Collective. Raises TypeError
     for what cannot be sent."""
-    own, lengths = _padded(value, group)
-    received = [torch.empty_like(own) for _ in lengths]
-    c10d.all_gather(received, own, group=group)
-    return _unpadded(received, lengths)
+    return _gathered(value, group, None)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> list[Any]:
     """As `all_gather`, on global rank ``to`` alone; empty elsewhere."""
-    own, lengths = _padded(value, group)
-    if dist.get_rank() != to:
-        c10d.gather(own, None, dst=to, group=group)
-        return []
-    received = [torch.empty_like(own) for _ in lengths]
-    c10d.gather(own, received, dst=to, group=group)
-    return _unpadded(received, lengths)
+    return _gathered(value, group, to)
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -77,7 +68,7 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     c10d.broadcast(length, source, group=group)
     data = torch.empty(int(length), dtype=torch.uint8, device=device)
     c10d.broadcast(data, source, group=group)
-    return _decoded(data)
+    return decode(data.cpu().numpy().tobytes())
 
 
 def encode(value: Any) -> str:
@@ -98,23 +89,27 @@ def raise_together(problem: str | None, source: int) -> None:
         raise ConfigError(problem)
 
 
-def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """The encoded value, uint8, filled up with zeros to the length of the longest of all ranks, and
-    the length of each rank's own. Collective."""
+def _gathered(value: Any, group: dist.ProcessGroup | None, to: int | None) -> list[Any]:
+    """The values of all ranks, on global rank ``to`` or, without one, on each. Collective."""
     device = _device(group)
     data = _encoded(value, device)
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     c10d.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     sizes = [int(length) for length in lengths]
-    # Gathering needs tensors of one shape.
+    # Gathering needs tensors of one shape: zeros up to the length of the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
-    return own, sizes
-
-
-def _unpadded(received: list[Tensor], lengths: list[int]) -> list[Any]:
-    return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
+    received: list[Tensor] = []
+    if to in (None, dist.get_rank()):
+        received = [torch.empty_like(own) for _ in sizes]
+    if to is None:
+        c10d.all_gather(received, own, group=group)
+    else:
+        c10d.gather(own, received or None, dst=to, group=group)
+    # Where nothing was received there are sizes alone.
+    parts = [each[:size] for each, size in zip(received, sizes, strict=False)]
+    return [decode(part.cpu().numpy().tobytes()) for part in parts]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -130,10 +125,6 @@ def _encoded(value: Any, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(encode(value).encode()), dtype=torch.uint8).to(device)
 
 
-def _decoded(data: Tensor) -> Any:
-    return decode(data.cpu().numpy().tobytes())
-
-
 def _plain(value: Any) -> Any:
     """``value`` in JSON's types; what JSON lacks becomes a dictionary of one entry, the kind and
     its parts."""
@@ -146,7 +137,14 @@ def _plain(value: Any) -> Any:
         value = ConfigError(str(value))
     name = _name(type(value))
     if name in _sendable:
-        return {name: _items(_arguments(value))}
+        # The arguments with which the class makes an equal one; a named tuple holds them.
+        arguments = value
+        if dataclasses.is_dataclass(value):
+            parts = [field.name for field in dataclasses.fields(value) if field.init]
+            arguments = [getattr(value, part) for part in parts]
+        elif isinstance(value, BaseException):
+            arguments = [str(value)]
+        return {name: _items(arguments)}
     for kind, converter in _KINDS.items():
         if type(value) in converter.classes:
             return {kind: converter.to_json(value)}
@@ -159,15 +157,6 @@ def _restored(entry: dict[str, Any]) -> Any:
     if kind in _sendable:
         return _sendable[kind](*parts)
     return _KINDS[kind].from_json(parts)
-
-
-def _arguments(value: Any) -> list[Any]:
-    """The arguments with which the class of a registered ``value`` makes an equal one."""
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
-    if isinstance(value, BaseException):
-        return [str(value)]
-    return list(value)
 
 
 def _items(value: Iterable[Any]) -> list[Any]:
@@ -196,10 +185,6 @@ def _tensor(parts: list[Any]) -> Tensor:
     return flat.view(dtype).reshape(shape)
 
 
-def _base64(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -225,7 +210,7 @@ _KINDS = {
     "tuple": _Converter((tuple,), _items, tuple),
     "set": _Converter((set,), _items, set),
     "frozenset": _Converter((frozenset,), _items, frozenset),
-    "bytes": _Converter((bytes,), _base64, base64.b64decode),
+    "bytes": _Converter((bytes,), lambda value: base64.b64encode(value).decode(), base64.b64decode),
     "size": _Converter((torch.Size,), list, torch.Size),
     "dtype": _Converter((torch.dtype,), _dtype_name, _DTYPES.__getitem__),
     "tensor": _Converter((Tensor, torch.nn.Parameter), _tensor_parts, _tensor),
