@@ -137,14 +137,7 @@ def _plain(value: Any) -> Any:
         value = ConfigError(str(value))
     name = _name(type(value))
     if name in _sendable:
-        # The arguments with which the class makes an equal one; a named tuple holds them.
-        arguments = value
-        if dataclasses.is_dataclass(value):
-            parts = [field.name for field in dataclasses.fields(value) if field.init]
-            arguments = [getattr(value, part) for part in parts]
-        elif isinstance(value, BaseException):
-            arguments = [str(value)]
-        return {name: _items(arguments)}
+        return {name: _items(_arguments(value))}
     for kind, converter in _KINDS.items():
         if type(value) in converter.classes:
             return {kind: converter.to_json(value)}
@@ -157,6 +150,15 @@ def _restored(entry: dict[str, Any]) -> Any:
     if kind in _sendable:
         return _sendable[kind](*parts)
     return _KINDS[kind].from_json(parts)
+
+
+def _arguments(value: Any) -> Iterable[Any]:
+    """The arguments with which the class of a registered ``value`` makes an equal one."""
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+    if isinstance(value, BaseException):
+        return [str(value)]
+    return value  # a named tuple
 
 
 def _items(value: Iterable[Any]) -> list[Any]:

@@ -29,12 +29,11 @@ import torch.distributed as dist
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.config.job import FIRST_STEP_TIMEOUT
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.rank_environment import PREFIX, STORE, RankIdentity, find_rank
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
 from parallel2d.base.store.server import StoreServer, say_who_came
-from parallel2d.base.topology import Topology
+from parallel2d.base.topology import PREFIX, STORE, RankIdentity, Topology, find_rank
 
 log = logging.getLogger(__name__)
 

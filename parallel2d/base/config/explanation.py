@@ -159,16 +159,18 @@ def unknown_key(key: str, word: str, keys: Collection[str], groups: Collection[s
     siblings: list[str] = []
     if parent in keys:
         siblings = [other for other in keys if other.rpartition(".")[0] == parent]
-    # A whole key that is spelled alike is a better guess than one whose last part is:
-    # steps is train.steps or profile.steps.
-    near = did_you_mean(key, [*keys, *groups], 0.8)
-    if not near:
-        close = nearest(_last_part(key), map(_last_part, siblings or keys))
-        meant = [other for other in siblings or keys if _last_part(other) == close]
-        near = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    # A whole key that is spelled alike is a better guess than one whose last part is.
+    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
     if siblings:
         return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
     return line + (near or "; --help lists all, docs/coming-from.md those of other frameworks")
+
+
+def _near_last_part(key: str, keys: Collection[str]) -> str:
+    """By the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
+    close = nearest(_last_part(key), map(_last_part, keys))
+    meant = [other for other in keys if _last_part(other) == close]
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def _last_part(key: str) -> str:

@@ -83,7 +83,7 @@ def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
     kinds = str(item.type).split(" | ")
     if value == REQUIRED:
         return f"{key} is required and was not given"
-    if value is None and ("None" in kinds or "Any" in kinds):
+    if value is None and not {"None", "Any"}.isdisjoint(kinds):
         return None
     if _has_infinite(value) and not constraint.get("infinite"):
         return f"{key}={value} must be finite"

@@ -219,18 +219,21 @@ def outcomes(folder: str, since: float) -> list[Outcome]:
 def table(jobs: Sequence[Outcome], objective: str, *, descending: bool = False) -> list[str]:
     """Lines for people, the best job first, those without a value last. Words that all jobs share
     are omitted."""
-    shared = set(jobs[0].words).intersection(*(job.words for job in jobs[1:]))
+    shared = set(jobs[0].words).intersection(*(job.words for job in jobs))
     measured = [job for job in jobs if job.value is not None and not math.isnan(job.value)]
     measured.sort(key=lambda job: job.value or 0.0, reverse=descending)
-    rows = [("job", objective, "settings", "run directory")]
     others = [job for job in jobs if job not in measured]
-    for job in measured + others:
-        value = "failed" if job.error is not None else "-"
-        if job.value is not None:
-            value = f"{job.value:.6g}"
-        own = " ".join(word for word in job.words if word not in shared) or "-"
-        rows.append((f"#{job.number}", value, own, os.path.relpath(job.run_dir)))
+    rows = [("job", objective, "settings", "run directory")]
+    rows += [_row(job, shared) for job in measured + others]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # The last column is not filled up: lines have no spaces at their end.
     widths[-1] = 0
     return ["  ".join(map(str.ljust, row, widths)) for row in rows]
+
+
+def _row(job: Outcome, shared: set[str]) -> tuple[str, str, str, str]:
+    value = "failed"
+    if job.error is None:
+        value = "-" if job.value is None else f"{job.value:.6g}"
+    own = " ".join(word for word in job.words if word not in shared)
+    return f"#{job.number}", value, own or "-", os.path.relpath(job.run_dir)
