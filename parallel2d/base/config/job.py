@@ -53,10 +53,7 @@ class OptimizerConfig:
         0.1, "Weight decay of matrices; added to the gradient by adam and sgd alone", min=0
     )
     clip_norm: float = option(
-        1.0,
-        "Largest global 2-norm of the gradient; inf: measured, never clipped",
-        above=0,
-        infinite=True,
+        1.0, "Largest global 2-norm of the gradient; inf: never clipped", above=0, infinite=True
     )
     groups: list[Any] = option(
         [],
@@ -72,20 +69,14 @@ class OptimizerConfig:
         read_by=("adamw", "adam", "sgd", "muon"),
     )
     amsgrad: bool = option(
-        False,
-        "Divide by the largest second moment so far; a third more optimizer state",
-        read_by=("adamw", "adam"),
+        False, "Divide by the largest second moment; a third more state", read_by=("adamw", "adam")
     )
     momentum: float = _momentum(
         0.9, "Share of the former update that is kept; sgd with 0 has no state", between=(0, 1)
     )
     nesterov: bool = _momentum(False, "Look one step ahead with the momentum")
-    beta2_decay: float = _adafactor(
-        -0.8, "The second moment forgets with 1 - step ** beta2_decay", max=0
-    )
-    clip_threshold: float = _adafactor(
-        1.0, "Largest RMS of an update before the learning rate", min=1
-    )
+    beta2_decay: float = _adafactor(-0.8, "Second moments forget by 1 - step ** beta2_decay", max=0)
+    clip_threshold: float = _adafactor(1.0, "Largest RMS of an update before lr", min=1)
     adjust_lr: str = _muon(
         "match_rms_adamw",
         "With match_rms_adamw one lr serves AdamW too; original wants 20 times the lr",
@@ -113,17 +104,10 @@ class SchedulerConfig:
     name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = option(0, "Steps in which the learning rate rises to optimizer.lr", min=0)
     floor: float = option(
-        0.1,
-        "Share of lr that is left at the last step",
-        between=(0, 1),
-        read_by=("linear", "cosine", "wsd"),
+        0.1, "Share of lr at the last step", between=(0, 1), read_by=("linear", "cosine", "wsd")
     )
     decay_fraction: float = option(
-        0.2,
-        "Last part of the run, in which the learning rate decays",
-        above=0,
-        max=1,
-        read_by=("wsd",),
+        0.2, "Last part of the run, where lr decays", above=0, max=1, read_by=("wsd",)
     )
 
 
@@ -145,9 +129,7 @@ class LoopConfig:
 
     steps: int = option(300, "Steps of the run, one global batch each", min=1)
     epochs: int | None = option(
-        None,
-        "Passes over the data, which set `steps` and `data.epochs`; null: ends after `steps`",
-        min=1,
+        None, "Passes over the data; set `steps` and `data.epochs`; null: ends after `steps`", min=1
     )
     seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
     global_batch_size: int = option(32, "Sequences, or images, of a step on all ranks", min=1)
@@ -156,14 +138,10 @@ class LoopConfig:
     )
     seq_len: int = option(128, "Tokens of a sequence; images have none", min=1)
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
-    z_loss: float = option(
-        0.0, "Weight of the squared log-sum-exp that a token's training loss also has", min=0
-    )
+    z_loss: float = option(0.0, "Weight in a token's loss of the squared log-sum-exp", min=0)
     validate_every: int = option(100, "Steps between validations; 0: never", min=0)
     validate_batches: int = option(4, "Global batches per validation", min=1)
-    max_skipped_steps: int = option(
-        20, "Steps in a row with a non-finite gradient before the run fails", min=1
-    )
+    max_skipped_steps: int = option(20, "Non-finite gradients in a row before the run fails", min=1)
     gc_every: int = option(100, "Steps between garbage collections, on all ranks at once", min=1)
     deterministic: bool = option(False, "Use torch.use_deterministic_algorithms; slower on GPU")
     stop: StopConfig = field(default_factory=StopConfig)
@@ -172,9 +150,7 @@ class LoopConfig:
         "Classes called as the run goes: [package.module:Class]. Or {hook: package.module:Class, "
         "and its arguments} (docs/hooks.md)",
     )
-    objective: str = option(
-        "validation/loss", "Metric of metrics.jsonl whose last value a sweep compares"
-    )
+    objective: str = option("validation/loss", "Metric whose last value a sweep compares")
     certify: bool = option(False, "Compare a few steps with one process first; end if they differ")
     certify_only: bool = option(False, "Do not train then; `python -m parallel2d.certify` sets it")
 
@@ -218,9 +194,7 @@ class CheckpointConfig:
     on_first_step: bool = option(
         False, "Save after the first step of this process: finds out at once whether saving works"
     )
-    asynchronous: bool = option(
-        True, "Write while training goes on; false: wait, without a CPU copy"
-    )
+    asynchronous: bool = option(True, "Write while training goes on; false: wait, no CPU copy")
     keep_last: int = option(3, "Newest checkpoints kept, with AdamW 3x parameters; 0: all", min=0)
     keep_every: int = option(
         0, "Checkpoints of steps that are multiples of it are never deleted; 0: none", min=0
@@ -262,7 +236,7 @@ class LaunchConfig:
         None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
     )
     job_id: str | None = option(
-        None, "Tells jobs that share an endpoint apart, for a store outside of the nodes"
+        None, "Tells jobs that share an endpoint apart, for a store outside"
     )
     secret_file: str | None = option(
         None,

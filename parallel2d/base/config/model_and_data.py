@@ -11,6 +11,8 @@ from typing import Any
 from parallel2d.base.config.options import default_of, field_problems, is_read, option
 from parallel2d.base.errors import did_you_mean
 
+_reference = partial(option, reference=True)
+
 
 @dataclass
 class LlamaModel:
@@ -22,9 +24,7 @@ class LlamaModel:
     n_heads: int = option(8, "Number of attention heads; divides dim", min=1)
     n_kv_heads: int = option(4, "Key and value heads; fewer: grouped-query attention", min=1)
     hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", min=1)
-    vocab_size: int = option(
-        320, "Rows of the embedding; those behind the tokenizer's are no targets", min=1
-    )
+    vocab_size: int = option(320, "Rows of the embedding; spare ones are no targets", min=1)
     max_seq_len: int = option(2048, "Longest sequence, in tokens", min=1)
     norm_eps: float = option(1e-05, "Added to the mean square inside RMSNorm", above=0)
     rope_theta: float = option(500000.0, "Base of the rotary position embedding", above=0)
@@ -36,21 +36,15 @@ class CustomModel:
     """Your own ``nn.Module``: ``model=custom model.target=package.module:factory``."""
 
     family: str = option("custom", "Set by the group: model=custom")
-    target: str = option(
-        "???",
-        "package.module:factory; called with `arguments`, returns an nn.Module",
-        reference=True,
+    target: str = _reference(
+        "???", "package.module:factory; called with `arguments`, returns an nn.Module"
     )
     arguments: dict[str, Any] = option({}, "Arguments of the factory: model.arguments.depth=12")
-    init: str | None = option(
-        None,
-        "package.module:function(module, name), sets its tensors; null: reset_parameters",
-        reference=True,
+    init: str | None = _reference(
+        None, "package.module:function(module, name), sets its tensors; null: reset_parameters"
     )
-    loss: str | None = option(
-        None,
-        "package.module:function(output, targets) -> summed loss; null: cross-entropy",
-        reference=True,
+    loss: str | None = _reference(
+        None, "package.module:function(output, targets) -> summed loss; null: cross-entropy"
     )
     tensor_plan: Any = option(
         None,
@@ -82,10 +76,8 @@ class HuggingFaceModel:
     load_weights: bool = option(
         True, "Load the weights of the folder; false: weights come from the seed all the same"
     )
-    loss: str | None = option(
-        None,
-        "package.module:function(output, targets) -> summed loss; null: cross-entropy",
-        reference=True,
+    loss: str | None = _reference(
+        None, "package.module:function(output, targets) -> summed loss; null: cross-entropy"
     )
     tensor_plan: Any = option(
         None, "As of model=custom; null: the plan that the library ships with the model, if any"
@@ -112,9 +104,7 @@ class DataConfig:
     and k alone."""
 
     name: str = option(
-        "stdlib",
-        "Set by the group: data=text",
-        choices=("stdlib", "text", "tokens", "hf", "images"),
+        "stdlib", "Set by the group: data=hf", choices=("stdlib", "text", "tokens", "hf", "images")
     )
     path: str | None = option(
         None,
@@ -136,10 +126,7 @@ class DataConfig:
         "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
     )
     document_kib: int = option(
-        64,
-        "KiB from which text files are cut at a line end into documents",
-        min=1,
-        read_by=("text",),
+        64, "KiB from which text files are cut at line ends", min=1, read_by=("text",)
     )
     subset: str | None = _hf(None, "The data set's configuration")
     split: str = _hf("train", "The part that is read; documents are held out of it by hash")
@@ -150,15 +137,11 @@ class DataConfig:
         0, "Rows that may be unreadable; more of them are an error with file and line", min=0
     )
     packing: str = _sequences(
-        "packed",
-        "Documents one behind the other, or one per sequence",
-        choices=("packed", "padded"),
+        "packed", "Documents one behind the other, or one a sequence", choices=("packed", "padded")
     )
     intra_document_masking: bool = _sequences(False, "No attention and no target crosses documents")
     validation: dict[str, Any] = option(
-        {},
-        "Further sets to validate on, whole: {wiki: {path: A, name: text}}, with keys of this "
-        "section",
+        {}, "Further sets to validate on, whole: {wiki: {path: A, name: text}}, with keys of data"
     )
     epochs: int = option(0, "Times that the data is read until the run ends; 0: no end", min=0)
     end: str = option(

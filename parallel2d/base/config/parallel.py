@@ -188,9 +188,7 @@ class PrecisionConfig:
     storage: str = _dtype("fp32", "Dtype of sharded parameters, gradients, optimizer state")
     param: str = _dtype("fp32", "Dtype of gathered parameters and activations")
     reduce: str = _dtype("fp32", "Dtype of gradients between ranks; rounds the sums")
-    loss_scaling: bool = option(
-        False, "Dynamic loss scaling against underflow", read_by=("fp16",), of="param"
-    )
+    loss_scaling: bool = option(False, "Dynamic loss scaling", read_by=("fp16",), of="param")
     output: str | None = _dtype(None, "Dtype of the root's outputs; null: as computed")
     buffers: str | None = _dtype(None, "Dtype of buffers; null: as built, fp64 with storage=fp64")
     cast_forward_inputs: bool = option(
@@ -252,9 +250,7 @@ class ActivationCheckpointingConfig:
     lets the compiler choose what fits in ``memory_budget``."""
 
     name: str = option("none", choices=("none", "full", "selective", "budget"))
-    every: int = _blocks(
-        1, "Every how many blocks one is checkpointed; 2: half the saving, half the cost", min=1
-    )
+    every: int = _blocks(1, "Checkpoint one block in so many; 2: half the saving and cost", min=1)
     keep: list[str] = option(
         list(KEPT_OPERATORS),
         "Operators whose results stay in memory. By default those that are expensive to compute, "
@@ -263,15 +259,13 @@ class ActivationCheckpointingConfig:
     )
     memory_budget: float = option(
         0.5,
-        "Share of the activations that is kept; 0 recomputes all, 1 nothing",
+        "Share of activations kept; 0: recompute all, 1: none",
         between=(0, 1),
         read_by=("budget",),
     )
     blocks: list[str] = _blocks([], "Class names of what is checkpointed, if not bucketing.blocks")
     policy: Any = _blocks(
-        None,
-        "Which modules are checkpointed, as bucketing.policy, instead of blocks",
-        reference=True,
+        None, "Which modules are checkpointed, as bucketing.policy, not blocks", reference=True
     )
 
     @property
@@ -321,14 +315,10 @@ class SyncConfig:
         gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
     )
     every: int = _diloco(30, "Steps between two exchanges of the same parameters", min=1)
-    fragments: int = _diloco(
-        1, "Parts of the model that are exchanged in turn instead of all at once", min=1
-    )
+    fragments: int = _diloco(1, "Parts of the model exchanged in turn, not all at once", min=1)
     delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", min=0)
     mix: float | int | str = _diloco(
-        "auto",
-        "Share kept of a replica's own parameters; auto = 0, or 0.5 with a delay",
-        between=(0, 1),
+        "auto", "Share kept of its own parameters; auto = 0, or 0.5 with a delay", between=(0, 1)
     )
     outer_lr: float | int | str = _diloco(
         "auto", "Learning rate of the outer Nesterov step; auto = 0.7", above=0
