@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from parallel2d.base.config.options import option, refuse_unknown
 from parallel2d.base.errors import ConfigError, did_you_mean
@@ -48,36 +47,22 @@ class MeshConfig:
     )
 
 
-WHOLE, SPLIT = "whole", "split"
+class Placement(NamedTuple):
+    """Which ranks hold the whole of parameters, gradients and optimizer state, and which a part."""
+
+    replicates: bool  # there may be several copies of the model: mesh.replicate above 1
+    shards: bool  # all three are split inside a copy: mesh.shard above 1
+    reshard_after_forward: bool  # gathered parameters are freed until backward, the root's too
+    splits_updates: bool  # each replica updates its own part of the parameters
 
 
-@dataclass(frozen=True)
-class Held:
-    """What each rank of one mesh axis holds: all of it (``whole``) or a part (``split``)."""
-
-    parameters: str  # between forward and backward
-    gradients: str  # when they are reduced
-    optimizer_state: str
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where parameters, gradients and optimizer state are: by axis. None: the axis has one rank."""
-
-    replicate: Held | None
-    shard: Held | None
-
-
-_EVERYTHING_WHOLE = Held(WHOLE, WHOLE, WHOLE)
-_EVERYTHING_SPLIT = Held(SPLIT, SPLIT, SPLIT)
-_PARAMETERS_WHOLE = Held(WHOLE, SPLIT, SPLIT)
 PLACEMENTS = {
-    "ddp": Placement(_EVERYTHING_WHOLE, None),
-    "zero2": Placement(None, _PARAMETERS_WHOLE),
-    "zero3": Placement(None, _EVERYTHING_SPLIT),
-    "hybrid_zero2": Placement(_EVERYTHING_WHOLE, _PARAMETERS_WHOLE),
-    "hybrid": Placement(_EVERYTHING_WHOLE, _EVERYTHING_SPLIT),
-    "hybrid_full": Placement(_PARAMETERS_WHOLE, _EVERYTHING_SPLIT),
+    "ddp": Placement(True, False, False, False),
+    "zero2": Placement(False, True, False, False),
+    "zero3": Placement(False, True, True, False),
+    "hybrid_zero2": Placement(True, True, False, False),
+    "hybrid": Placement(True, True, True, False),
+    "hybrid_full": Placement(True, True, True, True),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
 AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build anything
@@ -110,27 +95,23 @@ class StrategyConfig:
 
     @property
     def replicates(self) -> bool:
-        """Whether there may be several whole copies: ``mesh.replicate`` may be above 1."""
-        return self.placement.replicate is not None
+        """As of `Placement`."""
+        return self.placement.replicates
 
     @property
     def shards(self) -> bool:
-        """Whether parameters, gradients and optimizer state are split: ``mesh.shard`` may be above
-        1."""
-        return self.placement.shard is not None
+        """As of `Placement`."""
+        return self.placement.shards
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Whether gathered parameters are freed between forward and backward, the root group's
-        included."""
-        shard = self.placement.shard
-        return shard is not None and shard.parameters == SPLIT
+        """As of `Placement`."""
+        return self.placement.reshard_after_forward
 
     @property
     def splits_updates(self) -> bool:
-        """Whether each replica updates its own part of the parameters."""
-        replicate = self.placement.replicate
-        return replicate is not None and replicate.optimizer_state == SPLIT
+        """As of `Placement`."""
+        return self.placement.splits_updates
 
     @property
     def with_both_axes(self) -> str:
@@ -406,8 +387,9 @@ def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
 
 def presets(kind: type[_Section]) -> dict[str, _Section]:
     """One section of ``kind`` for each choice of its name, with every other key at its default."""
-    names = [item.metadata.get("choices", ()) for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
-    return {name: kind(name) for name in itertools.chain.from_iterable(names)}  # type: ignore[call-arg]
+    choosing = [item for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
+    names = choosing[0].metadata.get("choices", ()) if choosing else ()
+    return {name: kind(name) for name in names}  # type: ignore[call-arg]
 
 
 def _section(
