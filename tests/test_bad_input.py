@@ -100,7 +100,7 @@ CASES = [
          "activation_checkpointing.every=2 has no effect with activation_checkpointing=none", "sync.wire=int4 does not go with sync=every_step: use sync=diloco",
          "optimizer.groups has", "launch.nnodes=0", "bucketing.size_mib=3.0 has no effect with bucketing=block, only with size",
          "plan.scaling=weak does not go with plan.dry_run=true", "has no effect without checkpoint.keep_best",
-         "train.hooks has a; ", "a link needs all three"],
+         "train.hooks has a; ", "up_gbit=1.0 has no effect without cluster.inside_node.down_gbit"],
     ),
     (("optimizer.betas=[0.9]",), ["optimizer.betas=[0.9] must be two numbers"]),
     (("data=text", "data.path=nowhere.txt"), ["data.path=nowhere.txt"]),

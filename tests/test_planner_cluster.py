@@ -60,5 +60,5 @@ def test_what_cannot_be_is_refused_with_the_key():
 
 def test_half_a_link_is_refused():
     assert problem("cluster.between_nodes.up_gbit=10") == (
-        "cluster.between_nodes has up_gbit and no down_gbit, latency_us: a link needs all three, or none if it is not known"
+        "cluster.between_nodes.up_gbit=10.0 has no effect without cluster.between_nodes.down_gbit"
     )

@@ -384,19 +384,6 @@ def _nodes(config: TrainConfig) -> Iterator[str]:
         yield f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1"
 
 
-def _links(config: TrainConfig) -> Iterator[str]:
-    for key in ("inside_node", "between_nodes"):
-        link = vars(getattr(config.cluster, key))
-        missing = [name for name, value in link.items() if value is None]
-        known = [name for name in link if name not in missing]
-        # A bandwidth without a latency gives no time.
-        if known and missing:
-            yield (
-                f"cluster.{key} has {', '.join(known)} and no {', '.join(missing)}: a link needs "
-                "all three, or none if it is not known"
-            )
-
-
 _Check = Callable[[Any], Iterator[str]]
 _PARALLEL_CHECKS: tuple[_Check, ...] = (_parallel_conflicts, _precision, _memory_budget, _fragments)
 _JOB_CHECKS: tuple[_Check, ...] = (
@@ -409,5 +396,4 @@ _JOB_CHECKS: tuple[_Check, ...] = (
     _loop,
     _best,
     _nodes,
-    _links,
 )

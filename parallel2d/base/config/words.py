@@ -26,6 +26,11 @@ _OPEN = (
     "data.validation.",
     "data.validation=",
 )
+# Options with which Hydra answers, or runs something else than one job.
+_NO_SINGLE_JOB = (
+    *("help", "hydra_help", "shell_completion", "cfg", "info"),
+    *("config_path", "experimental_rerun", "multirun"),
+)
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
@@ -56,12 +61,7 @@ def _overrides_first(words: list[str]) -> list[str]:
             parsed, _ = get_args_parser().parse_known_intermixed_args(words)
     except SystemExit:  # an option with a wrong value, which is told where it is used
         return words
-    overrides, options = list(parsed.overrides), []
-    for word in words:
-        if word in overrides:
-            overrides.remove(word)
-        else:
-            options.append(word)
+    options = [word for word in words if word not in parsed.overrides]
     return [*parsed.overrides, *options]
 
 
@@ -85,13 +85,8 @@ def command_options(words: Sequence[str]) -> argparse.Namespace | None:
 def job_options(words: Sequence[str]) -> argparse.Namespace | None:
     """As `command_options`; None where Hydra answers or runs a sweep too."""
     parsed = command_options(words)
-    if parsed is None:
-        return None
-    rerun = getattr(parsed, "experimental_rerun", None)
-    asked = (parsed.help, parsed.hydra_help, parsed.shell_completion, parsed.cfg, parsed.info)
-    if any(asked) or parsed.config_path or rerun or parsed.multirun:
-        return None
-    return parsed
+    given = any(getattr(parsed, name, None) for name in _NO_SINGLE_JOB)
+    return None if given else parsed
 
 
 def may_sweep(words: Sequence[str]) -> bool:
@@ -105,7 +100,7 @@ def may_sweep(words: Sequence[str]) -> bool:
 
 def is_multirun(arguments: Sequence[str]) -> bool:
     """Whether ``-m`` is among the words."""
-    return any(word in ("-m", "--multirun") for word in arguments)
+    return not {"-m", "--multirun"}.isdisjoint(arguments)
 
 
 def _with_cluster_files(words: Sequence[str]) -> list[str]:
