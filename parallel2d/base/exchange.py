@@ -165,11 +165,6 @@ def _items(value: Iterable[Any]) -> list[Any]:
     return [_plain(item) for item in value]
 
 
-def _pairs(value: dict[Any, Any]) -> list[Any]:
-    # Pairs, since a key of JSON's own dictionaries is always a string.
-    return [[_plain(key), _plain(item)] for key, item in value.items()]
-
-
 def _tensor_parts(value: Tensor) -> list[Any]:
     if value.layout != torch.strided:
         raise TypeError(f"a {value.layout} tensor cannot be sent to other ranks")
@@ -208,7 +203,8 @@ class _Converter(NamedTuple):
 
 
 _KINDS = {
-    "dict": _Converter((dict,), _pairs, dict),
+    # Pairs, since a key of JSON's own dictionaries is always a string.
+    "dict": _Converter((dict,), lambda value: _items(map(list, value.items())), dict),
     "tuple": _Converter((tuple,), _items, tuple),
     "set": _Converter((set,), _items, set),
     "frozenset": _Converter((frozenset,), _items, frozenset),

@@ -7,6 +7,7 @@ that do not go together are tables here; what takes more to find is a function.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -117,15 +118,7 @@ def _refuse(problems: Sequence[str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _parallel_conflicts(config: TrainConfig | ParallelConfig) -> Iterator[str]:
-    return _found(config, _PARALLEL_CONFLICTS)
-
-
-def _job_conflicts(config: TrainConfig) -> Iterator[str]:
-    return _found(config, _JOB_CONFLICTS)
-
-
-def _found(config: Any, conflicts: _Conflicts) -> Iterator[str]:
+def _found(conflicts: _Conflicts, config: Any) -> Iterator[str]:
     for first, second, reason in conflicts:
         both = _given(config, first), _given(config, second)
         if all(both):
@@ -385,9 +378,14 @@ def _nodes(config: TrainConfig) -> Iterator[str]:
 
 
 _Check = Callable[[Any], Iterator[str]]
-_PARALLEL_CHECKS: tuple[_Check, ...] = (_parallel_conflicts, _precision, _memory_budget, _fragments)
+_PARALLEL_CHECKS: tuple[_Check, ...] = (
+    functools.partial(_found, _PARALLEL_CONFLICTS),
+    _precision,
+    _memory_budget,
+    _fragments,
+)
 _JOB_CHECKS: tuple[_Check, ...] = (
-    _job_conflicts,
+    functools.partial(_found, _JOB_CONFLICTS),
     _llama,
     _library_model,
     _tensor_plan,

@@ -50,7 +50,7 @@ class LinkConfig:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What a collective can use: its ranks send as much as they receive, so the slower
+        """The bandwidth of a collective: its ranks send as much as they receive, so the slower
         direction decides. None where it is not known."""
         if self.up_gbit is None or self.down_gbit is None:
             return None

@@ -48,12 +48,13 @@ class MeshConfig:
 
 
 class Placement(NamedTuple):
-    """Which ranks hold the whole of parameters, gradients and optimizer state, and which a part."""
+    """Which ranks hold the whole of parameters, gradients and optimizer state, and which a part;
+    see the properties of `StrategyConfig`."""
 
-    replicates: bool  # there may be several copies of the model: mesh.replicate above 1
-    shards: bool  # all three are split inside a copy: mesh.shard above 1
-    reshard_after_forward: bool  # gathered parameters are freed until backward, the root's too
-    splits_updates: bool  # each replica updates its own part of the parameters
+    replicates: bool
+    shards: bool
+    reshard_after_forward: bool
+    splits_updates: bool
 
 
 PLACEMENTS = {
@@ -95,22 +96,22 @@ class StrategyConfig:
 
     @property
     def replicates(self) -> bool:
-        """As of `Placement`."""
+        """Whether there may be several copies of the model: ``mesh.replicate`` above 1."""
         return self.placement.replicates
 
     @property
     def shards(self) -> bool:
-        """As of `Placement`."""
+        """Whether all three are split inside a copy: ``mesh.shard`` may be above 1."""
         return self.placement.shards
 
     @property
     def reshard_after_forward(self) -> bool:
-        """As of `Placement`."""
+        """Whether gathered parameters are freed until backward, the root group's included."""
         return self.placement.reshard_after_forward
 
     @property
     def splits_updates(self) -> bool:
-        """As of `Placement`."""
+        """Whether each replica updates its own part of the parameters."""
         return self.placement.splits_updates
 
     @property

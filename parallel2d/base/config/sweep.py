@@ -72,7 +72,7 @@ class SweepFolder(Callback):
     descending = False
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Of Hydra's callbacks. ``config``: with Hydra's own part."""
+        """Called by Hydra. ``config``: with Hydra's own part."""
         SweepFolder.folder = os.path.abspath(config.hydra.sweep.dir)
         directions = str(config.hydra.sweeper.get("direction", ""))
         SweepFolder.descending = "maximize" in directions.lower()
@@ -196,8 +196,8 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
 
 
 def outcomes(folder: str, since: float) -> list[Outcome]:
-    """Of the jobs below ``folder`` that ended after ``since`` (seconds as of `time.time`), in the
-    order of the sweep."""
+    """Reads those of the jobs below ``folder`` that ended after ``since`` (seconds as of
+    `time.time`), in the order of the sweep."""
     found: list[Outcome] = []
     for run_dir, inside, names in os.walk(folder):
         # Emptied in place, which keeps `os.walk` from going further down.
