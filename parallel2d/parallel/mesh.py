@@ -61,10 +61,11 @@ class MeshSpec:
         rest = world // tensor
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, tensor)
         if replicate * shard != rest:
+            pairs = [f"{n} x {rest // n}" for n in range(1, rest + 1) if rest % n == 0]
             raise ConfigError(
                 f"mesh.replicate={self.replicate} x mesh.shard={self.shard} x "
                 f"mesh.tensor={self.tensor} does not fill the {world} ranks: replicate x shard "
-                f"must be {rest}, one of {_factor_pairs(rest)}"
+                f"must be {rest}, one of {', '.join(pairs)}"
             )
         return MeshShape(replicate, shard, tensor, tuple(notes))
 
@@ -195,7 +196,7 @@ class MeshShape:
     def place(self, topology: Topology) -> torch.Tensor:
         """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever the order of the
         ranks."""
-        order = [rank for ranks in topology.ranks_by_host.values() for rank in ranks]
+        order = list(itertools.chain.from_iterable(topology.ranks_by_host.values()))
         return torch.tensor(order, dtype=torch.int64).reshape(
             self.replicate, self.shard, self.tensor
         )
@@ -401,8 +402,3 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
 def _divisors(number: int) -> str:
     """For messages: ``1, 2, 4``."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _factor_pairs(number: int) -> str:
-    """For messages: ``1 x 4, 2 x 2, 4 x 1``."""
-    return ", ".join(f"{n} x {number // n}" for n in range(1, number + 1) if number % n == 0)
