@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from parallel2d.base.config import LaunchConfig
-from parallel2d.base.config.job import FIRST_STEP_TIMEOUT
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
@@ -208,15 +207,13 @@ def _join(
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
     device, backend = _choose_device(identity)
-    seconds = first_timeout_s
-    if seconds is None:
-        seconds = max(FIRST_STEP_TIMEOUT, timeout_s)
+    waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     dist.init_process_group(
         backend,
         store=store,
         rank=identity.rank,
         world_size=identity.world_size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=waits.longest_wait),
     )
     try:
         topology = Topology.gather(host_id)

@@ -3,6 +3,7 @@ share a host, gathered from the ranks and never assumed from their order: `Topol
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -126,22 +127,6 @@ def first_host(nodes: str) -> str:
     return head + rest.split("]")[0].split(",")[0].split("-")[0]
 
 
-def host_identity(override: str | None = None) -> str:
-    """A string that two ranks share exactly when traffic between them stays inside one machine.
-
-    Host name plus network namespace: containers and namespaces on one kernel count as different
-    hosts, as their traffic does. The boot id would not do: namespaces share it.
-    """
-    if override is not None:
-        return override
-    try:
-        namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        # Other systems than Linux have no /proc: the host name decides alone.
-        namespace = 0
-    return f"{socket.gethostname()}/{namespace}"
-
-
 @dataclass(frozen=True)
 class Topology:
     """``hosts[rank]`` is the identity of the host that rank runs on."""
@@ -151,11 +136,22 @@ class Topology:
     @classmethod
     def gather(cls, host_id: str | None = None) -> Topology:
         """The topology of the default process group, gathered from its ranks. Collective: all ranks
-        must call it."""
+        must call it.
+
+        ``host_id``: what ranks share exactly when traffic between them stays inside one machine.
+        Default: host name plus network namespace. Containers and namespaces on one kernel count as
+        different hosts, as their traffic does; the boot id would not do, since they share it.
+        """
         # Imported here because torch comes with it, which a launcher does not need.
         from parallel2d.base.exchange import all_gather
 
-        return cls(tuple(all_gather(host_identity(host_id))))
+        if host_id is None:
+            # Other systems than Linux have no /proc: the host name decides alone.
+            namespace = 0
+            with contextlib.suppress(OSError):
+                namespace = os.stat("/proc/self/ns/net").st_ino
+            host_id = f"{socket.gethostname()}/{namespace}"
+        return cls(tuple(all_gather(host_id)))
 
     @classmethod
     def single_host(cls, world_size: int, host: str = "this host") -> Topology:

@@ -24,8 +24,6 @@ from parallel2d.base.config.parallel import (
 )
 from parallel2d.base.errors import ConfigError
 
-# Seconds that ranks may wait for each other in the first step, unless told otherwise.
-FIRST_STEP_TIMEOUT = 1800.0
 OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
 _adam = partial(option, read_by=("adamw", "adam", "muon"))
 _momentum = partial(option, read_by=("sgd", "muon"))
@@ -267,7 +265,7 @@ class LaunchConfig:
         """Seconds that ranks may wait for each other until the first step is done."""
         if self.first_step_timeout is not None:
             return self.first_step_timeout
-        return max(FIRST_STEP_TIMEOUT, self.timeout)
+        return max(1800.0, self.timeout)
 
     @property
     def node_range(self) -> tuple[int, int]:
