@@ -167,15 +167,8 @@ class DataConfig:
 
 # Keys that an entry of data.validation cannot have: such a set is read once, in the form in which
 # the model reads the training data.
-_NOT_IN_ENTRIES = (
-    "validation",
-    "epochs",
-    "end",
-    "intra_document_masking",
-    "image_size",
-    "channels",
-)
-ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_ENTRIES)
+_NOT_IN_SETS = ("validation", "epochs", "end", "intra_document_masking", "image_size", "channels")
+ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_SETS)
 
 
 def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
