@@ -316,14 +316,12 @@ def _dtypes_of(
     dtype: torch.dtype, operation: Any, is_mean: bool
 ) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes in which `reduce` reduces a tensor of ``dtype`` and in which it returns it."""
-    if dtype in (torch.bfloat16, torch.float16):
-        return torch.float32, dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return dtype, dtype
-    if is_mean:
-        return torch.float64, torch.float64
-    if dtype != torch.bool:
-        return dtype, dtype
-    # The sum of booleans is a number; their maximum and minimum are booleans again.
-    is_sum = operation == dist.ReduceOp.SUM
-    return torch.int64, torch.int64 if is_sum else torch.bool
+    kept = dtype
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)
+    if is_exact and is_mean:
+        kept = torch.float64
+    elif dtype == torch.bool and operation == dist.ReduceOp.SUM:
+        kept = torch.int64
+    # Narrow floats would round every sum; booleans cannot be reduced by every backend.
+    wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.int64}
+    return wider.get(kept, kept), kept
