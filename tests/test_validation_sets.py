@@ -229,7 +229,7 @@ def test_a_resumed_run_ends_at_the_same_step(ranks, folder):
     [
         (("train.epochs=0",), "train.epochs=0 must be at least 1, or null"),
         (("train.epochs=2", "data.epochs=3"), "train.epochs=2 and data.epochs=3 contradict"),
-        (("train.epochs=2", "train.steps=50"), "train.epochs=2 and train.steps=50 both say"),
+        (("train.epochs=2", "train.steps=50"), "train.epochs=2 does not go with train.steps=50: both say"),
     ],
 )
 def test_what_contradicts_the_epochs_is_refused(words, problem):
