@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel2d.base.config.information import show, version
 from parallel2d.base.errors import ConfigError, did_you_mean
 from parallel2d.base.files import for_terminal
 
@@ -40,6 +39,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") ->
     try:
         text = _information(words, program)
         if text is not None:
+            # Imported here because Hydra comes with it, which most commands do not need.
+            from parallel2d.base.config.help_page import show
+
             show(text)
             return 0
         command = _find(words, program)
@@ -59,6 +61,8 @@ def _information(words: list[str], program: str) -> str | None:
     if first in ("-h", "--help"):
         return _help(program)
     if first == "--version":
+        from parallel2d.base.config.help_page import version
+
         return version()
     if first in ("-sc", "--shell-completion"):
         raise ConfigError(f"{first} of {program} is gone: docs/command-line.md has Hydra's own")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from parallel2d import train
 from parallel2d.base.config.composition import Composition, compose
-from parallel2d.base.config.information import information, show
+from parallel2d.base.config.help_page import information, show
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 

@@ -17,7 +17,7 @@ from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.base.rank_environment import RankIdentity, find_rank
+from parallel2d.base.topology import RankIdentity, find_rank
 from parallel2d.launching.agreement import agree_on_job, forget_run, telling_progress
 from parallel2d.launching.failures import failures_told_once
 from parallel2d.launching.processes import end_with_parent

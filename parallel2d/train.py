@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from parallel2d import launching
 from parallel2d.base.config import Job, TrainConfig
 from parallel2d.base.config.composition import Composition, compose
-from parallel2d.base.config.information import information, show
+from parallel2d.base.config.help_page import information, show
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal

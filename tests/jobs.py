@@ -37,8 +37,8 @@ def config_of(words):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
+    from parallel2d.base.config.composition import to_config
     from parallel2d.base.config.schema import PRESETS
-    from parallel2d.base.config.serialization import to_config
     from parallel2d.base.config.words import hydra_words
 
     choices = [

@@ -187,7 +187,7 @@ def test_an_impossible_state_is_refused_with_the_rest_of_a_checkpoint(change, pr
         (("checkpoint.keep_best=validation/wiki/loss",), "never measured"),
         (("checkpoint.keep_best=validation/loss", "train.validate_every=0"), "never measured with train.validate_every=0"),
         (("checkpoint.keep_best=validation/loss", "train.validate_every=1", "data.validation_fraction=0"), "never measured with data.validation_fraction=0"),
-        (("checkpoint.keep_best=loss", "checkpoint.enabled=false"), "no effect with checkpoint.enabled=false"),
+        (("checkpoint.keep_best=loss", "checkpoint.enabled=false"), "does not go with checkpoint.enabled=false: nothing is saved"),
         (("checkpoint.keep_best_mode=max",), "no effect without checkpoint.keep_best"),
         (("train.stop.patience=2",), "no effect without train.stop.metric"),
         (("train.stop.metric=loss", "train.stop.patience=0"), "train.stop.patience=0 must be at least 1"),

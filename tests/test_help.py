@@ -16,8 +16,8 @@ from parallel2d import ConfigError, __main__
 from parallel2d.__main__ import COMMANDS
 from parallel2d.base.config.composition import compose
 from parallel2d.base.config.help_page import Documented, help_page, sections
+from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.options import REQUIRED
-from parallel2d.base.config.serialization import FAMILIES
 from parallel2d.train import main as train
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,12 +25,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.rank_environment import AGENT
 from parallel2d.base.store import client as store_client
 from parallel2d.base.store.address import answered_within
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
+from parallel2d.base.topology import AGENT
 from parallel2d.launching import agreement, elastic_internals
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launching.elastic_internals import ElasticAgent

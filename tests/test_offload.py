@@ -68,7 +68,8 @@ def test_the_library_refuses_it_on_cpu(ranks, config):
 
 def test_float8_needs_products_in_bf16():
     wide = PrecisionConfig(float8="rowwise", storage="fp64", param="fp64", reduce="fp64")
-    with pytest.raises(ConfigError, match="needs precision.param=bf16"):
+    message = "does not go with precision.param=fp64: products take precision.param=bf16"
+    with pytest.raises(ConfigError, match=message):
         validated(ParallelConfig(precision=wide))
 
 

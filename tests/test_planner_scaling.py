@@ -68,7 +68,7 @@ def test_what_leaves_hosts_is_what_waits():
             "train.global_batch_size=17",
             "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
         ),
-        ("plan.dry_run=true", "plan.scaling=weak is about several layouts"),
+        ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
         ("cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks"),
         ("precision=fp64", "layouts cannot be ranked"),
     ],

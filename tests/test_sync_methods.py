@@ -192,9 +192,9 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
 @pytest.mark.parametrize(("strategy", "sync", "message"), [
     ("hybrid_full", {"name": "diloco"}, "hybrid_full does not go with sync=diloco"),
     ("hybrid_full", {"wire": "int8"}, "8 bits cannot hold them; use sync.wire=bf16"),
-    ("hybrid_full", {"engine": "torch"}, "needs sync.engine=parallel2d"),
-    ("hybrid", {"engine": "torch", "wire": "bf16"}, "sync.wire=auto alone"),
-    ("hybrid", {"engine": "torch", "name": "diloco"}, "sync=every_step with"),
+    ("hybrid_full", {"engine": "torch"}, "use sync.engine=parallel2d"),
+    ("hybrid", {"engine": "torch", "wire": "bf16"}, "does not go with sync.wire=bf16: use sync.wire=auto"),
+    ("hybrid", {"engine": "torch", "name": "diloco"}, "torch does not go with sync=diloco"),
     ("hybrid", {"name": "diloco", "every": 4, "delay": 4}, "must be below sync.every=4"),
     ("hybrid", {"name": "diloco", "every": 4, "fragments": 5}, "at most sync.every=4"),
 ])  # fmt: skip

@@ -179,7 +179,7 @@ WRONG = [
     ([*VIT, *IMAGES, "data.tokenizer=x"], ["data.tokenizer=x has no effect with data=images, only with stdlib, text, hf"]),
     ([*VIT, *IMAGES, "data.packing=padded"], ["data.packing=padded has no effect with data=images, only with stdlib"]),
     ([*VIT, *IMAGES, "data.intra_document_masking=true"], ["data.intra_document_masking=true has no effect with data=images"]),
-    ([*VIT, *IMAGES, "train.seq_len=64"], ["train.seq_len=64 has no effect with data=images"]),
+    ([*VIT, *IMAGES, "train.seq_len=64"], ["train.seq_len=64 does not go with data=images: images have no length"]),
     (["data.image_size=8"], ["data.image_size=8 has no effect with data=stdlib, only with images"]),
     ([*VIT, *IMAGES, "data.image_size=0"], ["data.image_size=0 must be at least 1, or null"]),
     ([*VIT, *IMAGES, "data.channels=2"], ["data.channels=2 is not one of 1, 3, or null"]),

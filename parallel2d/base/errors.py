@@ -20,7 +20,7 @@ class HookError(RuntimeError):
 
 
 class EndsSweep(Exception):  # noqa: N818 (named after what follows)
-    """A job that was told to end: no other job of its sweep begins."""
+    """A job that was stopped: no other job of its sweep begins."""
 
 
 def nearest(word: object, choices: Iterable[object], alike: float = 0.6) -> str | None:

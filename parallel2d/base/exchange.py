@@ -46,21 +46,12 @@ def _name(kind: type) -> str:
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks, by rank in ``group`` (default: all). Collective. Raises TypeError
     for what cannot be sent."""
-    own, lengths = _padded(value, group)
-    received = [torch.empty_like(own) for _ in lengths]
-    c10d.all_gather(received, own, group=group)
-    return _unpadded(received, lengths)
+    return _gathered(value, group, None)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None, to: int = 0) -> list[Any]:
     """As `all_gather`, on global rank ``to`` alone; empty elsewhere."""
-    own, lengths = _padded(value, group)
-    if dist.get_rank() != to:
-        c10d.gather(own, None, dst=to, group=group)
-        return []
-    received = [torch.empty_like(own) for _ in lengths]
-    c10d.gather(own, received, dst=to, group=group)
-    return _unpadded(received, lengths)
+    return _gathered(value, group, to)
 
 
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
@@ -77,7 +68,7 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     c10d.broadcast(length, source, group=group)
     data = torch.empty(int(length), dtype=torch.uint8, device=device)
     c10d.broadcast(data, source, group=group)
-    return _decoded(data)
+    return decode(data.cpu().numpy().tobytes())
 
 
 def encode(value: Any) -> str:
@@ -98,23 +89,27 @@ def raise_together(problem: str | None, source: int) -> None:
         raise ConfigError(problem)
 
 
-def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """The encoded value, uint8, filled up with zeros to the length of the longest of all ranks, and
-    the length of each rank's own. Collective."""
+def _gathered(value: Any, group: dist.ProcessGroup | None, to: int | None) -> list[Any]:
+    """The values of all ranks, on global rank ``to`` or, without one, on each. Collective."""
     device = _device(group)
     data = _encoded(value, device)
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     c10d.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     sizes = [int(length) for length in lengths]
-    # Gathering needs tensors of one shape.
+    # Gathering needs tensors of one shape: zeros up to the length of the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
-    return own, sizes
-
-
-def _unpadded(received: list[Tensor], lengths: list[int]) -> list[Any]:
-    return [_decoded(each[:length]) for each, length in zip(received, lengths, strict=True)]
+    received: list[Tensor] = []
+    if to in (None, dist.get_rank()):
+        received = [torch.empty_like(own) for _ in sizes]
+    if to is None:
+        c10d.all_gather(received, own, group=group)
+    else:
+        c10d.gather(own, received or None, dst=to, group=group)
+    # Where nothing was received there are sizes alone.
+    parts = [each[:size] for each, size in zip(received, sizes, strict=False)]
+    return [decode(part.cpu().numpy().tobytes()) for part in parts]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -128,10 +123,6 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 def _encoded(value: Any, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(encode(value).encode()), dtype=torch.uint8).to(device)
-
-
-def _decoded(data: Tensor) -> Any:
-    return decode(data.cpu().numpy().tobytes())
 
 
 def _plain(value: Any) -> Any:
@@ -161,22 +152,17 @@ def _restored(entry: dict[str, Any]) -> Any:
     return _KINDS[kind].from_json(parts)
 
 
-def _arguments(value: Any) -> list[Any]:
+def _arguments(value: Any) -> Iterable[Any]:
     """The arguments with which the class of a registered ``value`` makes an equal one."""
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
     if isinstance(value, BaseException):
         return [str(value)]
-    return list(value)
+    return value  # a named tuple
 
 
 def _items(value: Iterable[Any]) -> list[Any]:
     return [_plain(item) for item in value]
-
-
-def _pairs(value: dict[Any, Any]) -> list[Any]:
-    # Pairs, since a key of JSON's own dictionaries is always a string.
-    return [[_plain(key), _plain(item)] for key, item in value.items()]
 
 
 def _tensor_parts(value: Tensor) -> list[Any]:
@@ -194,10 +180,6 @@ def _tensor(parts: list[Any]) -> Tensor:
     buffer = bytearray(data) or bytearray(1)
     flat = torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
     return flat.view(dtype).reshape(shape)
-
-
-def _base64(value: bytes) -> str:
-    return base64.b64encode(value).decode()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -221,11 +203,12 @@ class _Converter(NamedTuple):
 
 
 _KINDS = {
-    "dict": _Converter((dict,), _pairs, dict),
+    # Pairs, since a key of JSON's own dictionaries is always a string.
+    "dict": _Converter((dict,), lambda value: _items(map(list, value.items())), dict),
     "tuple": _Converter((tuple,), _items, tuple),
     "set": _Converter((set,), _items, set),
     "frozenset": _Converter((frozenset,), _items, frozenset),
-    "bytes": _Converter((bytes,), _base64, base64.b64decode),
+    "bytes": _Converter((bytes,), lambda value: base64.b64encode(value).decode(), base64.b64decode),
     "size": _Converter((torch.Size,), list, torch.Size),
     "dtype": _Converter((torch.dtype,), _dtype_name, _DTYPES.__getitem__),
     "tensor": _Converter((Tensor, torch.nn.Parameter), _tensor_parts, _tensor),
@@ -333,14 +316,12 @@ def _dtypes_of(
     dtype: torch.dtype, operation: Any, is_mean: bool
 ) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes in which `reduce` reduces a tensor of ``dtype`` and in which it returns it."""
-    if dtype in (torch.bfloat16, torch.float16):
-        return torch.float32, dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return dtype, dtype
-    if is_mean:
-        return torch.float64, torch.float64
-    if dtype != torch.bool:
-        return dtype, dtype
-    # The sum of booleans is a number; their maximum and minimum are booleans again.
-    is_sum = operation == dist.ReduceOp.SUM
-    return torch.int64, torch.int64 if is_sum else torch.bool
+    kept = dtype
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)
+    if is_exact and is_mean:
+        kept = torch.float64
+    elif dtype == torch.bool and operation == dist.ReduceOp.SUM:
+        kept = torch.int64
+    # Narrow floats would round every sum; booleans cannot be reduced by every backend.
+    wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.int64}
+    return wider.get(kept, kept), kept

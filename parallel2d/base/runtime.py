@@ -27,14 +27,12 @@ import torch
 import torch.distributed as dist
 
 from parallel2d.base.config import LaunchConfig
-from parallel2d.base.config.job import FIRST_STEP_TIMEOUT
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.rank_environment import PREFIX, STORE, RankIdentity, find_rank
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
 from parallel2d.base.store.server import StoreServer, say_who_came
-from parallel2d.base.topology import Topology
+from parallel2d.base.topology import PREFIX, STORE, RankIdentity, Topology, find_rank
 
 log = logging.getLogger(__name__)
 
@@ -50,36 +48,24 @@ def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any
     store with every start, RuntimeError.
     """
     if identity.launcher in ("self", "nodes"):
-        return _store_of_launcher()
-    if identity.launcher == "srun":
-        return _store_under_srun(identity, settings)
-    return _store_of_torchrun()
-
-
-def _store_of_launcher() -> Any:
-    try:
-        client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
-    except ConfigError as error:
-        # The launcher chose the address, so no configuration is at fault.
-        raise RuntimeError(str(error)) from None
-    return dist.PrefixStore(os.environ[PREFIX], client)
-
-
-def _store_under_srun(identity: RankIdentity, settings: LaunchConfig | None) -> Any:
+        try:
+            client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
+        except ConfigError as error:
+            # The launcher chose the address, so no configuration is at fault.
+            raise RuntimeError(str(error)) from None
+        return dist.PrefixStore(os.environ[PREFIX], client)
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    if settings is None:
-        secret = find_secret(None)
-    else:
-        secret = find_secret(settings.secret_file, settings.insecure)
+    if identity.launcher == "torchrun":
+        return _store_of_torchrun(host, port)
+    settings = settings or LaunchConfig()
+    secret = find_secret(settings.secret_file, settings.insecure)
     if identity.rank == 0:
         _servers.append(StoreServer.at(host, port, secret, say_who_came))
     return StoreClient(join_endpoint(host, port), secret)
 
 
-def _store_of_torchrun() -> Any:
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
+def _store_of_torchrun(host: str, port: int) -> Any:
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
@@ -148,27 +134,21 @@ def setup(
             f"first_timeout_s={first_timeout_s} must be at least timeout_s={timeout_s}"
         )
     identity = find_rank()
-    store: Any
+    store: Any = dist.HashStore()
     if identity is None:
         identity = RankIdentity(
             rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none"
         )
-        store = dist.HashStore()
     else:
-        store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _kept_store(identity))
+        # After a restart of the job the same address has a new store.
+        names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        key = tuple(os.environ.get(name, "") for name in names)
+        if key not in _stores:
+            _stores.clear()
+            _stores[key] = connect(identity)
+        store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
     _setups += 1
     return _join(identity, store, timeout_s, first_timeout_s, host_id)
-
-
-def _kept_store(identity: RankIdentity) -> Any:
-    """The store to which this process is connected, or a new one where the address is another."""
-    # After a restart of the job the same address has a new store.
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    key = tuple(os.environ.get(name, "") for name in names)
-    if key not in _stores:
-        _stores.clear()
-        _stores[key] = connect(identity)
-    return _stores[key]
 
 
 def teardown(wait_s: float = 30.0) -> None:
@@ -227,15 +207,13 @@ def _join(
     """Makes the default process group and gathers the hosts of its ranks. Collective."""
     global _hosts
     device, backend = _choose_device(identity)
-    seconds = first_timeout_s
-    if seconds is None:
-        seconds = max(FIRST_STEP_TIMEOUT, timeout_s)
+    waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     dist.init_process_group(
         backend,
         store=store,
         rank=identity.rank,
         world_size=identity.world_size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=waits.longest_wait),
     )
     try:
         topology = Topology.gather(host_id)
@@ -344,7 +322,8 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    seconds = world_timeout() if timeout_s is None else timeout_s
+    if timeout_s is None:
+        timeout_s = world_timeout()
 
     # Every call with one name has a number, equal on all ranks, and its own keys.
     number = store.add(f"parallel2d/barrier/{name}/calls/{rank}", 1)
@@ -353,36 +332,28 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     if store.add(f"{key}/arrived", 1) == ranks:
         store.set(f"{key}/open", "1")
     try:
-        store.wait([f"{key}/open"], timedelta(seconds=seconds))
+        store.wait([f"{key}/open"], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         late = _absent(store, key, ranks)
         if late:
             raise TimeoutError(
-                f"barrier {name}: rank {rank} waited {seconds:g} s for {_named(late)}"
+                f"barrier {name}: rank {rank} waited {timeout_s:g} s for {', '.join(late)}"
             ) from None
         # The last rank may have come between the end of the wait and this look at the store.
         if not store.check([f"{key}/open"]):
             raise error
     # Everybody is here, so everybody has left the call before and needs its keys no more.
     if rank == 0 and number > 1:
-        _delete_call(store, f"parallel2d/barrier/{name}/{number - 1}", ranks)
+        for last in (*range(ranks), "arrived", "open"):
+            store.delete_key(f"parallel2d/barrier/{name}/{number - 1}/{last}")
 
 
-def _absent(store: Any, key: str, ranks: int) -> list[int]:
-    return [rank for rank in range(ranks) if not store.check([f"{key}/{rank}"])]
-
-
-def _delete_call(store: Any, key: str, ranks: int) -> None:
-    for last in (*range(ranks), "arrived", "open"):
-        store.delete_key(f"{key}/{last}")
-
-
-def _named(ranks: list[int]) -> str:
-    """``rank 1 on node0, rank 3 on node1``; without the hosts where `setup` has not made the
-    group."""
-    if _hosts:
-        return ", ".join(f"rank {rank} on {_hosts[rank]}" for rank in ranks)
-    return ", ".join(f"rank {rank}" for rank in ranks)
+def _absent(store: Any, key: str, ranks: int) -> list[str]:
+    """``rank 3 on node1`` of each that has not set its key; without the hosts where `setup` has not
+    made the group."""
+    places = [f" on {host}" for host in _hosts] or [""] * ranks
+    late = [rank for rank in range(ranks) if not store.check([f"{key}/{rank}"])]
+    return [f"rank {rank}{places[rank]}" for rank in late]
 
 
 def world_timeout() -> float:

@@ -5,7 +5,7 @@ elastic agent. However they were started, all ranks get the same `Job`, which wa
 one run directory.
 """
 
-from parallel2d.base.rank_environment import RankIdentity, find_rank, first_host
+from parallel2d.base.topology import RankIdentity, find_rank, first_host
 from parallel2d.launching.failures import Preempted, WorkersFailed
 from parallel2d.launching.launcher import start_node, start_workers
 from parallel2d.launching.processes import open_standard_streams, workers_per_node

@@ -39,7 +39,7 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.rank_environment import AGENT, PREFIX
+from parallel2d.base.topology import AGENT, PREFIX
 from parallel2d.launching.agreement import folder_errors_explained
 from parallel2d.launching.elastic_internals import (
     GRACE_AFTER_FAILURE_S,

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 
 from parallel2d.base import files
 from parallel2d.base.config import Job, TrainConfig
-from parallel2d.base.config.composition import Composition, compose
-from parallel2d.base.config.serialization import from_yaml, to_yaml
+from parallel2d.base.config.composition import Composition, compose, from_yaml, to_yaml
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.config.words import is_multirun
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.rank_environment import AGENT, JOB, RankIdentity
+from parallel2d.base.topology import AGENT, JOB, RankIdentity
 
 _Position = TypeVar("_Position")
 # Chooses what is left to the planner, from the words, the number of nodes and of ranks.

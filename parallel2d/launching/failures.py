@@ -17,8 +17,8 @@ from typing import Any
 
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError, EndsSweep, HookError
-from parallel2d.base.rank_environment import RankIdentity
 from parallel2d.base.store.address import answered_within
+from parallel2d.base.topology import RankIdentity
 from parallel2d.launching.rank_processes import LOST
 from parallel2d.training.run_directory import note_failure
 

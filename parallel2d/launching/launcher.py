@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from parallel2d.base.config import Job, LaunchConfig
-from parallel2d.base.rank_environment import JOB
+from parallel2d.base.topology import JOB
 from parallel2d.launching.agreement import job_record, recorded_run_dir
 from parallel2d.launching.failures import Preempted, StoppedBySignal, StoreLost, WorkersFailed
 from parallel2d.launching.network_interface import GLOO, NCCL

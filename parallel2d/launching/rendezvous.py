@@ -29,11 +29,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.rank_environment import STORE
 from parallel2d.base.store.address import PortTaken, owns_address, resolve, split_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret, new_secret
 from parallel2d.base.store.server import StoreServer, say_who_came
+from parallel2d.base.topology import STORE
 from parallel2d.launching.elastic_internals import NodeDescription, RendezvousState
 from parallel2d.launching.network_interface import Interface, choose_interface, is_loopback
 

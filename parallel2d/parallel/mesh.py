@@ -61,10 +61,11 @@ class MeshSpec:
         rest = world // tensor
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, tensor)
         if replicate * shard != rest:
+            pairs = [f"{n} x {rest // n}" for n in range(1, rest + 1) if rest % n == 0]
             raise ConfigError(
                 f"mesh.replicate={self.replicate} x mesh.shard={self.shard} x "
                 f"mesh.tensor={self.tensor} does not fill the {world} ranks: replicate x shard "
-                f"must be {rest}, one of {_factor_pairs(rest)}"
+                f"must be {rest}, one of {', '.join(pairs)}"
             )
         return MeshShape(replicate, shard, tensor, tuple(notes))
 
@@ -92,24 +93,23 @@ class MeshSpec:
 
     def refuse_contradiction(self, strategy: StrategyConfig) -> None:
         """Raises `ConfigError` for an axis that ``strategy`` does not have."""
-        if not strategy.shards and self.shard not in ("auto", 1):
-            raise ConfigError(
-                f"strategy={strategy.name} keeps a full copy per rank, so mesh.shard={self.shard} "
-                f"must be 1 or auto; did you mean strategy={strategy.with_both_axes}?"
-            )
-        if not strategy.replicates and self.replicate not in ("auto", 1):
-            raise ConfigError(
-                f"strategy={strategy.name} shards over all ranks, so "
-                f"mesh.replicate={self.replicate} must be 1 or auto; did you mean "
-                f"strategy={strategy.with_both_axes}?"
-            )
+        absent = {}
+        if not strategy.shards:
+            absent["shard"] = "keeps a full copy per rank"
+        if not strategy.replicates:
+            absent["replicate"] = "shards over all ranks"
+        for axis, reason in absent.items():
+            size = getattr(self, axis)
+            if size not in ("auto", 1):
+                raise ConfigError(
+                    f"strategy={strategy.name} {reason}, so mesh.{axis}={size} must be 1 or auto; "
+                    f"did you mean strategy={strategy.with_both_axes}?"
+                )
 
     def _check_sizes(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            if size == "auto":
-                continue
-            if not is_count(size) or size == 0:
+            if size != "auto" and (not is_count(size) or size == 0):
                 raise ConfigError(
                     f"mesh.{axis}={size} must be a whole number of at least 1 or auto"
                 )
@@ -124,23 +124,19 @@ class MeshSpec:
             return _size_or(self.replicate, rest), 1, []
         if not strategy.replicates:
             return 1, _size_or(self.shard, rest), []
-        self._check_divisors(rest, topology.world_size, tensor)
-        if self.replicate == "auto" and self.shard == "auto":
-            return _sizes_from_hosts(topology, tensor)
-        # Two given sizes may contradict each other: `resolve` checks the product.
-        if self.replicate == "auto":
-            shard = int(self.shard)
-            return rest // shard, shard, []
-        replicate = int(self.replicate)
-        return replicate, _size_or(self.shard, rest // replicate), []
-
-    def _check_divisors(self, rest: int, world: int, tensor: int) -> None:
-        for axis, size in (("replicate", self.replicate), ("shard", self.shard)):
-            if size != "auto" and rest % int(size):
+        sizes = {"replicate": self.replicate, "shard": self.shard}
+        given = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
+        for axis, size in given.items():
+            if rest % size:
                 raise ConfigError(
                     f"mesh.{axis}={size} does not divide the {rest} ranks that tensor={tensor} "
-                    f"leaves of {world}; it may be {_divisors(rest)}"
+                    f"leaves of {topology.world_size}; it may be {_divisors(rest)}"
                 )
+        if not given:
+            return _sizes_from_hosts(topology, tensor)
+        # Two given sizes may contradict each other: `resolve` checks the product.
+        shard = given.get("shard", rest // given.get("replicate", 1))
+        return given.get("replicate", rest // shard), shard, []
 
 
 def _size_or(size: int | str, default: int) -> int:
@@ -153,7 +149,13 @@ def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[s
     rest = topology.world_size // tensor
     sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
     if len(sizes) <= 1:
-        return _sizes_on_one_host(rest)
+        # The smallest divisor above 1; there is none for one rank and for a prime number of them.
+        replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
+        shard = rest // replicate
+        note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
+        if replicate == 1:
+            note = f"one host with {counted(rest, 'data rank')}: a single replica"
+        return replicate, shard, [note]
     # The largest group that fits a whole number of times into every host.
     inside = math.gcd(*sizes)
     if inside % tensor:
@@ -167,17 +169,6 @@ def _sizes_from_hosts(topology: Topology, tensor: int) -> tuple[int, int, list[s
     if len(set(sizes)) > 1:
         notes.append(f"uneven hosts ({topology.describe()}): shard groups of {shard}")
     return rest // shard, shard, notes
-
-
-def _sizes_on_one_host(rest: int) -> tuple[int, int, list[str]]:
-    """As `_sizes_from_hosts`, for the ``rest`` data ranks of a single host."""
-    # The smallest divisor above 1; there is none for one rank and for a prime number of them.
-    replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
-    shard = rest // replicate
-    if replicate > 1:
-        note = f"one host: its {rest} data ranks are split in {replicate} replicas of {shard}"
-        return replicate, shard, [note]
-    return replicate, shard, [f"one host with {counted(rest, 'data rank')}: a single replica"]
 
 
 @dataclass(frozen=True)
@@ -205,7 +196,7 @@ class MeshShape:
     def place(self, topology: Topology) -> torch.Tensor:
         """int64 [replicate, shard, tensor] of ranks, hosts kept together whatever the order of the
         ranks."""
-        order = [rank for ranks in topology.ranks_by_host.values() for rank in ranks]
+        order = list(itertools.chain.from_iterable(topology.ranks_by_host.values()))
         return torch.tensor(order, dtype=torch.int64).reshape(
             self.replicate, self.shard, self.tensor
         )
@@ -291,12 +282,16 @@ def build_mesh(
     topology = topology or Topology.gather()
     shape = spec.resolve(strategy, topology)
     ranks = shape.place(topology)
-    _log_once([*shape.notes, *check_placement(ranks, topology, allow_cross_node)])
+    for line in [*shape.notes, *check_placement(ranks, topology, allow_cross_node)]:
+        if dist.get_rank() == 0:
+            log.info("%s", line)
     names: tuple[str, ...] = AXES
     if shape.tensor == 1:
         names = AXES[:2]
         ranks = ranks[..., 0]
-    mesh = DeviceMesh(device_type or _default_device_type(), ranks, mesh_dim_names=names)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device_type = device_type or (found.type if found else "cpu")
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
     _release_groups_at_exit()
@@ -308,19 +303,6 @@ def _release_groups_at_exit() -> None:
     """A thread of gloo that frees a tensor while Python ends kills the process with SIGABRT, after
     all of its work. So groups that were destroyed end their threads before."""
     atexit.register(release_groups)
-
-
-def _log_once(lines: list[str]) -> None:
-    for line in lines:
-        if dist.get_rank() == 0:
-            log.info("%s", line)
-
-
-def _default_device_type() -> str:
-    if not torch.accelerator.is_available():
-        return "cpu"
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator else "cpu"
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
@@ -401,8 +383,10 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
     ``ranks``: int64 [replicate, shard, tensor]. Long meshes are cut in the middle.
     """
     lines = []
+    # Ranks of one tensor group stand in parentheses.
+    form = "{}" if ranks.shape[-1] == 1 else "({})"
     for replica, row in enumerate(ranks.tolist()):
-        groups = " ".join(_draw_group(group) for group in row)
+        groups = " ".join(form.format(" ".join(map(str, group))) for group in row)
         hosts = [topology.hosts[rank] for rank in itertools.chain.from_iterable(row)]
         # Each host once, in the order of the ranks, without its network namespace.
         names = dict.fromkeys(host.split("/")[0] for host in hosts)
@@ -415,18 +399,6 @@ def draw_mesh(ranks: torch.Tensor, topology: Topology, width: int = 78) -> str:
     return "\n".join(lines)
 
 
-def _draw_group(ranks: list[int]) -> str:
-    """The ranks of one tensor group: ``3``, or ``(4 5)``."""
-    if len(ranks) == 1:
-        return str(ranks[0])
-    return "(" + " ".join(map(str, ranks)) + ")"
-
-
 def _divisors(number: int) -> str:
     """For messages: ``1, 2, 4``."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _factor_pairs(number: int) -> str:
-    """For messages: ``1 x 4, 2 x 2, 4 x 1``."""
-    return ", ".join(f"{n} x {number // n}" for n in range(1, number + 1) if number % n == 0)

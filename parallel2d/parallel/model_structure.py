@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from parallel2d.base.config.reference import load_reference
+from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
 
 Policy = Callable[[nn.Module, str], bool]

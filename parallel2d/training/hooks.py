@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.config.reference import load_reference
+from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, HookError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.sync import outer_parameters

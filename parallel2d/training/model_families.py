@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel2d.base.config import CustomModel, HuggingFaceModel, LlamaModel, TrainConfig
-from parallel2d.base.config.reference import load_reference
+from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters, huggingface, llama
 from parallel2d.parallel.loss import cross_entropy_sum

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import AXES, Job, SyncConfig, TrainConfig
-from parallel2d.base.config.serialization import to_yaml
+from parallel2d.base.config.composition import to_yaml
 from parallel2d.base.runtime import Runtime
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.cost.flops import count_flops, peak_flops

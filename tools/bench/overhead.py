@@ -107,8 +107,8 @@ class Ours:
 def compose_config(words: list[str]) -> Any:
     from hydra import compose, initialize_config_module
 
+    from parallel2d.base.config.composition import to_config
     from parallel2d.base.config.schema import register
-    from parallel2d.base.config.serialization import to_config
 
     register()
     with initialize_config_module("parallel2d.conf", version_base="1.3"):

@@ -8,12 +8,7 @@ schema that the command line is checked against. `parallel` says how a model is 
 
 from __future__ import annotations
 
-from parallel2d.base.config.cluster import (
-    ClusterConfig,
-    DeviceConfig,
-    LinkConfig,
-    PeakConfig,
-)
+from parallel2d.base.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, PeakConfig
 from parallel2d.base.config.job import (
     OPTIMIZERS,
     CheckpointConfig,

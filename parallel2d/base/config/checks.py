@@ -1,11 +1,13 @@
 """Checks what the fields of a configuration mean together. Start at `validated`.
 
 Every problem of a configuration is reported at once, one line each: the key, the value and what is
-allowed. `config.options` checks each field alone, and that what is set is read.
+allowed. `config.options` checks each field alone, and that what is set is read. Pairs of settings
+that do not go together are tables here; what takes more to find is a function.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -13,34 +15,84 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from parallel2d.base.config.job import LoopConfig, OptimizerConfig, TrainConfig
+from parallel2d.base.config.job import OptimizerConfig, TrainConfig
 from parallel2d.base.config.model_and_data import (
     DataConfig,
     HuggingFaceModel,
     LlamaModel,
     data_problems,
 )
-from parallel2d.base.config.options import choice_problems, field_problems, is_read
-from parallel2d.base.config.parallel import PLACEMENTS, TENSOR_WORDS, ParallelConfig
-from parallel2d.base.config.reference import is_reference
+from parallel2d.base.config.options import (
+    as_word,
+    choice_problem,
+    field_problems,
+    is_read,
+    is_reference,
+)
+from parallel2d.base.config.parallel import TENSOR_WORDS, ParallelConfig
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 _Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
-_Check = Callable[[Any], Iterator[str]]
+# Two settings, and why they do not go together or what to use. A key without a value stands for
+# every value but its default.
+_Conflicts = tuple[tuple[str, str, str], ...]
+
+_FP8_INPUTS = "products take precision.param=bf16 (or fp32)"
+_BOTH_CHOOSE = "both choose modules: give one of them"
+_PARALLEL_CONFLICTS: _Conflicts = (
+    ("precision.float8", "precision.param=fp64", _FP8_INPUTS),
+    ("precision.float8", "precision.param=fp16", _FP8_INPUTS),
+    ("bucketing.policy", "bucketing.blocks", _BOTH_CHOOSE),
+    ("activation_checkpointing.policy", "activation_checkpointing.blocks", _BOTH_CHOOSE),
+    ("strategy=hybrid_full", "sync=diloco", "use strategy=hybrid"),
+    (
+        "strategy=hybrid_full",
+        "sync.wire=int8",
+        "updated parameters cross the replicate axis too, and 8 bits cannot hold them; use "
+        "sync.wire=bf16",
+    ),
+    ("strategy=hybrid_full", "sync.engine=torch", "use sync.engine=parallel2d"),
+    (
+        "strategy=hybrid_full",
+        "sync.during_accumulation=full",
+        "use sync.during_accumulation=reduce_scatter_only or none",
+    ),
+    ("sync.wire=int4", "sync=every_step", "use sync=diloco, or fp32, bf16 or int8 every step"),
+    ("sync.engine=torch", "sync=diloco", "use sync.engine=parallel2d"),
+    ("sync.engine=torch", "sync.wire", "use sync.wire=auto, or sync.engine=parallel2d"),
+    ("sync.during_accumulation=full", "sync=diloco", "it is for sync=every_step"),
+)
+_JOB_CONFLICTS: _Conflicts = (
+    (
+        "optimizer.implementation=fused",
+        "optimizer=sgd",
+        "torch's fused SGD does not take sharded parameters; use foreach or loop",
+    ),
+    ("train.seq_len", "data=images", "images have no length"),
+    ("train.loss_chunk", "data=images", "it splits the logits of tokens"),
+    ("train.z_loss", "model.loss", "it is added to the cross-entropy"),
+    ("train.loss_chunk", "model.loss", "it chunks the head, and that loss takes whole logits"),
+    ("train.loss_chunk", "precision.output=bf16", "this would round the loss; omit the latter"),
+    ("train.loss_chunk", "precision.output=fp16", "this would round the loss; omit the latter"),
+    ("train.epochs", "train.steps", "both say when the run ends: omit one"),
+    ("checkpoint.keep_best", "checkpoint.enabled=false", "nothing is saved"),
+    ("plan.scaling", "plan.dry_run=true", "one is about several layouts, the other plans one"),
+)
 
 
 def validated(config: _Config) -> _Config:
     """Returns ``config``. Raises `ConfigError` with one line per problem: those of single fields
     first, then contradictions between fields."""
     read: Any = config
-    checks: list[_Check] = list(_PARALLEL_CHECKS)
+    checks = [*_PARALLEL_CHECKS]
     if isinstance(config, TrainConfig):
         read = replace(config, data=config.training_data())
         checks += _JOB_CHECKS
         # With train.epochs the steps are not known before the data are; see `check_steps`.
         if config.train.epochs is None:
-            checks += _STEP_CHECKS
-    _refuse([*field_problems(read), *_problems(config, checks)])
+            checks.append(_step_problems)
+    problems = itertools.chain.from_iterable(check(config) for check in checks)
+    _refuse([*field_problems(read), *problems])
     return config
 
 
@@ -58,16 +110,31 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
 def check_steps(config: TrainConfig) -> None:
     """Raises `ConfigError` with one line per key that does not fit ``train.steps``, for where
     ``train.epochs`` has decided them."""
-    _refuse(_problems(config, _STEP_CHECKS))
+    _refuse(list(_step_problems(config)))
 
 
-def _refuse(problems: list[str]) -> None:
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _problems(config: Any, checks: Sequence[_Check]) -> list[str]:
-    return list(itertools.chain.from_iterable(check(config) for check in checks))
+def _found(conflicts: _Conflicts, config: Any) -> Iterator[str]:
+    for first, second, reason in conflicts:
+        both = _given(config, first), _given(config, second)
+        if all(both):
+            yield f"{both[0]} does not go with {both[1]}: {reason}"
+
+
+def _given(config: Any, setting: str) -> str | None:
+    """``setting`` with the value that ``config`` has for it; None where that is another."""
+    key, _, wanted = setting.partition("=")
+    group, _, name = key.partition(".")
+    section = getattr(config, group)
+    # A model of another family may not have the field.
+    value = getattr(section, name or "name", None)
+    default = getattr(type(section)(), name or "name", None)
+    is_given = as_word(value) == wanted if wanted else value != default
+    return f"{key}={as_word(value)}" if is_given else None
 
 
 # What is trained
@@ -116,7 +183,8 @@ def _tensor_plan(config: TrainConfig) -> Iterator[str]:
     plan = getattr(config.model, "tensor_plan", None)
     if isinstance(plan, dict):
         for pattern, word in plan.items():
-            yield from choice_problems(f"model.tensor_plan: {pattern}", word, TENSOR_WORDS)
+            problem = choice_problem(f"model.tensor_plan: {pattern}", word, TENSOR_WORDS)
+            yield from filter(None, [problem])
     elif plan is not None and not is_reference(plan):
         yield (
             f"model.tensor_plan={plan} must be {{pattern: word}} or have the form "
@@ -124,11 +192,15 @@ def _tensor_plan(config: TrainConfig) -> Iterator[str]:
         )
 
 
-# On what data
-
-
 def _data(config: TrainConfig) -> Iterator[str]:
-    return data_problems(config.training_data())
+    yield from data_problems(config.training_data())
+    passes = config.train.epochs
+    of_data = config.data.epochs
+    if passes is not None and of_data not in (0, passes):
+        yield (
+            f"train.epochs={passes} and data.epochs={of_data} contradict each other: omit "
+            "data.epochs"
+        )
 
 
 # How gradients become updates
@@ -141,15 +213,12 @@ def _optimizer(config: TrainConfig) -> Iterator[str]:
     betas = optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"optimizer.betas={betas} must be two numbers in [0, 1)"
-    if optimizer.name == "sgd" and optimizer.implementation == "fused":
-        yield (
-            "optimizer.implementation=fused: torch's fused SGD does not take sharded parameters; "
-            "use foreach or loop"
-        )
     if optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov=true needs optimizer.momentum above 0"
     for entry in optimizer.groups:
         yield from _group_problems(entry, optimizer.name)
+    if config.precision.keep_low_precision_gradients:
+        yield "precision.keep_low_precision_gradients=true is for optimizers of your own"
 
 
 def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
@@ -160,20 +229,19 @@ def _group_problems(entry: Any, optimizer: str) -> Iterator[str]:
         return
     for key, value in entry.items():
         where = f"optimizer.groups: {entry['pattern']}: {key}"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key == "pattern":
+            continue
         if key not in _GROUP_KEYS:
             near = did_you_mean(key, _GROUP_KEYS, alike=0.5)
             yield f"{where} is not one of {', '.join(_GROUP_KEYS)}{near}"
-        elif key == "algorithm" and optimizer != "muon":
+        elif key != "algorithm":
+            if not is_number or not 0 <= value < math.inf:
+                yield f"{where}={value} must be a number, at least 0"
+        elif optimizer != "muon":
             yield f"{where}={value} has no effect with optimizer={optimizer}, only with muon"
-        elif key == "algorithm":
-            yield from choice_problems(where, value, ("muon", "adamw"))
-        elif key != "pattern" and not _is_finite_and_not_negative(value):
-            yield f"{where}={value} must be a number, at least 0"
-
-
-def _is_finite_and_not_negative(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value < math.inf
+        else:
+            yield from filter(None, [choice_problem(where, value, ("muon", "adamw"))])
 
 
 # How the model is laid over the ranks
@@ -189,24 +257,12 @@ def _precision(config: TrainConfig | ParallelConfig) -> Iterator[str]:
             "precision.keep_low_precision_gradients=true has no effect with "
             f"precision.reduce={precision.reduce}, which is precision.storage too"
         )
-    # The products are computed in 8 bits; what goes in and out is bf16, or fp32 for comparison.
-    float8, given = precision.float8, precision.param
-    if float8 != "none" and given not in ("bf16", "fp32"):
-        yield f"precision.float8={float8} needs precision.param=bf16 (or fp32), got {given}"
-
-
-def _blocks(config: TrainConfig | ParallelConfig) -> Iterator[str]:
-    for key in ("bucketing", "activation_checkpointing"):
-        section = getattr(config, key)
-        if section.policy is not None and section.blocks:
-            yield f"{key}.policy and {key}.blocks both choose modules: give one of them"
 
 
 def _memory_budget(config: TrainConfig | ParallelConfig) -> Iterator[str]:
-    if config.activation_checkpointing.name != "budget":
-        return
     compilation = config.compile
-    if compilation.name != "block" or compilation.backend not in _PARTITIONING:
+    compiles = compilation.name == "block" and compilation.backend in _PARTITIONING
+    if config.activation_checkpointing.name == "budget" and not compiles:
         yield (
             "activation_checkpointing=budget needs compile=block with "
             f"compile.backend={' or '.join(_PARTITIONING)}, got compile={compilation.name}, "
@@ -214,37 +270,7 @@ def _memory_budget(config: TrainConfig | ParallelConfig) -> Iterator[str]:
         )
 
 
-def _split_updates(config: TrainConfig | ParallelConfig) -> Iterator[str]:
-    # An unknown strategy has a line of its own.
-    if config.strategy.name not in PLACEMENTS or not config.strategy.splits_updates:
-        return
-    sync = config.sync
-    strategy = f"strategy={config.strategy.name}"
-    if sync.name != "every_step":
-        yield f"{strategy} does not go with sync={sync.name}; use strategy=hybrid"
-    if sync.wire == "int8":
-        yield (
-            f"{strategy} does not go with sync.wire=int8: updated parameters cross the replicate "
-            "axis too, and 8 bits cannot hold them; use sync.wire=bf16"
-        )
-    if sync.engine != "parallel2d":
-        yield f"{strategy} needs sync.engine=parallel2d, got {sync.engine}"
-    if sync.during_accumulation == "full":
-        yield f"{strategy} needs sync.during_accumulation=reduce_scatter_only or none, got full"
-
-
-def _every_step(config: TrainConfig | ParallelConfig) -> Iterator[str]:
-    sync = config.sync
-    if sync.name == "every_step" and sync.wire == "int4":
-        yield "sync.wire=int4 needs sync=diloco; every step takes fp32, bf16 or int8"
-    if sync.engine == "torch" and (sync.name, sync.wire) != ("every_step", "auto"):
-        yield (
-            "sync.engine=torch does sync=every_step with sync.wire=auto alone, got "
-            f"sync={sync.name} sync.wire={sync.wire}"
-        )
-
-
-def _diloco(config: TrainConfig | ParallelConfig) -> Iterator[str]:
+def _fragments(config: TrainConfig | ParallelConfig) -> Iterator[str]:
     sync = config.sync
     if sync.name != "diloco":
         return
@@ -253,35 +279,9 @@ def _diloco(config: TrainConfig | ParallelConfig) -> Iterator[str]:
         yield f"sync.fragments={sync.fragments} must be at most sync.every={sync.every}"
     if sync.delay >= sync.every:
         yield f"sync.delay={sync.delay} must be below sync.every={sync.every}"
-    if sync.during_accumulation == "full":
-        yield "sync.during_accumulation=full has no effect with sync=diloco, only with every_step"
 
 
 # The loop
-
-
-def _gradients(config: TrainConfig) -> Iterator[str]:
-    if config.precision.keep_low_precision_gradients:
-        yield "precision.keep_low_precision_gradients=true is for optimizers of your own"
-
-
-def _loss(config: TrainConfig) -> Iterator[str]:
-    """Images have no length, and a loss of one's own takes whole logits."""
-    train = config.train
-    chunk = f"train.loss_chunk={train.loss_chunk}"
-    # The default is what a user who gave none has.
-    if config.data.name == "images" and train.seq_len != LoopConfig().seq_len:
-        yield f"train.seq_len={train.seq_len} has no effect with data=images"
-    if config.data.name == "images" and train.loss_chunk:
-        yield f"{chunk} splits the logits of tokens, and data=images has none"
-    own = getattr(config.model, "loss", None)
-    if own and train.z_loss:
-        yield f"train.z_loss={train.z_loss} is added to the cross-entropy, not to model.loss={own}"
-    if own and train.loss_chunk:
-        yield f"{chunk} chunks the head, and model.loss={own} needs the whole logits"
-    output = config.precision.output
-    if train.loss_chunk and output in ("bf16", "fp16"):
-        yield f"{chunk}: precision.output={output} would round the loss; omit precision.output"
 
 
 def _loop(config: TrainConfig) -> Iterator[str]:
@@ -291,13 +291,6 @@ def _loop(config: TrainConfig) -> Iterator[str]:
     # "auto" is chosen to fit.
     if isinstance(micro, int) and micro > whole:
         yield f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}"
-    epochs = f"train.epochs={train.epochs}"
-    of_data = config.data.epochs
-    if train.epochs is not None and of_data not in (0, train.epochs):
-        yield f"{epochs} and data.epochs={of_data} contradict each other: omit data.epochs"
-    # The default is what a user who gave none has.
-    if train.epochs is not None and train.steps != LoopConfig().steps:
-        yield f"{epochs} and train.steps={train.steps} both say when the run ends: omit one"
     for entry in train.hooks:
         reference = entry.get("hook") if isinstance(entry, dict) else entry
         if not is_reference(reference):
@@ -307,21 +300,17 @@ def _loop(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def _warmup(config: TrainConfig) -> Iterator[str]:
-    warmup = config.scheduler.warmup_steps
-    steps = config.train.steps
-    if warmup >= max(steps, 1):
-        yield f"scheduler.warmup_steps={warmup} must be below train.steps={steps}"
-
-
-def _profile(config: TrainConfig) -> Iterator[str]:
-    steps = config.profile.steps
+def _step_problems(config: TrainConfig) -> Iterator[str]:
     last = config.train.steps
+    warmup = config.scheduler.warmup_steps
+    if warmup >= max(last, 1):
+        yield f"scheduler.warmup_steps={warmup} must be below train.steps={last}"
+    traced = config.profile.steps
     # 1 <= first traced step <= last traced step <= last step of the run
-    in_order = [1, *steps, last] == sorted([1, *steps, last])
-    if steps and (len(steps) != 2 or not in_order):
+    in_order = [1, *traced, last] == sorted([1, *traced, last])
+    if traced and (len(traced) != 2 or not in_order):
         yield (
-            f"profile.steps={steps} must be the first and the last step of a trace, within 1 and "
+            f"profile.steps={traced} must be the first and the last step of a trace, within 1 and "
             f"train.steps={last}"
         )
     ranks = config.profile.ranks
@@ -335,35 +324,32 @@ _SET_LOSS = re.compile(r"validation/(?P<name>[A-Za-z0-9_.-]+)/loss")
 
 
 def _best(config: TrainConfig) -> Iterator[str]:
-    metric = config.train.stop.metric
-    best = config.checkpoint.keep_best
-    if metric is not None:
-        yield from _metric_problems("train.stop.metric", metric, config)
-    if best is not None:
-        yield from _metric_problems("checkpoint.keep_best", best, config)
-    if best is not None and not config.checkpoint.enabled:
-        yield f"checkpoint.keep_best={best} has no effect with checkpoint.enabled=false"
+    asked = {
+        "train.stop.metric": config.train.stop.metric,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+    }
+    for key, metric in asked.items():
+        if metric not in (None, "loss", "grad_norm"):
+            yield from _validation_problems(key, str(metric), config)
 
 
-def _metric_problems(key: str, metric: str, config: TrainConfig) -> Iterator[str]:
-    """Yields a line for a metric that this job never measures."""
+def _validation_problems(key: str, metric: str, config: TrainConfig) -> Iterator[str]:
+    """Yields a line for a metric, of validation or of a hook, that this job never measures."""
     named = [f"validation/{name}/loss" for name in config.data.validation]
     measured = ["loss", "grad_norm", "validation/loss", *named]
-    if metric in ("loss", "grad_norm"):
-        return
+    # A hook may measure anything but the loss of a set that is not there.
+    of_hook = bool(config.train.hooks) and _SET_LOSS.fullmatch(metric) is None
+    (held_out,) = [item for item in fields(DataConfig) if item.name == "validation_fraction"]
+    holds_out = config.data.validation_fraction or not is_read(config.data, held_out)
     if metric not in measured:
-        # A hook may measure anything else.
-        if not config.train.hooks or _SET_LOSS.fullmatch(metric):
+        if not of_hook:
             yield (
                 f"{key}={metric} is never measured: it may be {', '.join(measured)}, or a metric "
                 f"of train.hooks{did_you_mean(metric, measured)}"
             )
-        return
-    if config.train.validate_every == 0:
+    elif config.train.validate_every == 0:
         yield f"{key}={metric} is never measured with train.validate_every=0"
-    (held_out,) = [item for item in fields(DataConfig) if item.name == "validation_fraction"]
-    holds_out = config.data.validation_fraction or not is_read(config.data, held_out)
-    if metric == "validation/loss" and not holds_out:
+    elif metric == "validation/loss" and not holds_out:
         yield f"{key}={metric} is never measured with data.validation_fraction=0"
 
 
@@ -391,37 +377,21 @@ def _nodes(config: TrainConfig) -> Iterator[str]:
         yield f"launch.rdzv_endpoint={launch.rdzv_endpoint} has no effect with launch.nnodes=1"
 
 
-def _plan(config: TrainConfig) -> Iterator[str]:
-    for key in ("inside_node", "between_nodes"):
-        link = getattr(config.cluster, key)
-        known = [item.name for item in fields(link) if getattr(link, item.name) is not None]
-        missing = [item.name for item in fields(link) if item.name not in known]
-        # A bandwidth without a latency gives no time.
-        if known and missing:
-            yield (
-                f"cluster.{key} has {', '.join(known)} and no {', '.join(missing)}: a link needs "
-                "all three, or none if it is not known"
-            )
-    plan = config.plan
-    if plan.dry_run and plan.scaling is not None:
-        yield (
-            f"plan.scaling={plan.scaling} is about several layouts, and plan.dry_run=true plans "
-            "one: omit one of the two"
-        )
-
-
-_PARALLEL_CHECKS = (_precision, _blocks, _memory_budget, _split_updates, _every_step, _diloco)
-_JOB_CHECKS = (
+_Check = Callable[[Any], Iterator[str]]
+_PARALLEL_CHECKS: tuple[_Check, ...] = (
+    functools.partial(_found, _PARALLEL_CONFLICTS),
+    _precision,
+    _memory_budget,
+    _fragments,
+)
+_JOB_CHECKS: tuple[_Check, ...] = (
+    functools.partial(_found, _JOB_CONFLICTS),
     _llama,
     _library_model,
     _tensor_plan,
     _data,
     _optimizer,
-    _gradients,
-    _loss,
     _loop,
     _best,
     _nodes,
-    _plan,
 )
-_STEP_CHECKS = (_warmup, _profile)

@@ -24,32 +24,33 @@ class DeviceConfig:
     """One device. ``null``: not known; what needs it is not computed."""
 
     name: str = option("unknown", "Its name; that of a GPU chooses the efficiency of compute")
-    type: str = option(
-        "auto", "Decides which collectives there are", choices=("auto", "cuda", "cpu")
-    )
+    type: str = option("auto", "Decides which collectives it has", choices=("auto", "cuda", "cpu"))
     memory_gib: float | None = option(None, "All its memory, in 2^30 bytes", above=0)
-    memory_gb_per_s: float | None = option(
-        None, "Bandwidth of its own memory, in 1e9 bytes per second", above=0
-    )
+    memory_gb_per_s: float | None = option(None, "1e9 bytes per second of its own memory", above=0)
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)
     efficiency: float | None = option(
-        None, "Share of the peak that training reaches; null: as published", above=0, maximum=1
+        None, "Share of the peak that training reaches; null: as published", above=0, max=1
     )
 
 
 @dataclass
 class LinkConfig:
-    """One end's connection. Both directions can be used at once. ``null``: not known."""
+    """One end's connection. Both directions can be used at once. ``null``: not known, and then all
+    three are: a bandwidth without a latency gives no time."""
 
-    up_gbit: float | None = option(None, "1e9 bits per second that one end can send", above=0)
-    down_gbit: float | None = option(None, "1e9 bits per second that one end can receive", above=0)
+    up_gbit: float | None = option(
+        None, "1e9 bits per second that one end sends", above=0, needs="down_gbit"
+    )
+    down_gbit: float | None = option(
+        None, "1e9 bits per second that one end gets", above=0, needs="latency_us"
+    )
     latency_us: float | None = option(
-        None, "Microseconds between ends, for a step of a collective", minimum=0
+        None, "Microseconds that a step of a collective adds", min=0, needs="up_gbit"
     )
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What a collective can use: its ranks send as much as they receive, so the slower
+        """The bandwidth of a collective: its ranks send as much as they receive, so the slower
         direction decides. None where it is not known."""
         if self.up_gbit is None or self.down_gbit is None:
             return None
@@ -62,12 +63,8 @@ class ClusterConfig:
     finds."""
 
     name: str = option("local", "What reports call these machines")
-    nodes: int | str = option(
-        "auto", "Number of nodes; auto = the largest number of launch.nnodes", minimum=1
-    )
-    ranks_per_node: int | str = option(
-        "auto", "Ranks of each node; auto = launch.nproc_per_node", minimum=1
-    )
+    nodes: int | str = option("auto", "Number of nodes; auto = the largest of launch.nnodes", min=1)
+    ranks_per_node: int | str = option("auto", "Ranks of each; auto = launch.nproc_per_node", min=1)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     inside_node: LinkConfig = field(default_factory=LinkConfig)  # of one rank
     between_nodes: LinkConfig = field(default_factory=LinkConfig)  # of a node: its ranks share it

@@ -1,8 +1,8 @@
-"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
+"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra, and to
+YAML for workers and back.
 
-`compose` composes one job, `survey` what words choose and might choose; `config.sweep`
-leaves several jobs, or ``--cfg``, to Hydra. `config.words` has what happens to the words
-before.
+`compose` composes one job, `survey` what words choose and might choose; `config.sweep` leaves
+several jobs, or ``--cfg``, to Hydra. `config.words` has what happens to the words before.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel2d.base import files
-from parallel2d.base.config.explanation import explain
+from parallel2d.base.config.checks import validated
+from parallel2d.base.config.explanation import dotted_keys, explain, first_line, unknown_key
 from parallel2d.base.config.job import Job, TrainConfig
+from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.schema import choices_by_group, initialized
-from parallel2d.base.config.serialization import to_config
 from parallel2d.base.config.words import command_options, hydra_words, job_options, may_sweep
 from parallel2d.base.errors import ConfigError
 
@@ -108,10 +109,54 @@ def compose(arguments: Sequence[str]) -> Composition | None:
         raise ConfigError(explain(words, error)) from None
 
 
+def to_config(composed: DictConfig) -> TrainConfig:
+    """The checked dataclasses of a composed config. Raises `ConfigError` with every problem."""
+    return validated(_to_dataclasses(composed))
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration as text, for workers and for people; `from_yaml` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def from_yaml(text: str) -> TrainConfig:
+    """The configuration that `to_yaml` wrote, which was checked before.
+
+    Data only: nothing in it is instantiated but the schema's own dataclasses. Raises `ConfigError`
+    for text that does not fit the schema.
+    """
+    loaded = OmegaConf.create(text)
+    family = loaded.model.family
+    if family not in FAMILIES:
+        raise ConfigError(f"model.family={family} is not one of {', '.join(FAMILIES)}")
+    schema = OmegaConf.structured(TrainConfig)
+    schema.model = OmegaConf.structured(FAMILIES[family])
+    return _to_dataclasses(OmegaConf.merge(schema, loaded))  # type: ignore[arg-type]
+
+
+def _to_dataclasses(composed: DictConfig) -> TrainConfig:
+    missing = sorted(OmegaConf.missing_keys(composed))
+    # OmegaConf would stop at the first of them.
+    if missing:
+        raise ConfigError("\n".join(f"{key} is required and was not given" for key in missing))
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(first_line(error)) from None
+    assert isinstance(config, TrainConfig)
+    # Keys that ++key=value added: the conversion drops what the dataclasses do not have.
+    keys = dotted_keys(composed)
+    unknown = [key for key, is_known in keys.items() if not is_known]
+    if unknown:
+        known = [key for key in keys if not key.startswith(tuple(unknown))]
+        raise ConfigError("\n".join(unknown_key(key, key, known) for key in unknown))
+    return config
+
+
 def survey(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """What ``arguments`` choose, as plain data with ``???`` where a value must be given, and the
     choices of each group. Values are not checked, and words with several values for a sweep are
-    left out. Raises `ConfigError` for words that do not compose."""
+    omitted. Raises `ConfigError` for words that do not compose."""
     words = hydra_words(arguments)
     parsed = command_options(words)
     if parsed is None:
@@ -134,7 +179,7 @@ def place_options(config_dir: str | None, config_name: str | None) -> tuple[str,
     return tuple(itertools.chain(*((name, value) for name, value in given.items() if value)))
 
 
-def job_here(config: TrainConfig, options: tuple[str, ...] = ()) -> Job:
+def job_here(config: TrainConfig, options: tuple[str, ...]) -> Job:
     """The job in the run directory that Hydra has just made."""
     settings = HydraConfig.get()
     run_dir = os.path.abspath(settings.runtime.output_dir)

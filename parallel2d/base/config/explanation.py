@@ -18,10 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallel2d.base.config.options import gone
+from parallel2d.base.config.model_and_data import FAMILIES
+from parallel2d.base.config.options import GONE_KEYS, gone
 from parallel2d.base.config.schema import PRESETS, choices_by_group, initialized
-from parallel2d.base.config.serialization import dotted_keys, first_line, unknown_key
-from parallel2d.base.errors import did_you_mean
+from parallel2d.base.errors import did_you_mean, nearest
 
 # What a value must be, by the class of OmegaConf's node for it.
 _EXPECTED = {
@@ -32,6 +32,12 @@ _EXPECTED = {
     "UnionNode": "a whole number or auto",
     "ListConfig": "a list [a,b]",
     "DictConfig": "a mapping {a: b}",
+}
+# The choices of the group `model`, by family.
+_MODELS = {
+    "llama": "model=llama_8b and its other sizes",
+    "custom": "model=custom",
+    "hf": "model=hf",
 }
 
 
@@ -49,8 +55,7 @@ def explain(words: Sequence[str], error: Exception) -> str:
         # Such as +strategy=ddp, which no single word shows, or a wrong value in one's own file.
         except (HydraException, OmegaConfBaseException, ValueError):
             return "\n".join(wrong) or first_line(error)
-        keys = dotted_keys(base)
-        tried = [_try_value(base, keys, groups, word, override) for word, override in values]
+        tried = [_try_value(base, groups, word, override) for word, override in values]
     return "\n".join([*wrong, *filter(None, tried)]) or first_line(error)
 
 
@@ -101,9 +106,7 @@ def _choices(override: Any) -> list[str]:
     if override.is_delete():
         return [str(override.value())]
     text = str(override.get_value_string())
-    if override.is_sweep_override():
-        return [part.strip() for part in text.split(",")]
-    return [text]
+    return [part.strip() for part in text.split(",")] if override.is_sweep_override() else [text]
 
 
 def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
@@ -115,11 +118,10 @@ def _unknown_choice(group: str, choice: str, allowed: Sequence[str]) -> str:
     return f"{group}={choice} is not one of {', '.join(allowed)}{near}"
 
 
-def _try_value(
-    base: DictConfig, keys: list[str], groups: Collection[str], word: str, override: Any
-) -> str | None:
+def _try_value(base: DictConfig, groups: Collection[str], word: str, override: Any) -> str | None:
     """What is wrong with ``word``, which sets a key; None for nothing."""
     key = override.key_or_group
+    keys = dotted_keys(base)
     # ~key: Hydra removes keys, and the schema has no place for a missing one.
     if override.is_delete():
         return f"{word}: keys cannot be removed, only set"
@@ -135,12 +137,76 @@ def _try_value(
         OmegaConf.update(trial, key, override.value(), merge=True)
         OmegaConf.resolve(trial)
     except OmegaConfBaseException:
-        expected = _EXPECTED.get(type(_node(base, key)).__name__, "of another type")
+        parent, _, last = key.rpartition(".")
+        container = OmegaConf.select(base, parent) if parent else base
+        expected = _EXPECTED.get(type(container._get_node(last)).__name__, "of another type")
         return f"{key}={override.value()} must be {expected}"
     return None
 
 
-def _node(base: DictConfig, key: str) -> Any:
-    parent, _, last = key.rpartition(".")
-    container = OmegaConf.select(base, parent) if parent else base
-    return container._get_node(last)
+def unknown_key(key: str, word: str, keys: Collection[str], groups: Collection[str] = ()) -> str:
+    """What is said of a ``word`` that sets a ``key`` that is none of ``keys``: what is there
+    instead, where it belongs, or the nearest."""
+    if key in GONE_KEYS:
+        return f"{key} is gone: {GONE_KEYS[key]}"
+    line = f"unknown key {key}"
+    if word != key:
+        line = f"unknown key {key} (given as {word})"
+    owners = _models_with(key, keys)
+    if owners:
+        return f"{line}: it belongs to {' or '.join(owners)}"
+    parent = key.rpartition(".")[0]
+    siblings: list[str] = []
+    if parent in keys:
+        siblings = [other for other in keys if other.rpartition(".")[0] == parent]
+    # A whole key that is spelled alike is a better guess than one whose last part is.
+    near = did_you_mean(key, [*keys, *groups], 0.8) or _near_last_part(key, siblings or keys)
+    if siblings:
+        return f"{line}{near}; {parent} has {', '.join(map(_last_part, siblings))}"
+    return line + (near or "; --help lists all, docs/coming-from.md those of other frameworks")
+
+
+def _near_last_part(key: str, keys: Collection[str]) -> str:
+    """By the last part of the keys alone: ``steps`` is train.steps or profile.steps."""
+    close = nearest(_last_part(key), map(_last_part, keys))
+    meant = [other for other in keys if _last_part(other) == close]
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _models_with(key: str, known: Collection[str]) -> list[str]:
+    """The choices of ``model`` that have the unknown ``key``; none where the one that was chosen,
+    with the keys ``known``, has its first part."""
+    section, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    if section != "model" or f"model.{name}" in known:
+        return []
+    return [_MODELS[family] for family, kind in FAMILIES.items() if name in vars(kind())]
+
+
+def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
+    """All keys of a config, groups before what they hold (``train``, ``train.steps``), each with
+    whether the schema has it."""
+    keys: dict[str, bool] = {}
+    # None: in a mapping without a schema, such as model.arguments, any key may stand.
+    known = getattr(OmegaConf.get_type(config), "__dataclass_fields__", None)
+    for name in map(str, config):
+        key = f"{prefix}{name}"
+        keys[key] = known is None or name in known
+        node = config._get_node(name)
+        if isinstance(node, DictConfig) and not node._is_missing() and not node._is_none():
+            keys |= dotted_keys(node, f"{key}.")
+    return keys
+
+
+def first_line(error: BaseException) -> str:
+    """The first lines of an error of Hydra's or OmegaConf's, or of its cause."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    shown = list(filter(None, lines))[:2]
+    # Hydra often wraps OmegaConf's error in one line that does not name the reason.
+    if len(shown) < 2 and error.__cause__ is not None:
+        shown += str(error.__cause__).strip().splitlines()[:1]
+    return "; ".join(shown)

@@ -1,21 +1,25 @@
-"""What ``--help`` of the train command shows: `help_page`. `sections` has the meaning of every key,
-also for the documentation."""
+"""Answers that a command gives instead of running: `information`, of which `help_page` is what
+``--help`` shows. `sections` has the meaning of every key, also for the documentation."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
+import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from parallel2d.base.config.composition import survey
 from parallel2d.base.config.job import TrainConfig
-from parallel2d.base.config.options import REQUIRED, bounds, default_of
-from parallel2d.base.config.serialization import FAMILIES
+from parallel2d.base.config.model_and_data import FAMILIES
+from parallel2d.base.config.options import REQUIRED, as_word, bounds, default_of
+from parallel2d.base.errors import ConfigError
 
 WIDTH = 100
 _COLUMN = 34  # where texts begin
@@ -71,6 +75,80 @@ class Documented:
         return _SENTENCE_END.split(self.text, maxsplit=1)[0].rstrip(".")
 
 
+def information(words: Sequence[str], program: str, purpose: str) -> str | None:
+    """The text that ``words`` ask for by ``--help`` or ``--version``; None for words of a job.
+
+    ``program``: how the command was called. ``purpose``: what it does, for ``--help``. Raises
+    `ConfigError` for words that do not compose.
+    """
+    if "--version" in words:
+        return version()
+    if "--help" in words or "-h" in words:
+        return help_page(words, program, purpose)
+    return None
+
+
+def show(text: str) -> None:
+    """Prints ``text``. A reader that ends before, such as ``| head``, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python would write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def version() -> str:
+    """``parallel2d 0.1.0``. Raises `ConfigError` where the package is not installed."""
+    try:
+        return f"parallel2d {metadata.version('parallel2d')}"
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            "the version is not known: the package is used from its sources, without pip install"
+        ) from None
+
+
+def help_page(words: Sequence[str], program: str, purpose: str) -> str:
+    """The page, at most `WIDTH` columns wide. Its values are those that ``words`` compose to.
+
+    ``program``: how the command was called. ``purpose``: what it does, in a sentence. Raises
+    `ConfigError` for words that do not compose.
+    """
+    values, groups = survey(words)
+    chosen = values["hydra"]["runtime"]["choices"]
+    choices = {
+        f"{group}={chosen[group]}": " ".join(names)
+        for group, names in groups.items()
+        if group in chosen
+    }
+    keys: list[str] = []
+    for section in sections():
+        if section.family in ("", values["model"]["family"]):
+            title = f"{section.key}: {section.summary}" if section.key else "Without a section"
+            rows = dict(_row(each, values) for each in section.keys)
+            keys += ["", *textwrap.wrap(title, WIDTH), *_table(rows)]
+    return "\n".join(
+        [
+            f"usage: {program} [OPTION ...] [GROUP=CHOICE ...] [KEY=VALUE ...]",
+            "",
+            *textwrap.wrap(purpose, WIDTH),
+            "",
+            "Examples:",
+            *(f"  {program} {example}" for example in _EXAMPLES),
+            "",
+            "Options:",
+            *_table(_OPTIONS),
+            "",
+            "Groups, each with its choices; a choice sets the keys of its group:",
+            *_table(choices),
+            "",
+            "Keys, each with the value that it has:",
+            *keys,
+            "",
+            *textwrap.wrap(f"Read on: {_READ_ON}", WIDTH),
+        ]
+    )
+
+
 def sections() -> list[Documented]:
     """Every section of `TrainConfig`, in its order; ``model`` is there once per family."""
     return list(_sections(TrainConfig, "", ""))
@@ -110,7 +188,7 @@ def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
 
 
 def _allowed(item: dataclasses.Field[Any]) -> str:
-    """``int | str`` with ``minimum=1``: ``a whole number, at least 1, or auto``."""
+    """``int | str`` with ``min=1``: ``a whole number, at least 1, or auto``."""
     kinds = [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
     choices = list(map(str, item.metadata.get("choices", ())))
     if choices:
@@ -130,108 +208,40 @@ def _allowed(item: dataclasses.Field[Any]) -> str:
 
 def _either(words: list[str]) -> str:
     """``a, b or c``."""
-    if len(words) == 1:
-        return words[0]
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def help_page(words: Sequence[str], program: str, purpose: str) -> str:
-    """The page, at most `WIDTH` columns wide. Its values are those that ``words`` compose to.
-
-    ``program``: how the command was called. ``purpose``: what it does, in a sentence. Raises
-    `ConfigError` for words that do not compose.
-    """
-    values, groups = survey(words)
-    return "\n".join(
-        [
-            f"usage: {program} [OPTION ...] [GROUP=CHOICE ...] [KEY=VALUE ...]",
-            "",
-            *textwrap.wrap(purpose, WIDTH),
-            "",
-            "Examples:",
-            *(f"  {program} {example}" for example in _EXAMPLES),
-            "",
-            "Options:",
-            *_table(_OPTIONS.items()),
-            "",
-            "Groups, each with its choices; a choice sets the keys of its group:",
-            *_table(_groups(values["hydra"]["runtime"]["choices"], groups)),
-            "",
-            "Keys, each with the value that it has:",
-            *_keys(values),
-            "",
-            *textwrap.wrap(f"Read on: {_READ_ON}", WIDTH),
-        ]
-    )
-
-
-def _groups(
-    chosen: Mapping[str, str], groups: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, str]]:
-    for group, choices in groups.items():
-        if group in chosen:
-            yield f"{group}={chosen[group]}", " ".join(choices)
-
-
-def _keys(values: Mapping[str, Any]) -> Iterator[str]:
-    for section in sections():
-        if section.family in ("", values["model"]["family"]):
-            title = f"{section.key}: {section.summary}" if section.key else "Without a section"
-            yield ""
-            yield from textwrap.wrap(title, WIDTH)
-            yield from _table((_setting(each, values), _meaning(each)) for each in section.keys)
-
-
-def _setting(documented: Documented, values: Mapping[str, Any]) -> str:
+def _row(documented: Documented, values: Mapping[str, Any]) -> tuple[str, str]:
+    """A key with its value, and what it means; with the values that are allowed where the table of
+    groups does not list them."""
     value: Any = values
     for name in documented.key.split("."):
         value = value[name]
+    setting = f"{documented.key}={as_word(value)}"
     if value == REQUIRED:
-        return f"{documented.key} (required)"
-    return f"{documented.key}={as_word(value)}"
+        setting = f"{documented.key} (required)"
+    if documented.key.endswith(".name") or not documented.choices:
+        return setting, documented.summary
+    return setting, f"{documented.summary} ({documented.allowed})"
 
 
-def _meaning(documented: Documented) -> str:
-    """One line; with the values that are allowed where the line before does not list them."""
-    is_choice_of_group = documented.key.endswith(".name")
-    if is_choice_of_group or not documented.choices:
-        return documented.summary
-    return f"{documented.summary} ({documented.allowed})"
-
-
-def as_word(value: Any) -> str:
-    """A value as it is written on a command line: ``null``, ``true``, ``[a,b]``, ``{a: b}``."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(as_word, value))}]"
-    if isinstance(value, dict):
-        inside = [f"{key}: {as_word(each)}" for key, each in value.items()]
-        return f"{{{', '.join(inside)}}}"
-    return str(value)
-
-
-def _table(rows: Any) -> Iterator[str]:
+def _table(rows: Mapping[str, str]) -> Iterator[str]:
     """Lines of two columns; a first column that is too long has lines of its own."""
     indent = " " * _COLUMN
-    for left, right in rows:
-        texts = textwrap.wrap(
-            right, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-        )
+    for left, right in rows.items():
+        texts = _wrapped(right, indent, indent)
         first = f"  {left}"
         if len(first) + 2 <= _COLUMN:
             yield first.ljust(_COLUMN) + texts[0].lstrip()
             yield from texts[1:]
-        else:
-            yield from _broken(first)
-            yield from texts
+            continue
+        # A list has no spaces at which it could be broken.
+        spaced = left.replace(",", ", ") if len(first) > WIDTH else left
+        yield from _wrapped(spaced, "  ", "    ")
+        yield from texts
 
 
-def _broken(line: str) -> list[str]:
-    """A line of at most `WIDTH` columns, or several, broken after commas."""
-    spaced = line.replace(",", ", ") if len(line) > WIDTH else line
+def _wrapped(text: str, first: str, further: str) -> list[str]:
     return textwrap.wrap(
-        spaced.strip(), WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        text, WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False
     )

@@ -24,8 +24,6 @@ from parallel2d.base.config.parallel import (
 )
 from parallel2d.base.errors import ConfigError
 
-# Seconds that ranks may wait for each other in the first step, unless told otherwise.
-FIRST_STEP_TIMEOUT = 1800.0
 OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "adafactor", "muon")
 _adam = partial(option, read_by=("adamw", "adam", "muon"))
 _momentum = partial(option, read_by=("sgd", "muon"))
@@ -48,17 +46,12 @@ class OptimizerConfig:
     betas: list[float] = _adam(
         [0.9, 0.95], "Decay of the first and the second moment per step; with muon, of its AdamW"
     )
-    eps: float = _adam(
-        1e-08, "Added to the root of the second moment; with muon, of its AdamW", above=0
-    )
+    eps: float = _adam(1e-08, "Added to the root of the second moment; with muon, AdamW's", above=0)
     weight_decay: float = option(
-        0.1, "Weight decay of matrices; added to the gradient by adam and sgd alone", minimum=0
+        0.1, "Weight decay of matrices; added to the gradient by adam and sgd alone", min=0
     )
     clip_norm: float = option(
-        1.0,
-        "Largest global 2-norm of the gradient; inf: measured, never clipped",
-        above=0,
-        infinite=True,
+        1.0, "Largest global 2-norm of the gradient; inf: never clipped", above=0, infinite=True
     )
     groups: list[Any] = option(
         [],
@@ -74,20 +67,14 @@ class OptimizerConfig:
         read_by=("adamw", "adam", "sgd", "muon"),
     )
     amsgrad: bool = option(
-        False,
-        "Divide by the largest second moment so far; a third more optimizer state",
-        read_by=("adamw", "adam"),
+        False, "Divide by the largest second moment; a third more state", read_by=("adamw", "adam")
     )
     momentum: float = _momentum(
         0.9, "Share of the former update that is kept; sgd with 0 has no state", between=(0, 1)
     )
     nesterov: bool = _momentum(False, "Look one step ahead with the momentum")
-    beta2_decay: float = _adafactor(
-        -0.8, "The second moment forgets with 1 - step ** beta2_decay", maximum=0
-    )
-    clip_threshold: float = _adafactor(
-        1.0, "Largest root mean square of an update before the rate", minimum=1
-    )
+    beta2_decay: float = _adafactor(-0.8, "Second moments forget by 1 - step ** beta2_decay", max=0)
+    clip_threshold: float = _adafactor(1.0, "Largest RMS of an update before lr", min=1)
     adjust_lr: str = _muon(
         "match_rms_adamw",
         "With match_rms_adamw one lr serves AdamW too; original wants 20 times the lr",
@@ -113,21 +100,12 @@ class SchedulerConfig:
     to ``floor`` · lr."""
 
     name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
-    warmup_steps: int = option(
-        0, "Steps in which the learning rate rises to optimizer.lr", minimum=0
-    )
+    warmup_steps: int = option(0, "Steps in which the learning rate rises to optimizer.lr", min=0)
     floor: float = option(
-        0.1,
-        "Share of lr that is left at the last step",
-        between=(0, 1),
-        read_by=("linear", "cosine", "wsd"),
+        0.1, "Share of lr at the last step", between=(0, 1), read_by=("linear", "cosine", "wsd")
     )
     decay_fraction: float = option(
-        0.2,
-        "Last part of the run, in which the learning rate decays",
-        above=0,
-        maximum=1,
-        read_by=("wsd",),
+        0.2, "Last part of the run, where lr decays", above=0, max=1, read_by=("wsd",)
     )
 
 
@@ -135,15 +113,9 @@ class SchedulerConfig:
 class StopConfig:
     """Ends the run, saved and with exit code 0, when a metric has stopped improving."""
 
-    metric: str | None = option(
-        None, "Metric that must go on improving, also of a hook; null: never stop"
-    )
-    patience: int = option(
-        5, "Measurements in a row that may bring nothing better", minimum=1, needs="metric"
-    )
-    min_delta: float = option(
-        0.0, "Better by less than this counts as not better", minimum=0, needs="metric"
-    )
+    metric: str | None = option(None, "Metric that must improve, also of a hook; null: never stop")
+    patience: int = option(5, "Measurements in a row that may be no better", min=1, needs="metric")
+    min_delta: float = option(0.0, "Better by less than this is not better", min=0, needs="metric")
     mode: str = option(
         "min", "Whether small or large values are better", choices=("min", "max"), needs="metric"
     )
@@ -153,34 +125,22 @@ class StopConfig:
 class LoopConfig:
     """The training loop. Batch sizes count sequences, or images; steps count from 1."""
 
-    steps: int = option(300, "Steps of the run, one global batch each", minimum=1)
+    steps: int = option(300, "Steps of the run, one global batch each", min=1)
     epochs: int | None = option(
-        None,
-        "Passes over the data, which set `steps` and `data.epochs`; null: ends after `steps`",
-        minimum=1,
+        None, "Passes over the data; set `steps` and `data.epochs`; null: ends after `steps`", min=1
     )
     seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
-    global_batch_size: int = option(
-        32, "Sequences, or images, of a step on all ranks together", minimum=1
-    )
+    global_batch_size: int = option(32, "Sequences, or images, of a step on all ranks", min=1)
     micro_batch_size: int | str = option(
-        "auto", "Samples that a rank computes at once; auto: largest divisor up to 8", minimum=1
+        "auto", "Samples that a rank computes at once; auto: largest divisor up to 8", min=1
     )
-    seq_len: int = option(128, "Tokens of a sequence; images have none", minimum=1)
-    loss_chunk: int | None = option(
-        None, "Tokens whose logits exist at a time; null: all", minimum=1
-    )
-    z_loss: float = option(
-        0.0, "Weight of the squared log-sum-exp that a token's training loss also has", minimum=0
-    )
-    validate_every: int = option(100, "Steps between validations; 0: never", minimum=0)
-    validate_batches: int = option(4, "Global batches per validation", minimum=1)
-    max_skipped_steps: int = option(
-        20, "Steps in a row with a non-finite gradient before the run fails", minimum=1
-    )
-    gc_every: int = option(
-        100, "Steps between garbage collections, which all ranks do at once", minimum=1
-    )
+    seq_len: int = option(128, "Tokens of a sequence; images have none", min=1)
+    loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
+    z_loss: float = option(0.0, "Weight in a token's loss of the squared log-sum-exp", min=0)
+    validate_every: int = option(100, "Steps between validations; 0: never", min=0)
+    validate_batches: int = option(4, "Global batches per validation", min=1)
+    max_skipped_steps: int = option(20, "Non-finite gradients in a row before the run fails", min=1)
+    gc_every: int = option(100, "Steps between garbage collections, on all ranks at once", min=1)
     deterministic: bool = option(False, "Use torch.use_deterministic_algorithms; slower on GPU")
     stop: StopConfig = field(default_factory=StopConfig)
     hooks: list[Any] = option(
@@ -188,15 +148,9 @@ class LoopConfig:
         "Classes called as the run goes: [package.module:Class]. Or {hook: package.module:Class, "
         "and its arguments} (docs/hooks.md)",
     )
-    objective: str = option(
-        "validation/loss", "Metric of metrics.jsonl whose last value a sweep compares"
-    )
-    certify: bool = option(
-        False, "Compare a few steps with one process first; refuse to go on if they differ"
-    )
-    certify_only: bool = option(
-        False, "Compare only, and do not train; `python -m parallel2d.certify` sets it"
-    )
+    objective: str = option("validation/loss", "Metric whose last value a sweep compares")
+    certify: bool = option(False, "Compare a few steps with one process first; end if they differ")
+    certify_only: bool = option(False, "Do not train then; `python -m parallel2d.certify` sets it")
 
 
 @dataclass
@@ -204,18 +158,14 @@ class MetricsConfig:
     """What is written and shown."""
 
     log_every: int = option(
-        1, "Steps between rows of metrics.jsonl; losses in between are reduced too", minimum=1
+        1, "Steps between rows of metrics.jsonl; losses in between are reduced too", min=1
     )
     console: str = option("rich", "How steps are shown", choices=("rich", "plain", "silent"))
-    tensorboard: bool = option(
-        True, "Write the same values for TensorBoard to tensorboard/ in the run dir"
-    )
+    tensorboard: bool = option(True, "Write the same values to tensorboard/ in the run dir")
     memory_history: bool = option(
         False, "On GPU, record where memory was allocated, for the snapshot of an out-of-memory"
     )
-    communication: bool = option(
-        True, "Count bytes, calls and seconds per mesh axis; false: wrap nothing"
-    )
+    communication: bool = option(True, "Count bytes, calls, seconds per axis; false: wrap nothing")
 
 
 @dataclass
@@ -234,22 +184,18 @@ class CheckpointConfig:
 
     enabled: bool = option(True, "Save checkpoints; false: nothing is saved, resume still works")
     every: int = option(
-        100, "Steps between checkpoints, and most that a crash loses; 0: not by steps", minimum=0
+        100, "Steps between checkpoints, and most that a crash loses; 0: not by steps", min=0
     )
     every_minutes: float = option(
-        0.0, "Minutes between checkpoints, by rank 0's clock; 0: not by time", minimum=0
+        0.0, "Minutes between checkpoints, by rank 0's clock; 0: not by time", min=0
     )
     on_first_step: bool = option(
         False, "Save after the first step of this process: finds out at once whether saving works"
     )
-    asynchronous: bool = option(
-        True, "Write while training goes on; false: wait, and save a copy in CPU memory"
-    )
-    keep_last: int = option(
-        3, "Newest checkpoints kept, 3x the parameters each with AdamW; 0: all", minimum=0
-    )
+    asynchronous: bool = option(True, "Write while training goes on; false: wait, no CPU copy")
+    keep_last: int = option(3, "Newest checkpoints kept, with AdamW 3x parameters; 0: all", min=0)
     keep_every: int = option(
-        0, "Checkpoints of steps that are multiples of it are never deleted; 0: none", minimum=0
+        0, "Checkpoints of steps that are multiples of it are never deleted; 0: none", min=0
     )
     keep_best: str | None = option(
         None, "Metric whose best step is kept beside the newest; checkpoints/best.json names it"
@@ -257,28 +203,22 @@ class CheckpointConfig:
     keep_best_mode: str = option(
         "min", "Whether small or large values are better", choices=("min", "max"), needs="keep_best"
     )
-    max_failures: int = option(
-        3, "Saves in a row that may fail before the run ends with an error", minimum=1
-    )
+    max_failures: int = option(3, "Saves in a row that may fail before the run does", min=1)
     memory_every: int | str = option(
         "auto",
         "Steps between copies of the state in each node's shared memory; 0: none. They cost 2x "
         "its share there. auto: 10 where workers are restarted. Two replicas cover lost nodes, "
         "one lost workers",
-        minimum=0,
+        min=0,
     )
     folder: str | None = option(
         None, "Where checkpoints are, such as s3://bucket/run (fsspec); null: in the run dir"
     )
-    resume: str = option(
-        "auto", "auto: from this run dir's newest sound one; never: start afresh; or a path"
-    )
+    resume: str = option("auto", "auto: the run dir's newest sound one; never: afresh; or a path")
     load: str = option(
         "all", "What is resumed; model_only: no optimizer", choices=("all", "model_only")
     )
-    strict: bool = option(
-        True, "Refuse names and shapes that differ; false: they are passed over, and listed"
-    )
+    strict: bool = option(True, "Refuse names and shapes that differ; false: skip and list them")
 
 
 @dataclass
@@ -287,16 +227,14 @@ class LaunchConfig:
     same command is started."""
 
     nproc_per_node: int | str = option(
-        "auto", "Workers of a node; auto: one per GPU, 4 on a machine without", minimum=1
+        "auto", "Workers of a node; auto: one per GPU, 4 on a machine without", min=1
     )
-    nnodes: int | str = option(
-        1, "Nodes of the job; 2:4: go on with fewer, and grow again, with one loss curve"
-    )
+    nnodes: int | str = option(1, "Nodes; 2:4: go on with fewer, grow again, with one loss curve")
     rdzv_endpoint: str | None = option(
         None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
     )
     job_id: str | None = option(
-        None, "Tells jobs that share an endpoint apart, for a store outside of the nodes"
+        None, "Tells jobs that share an endpoint apart, for a store outside"
     )
     secret_file: str | None = option(
         None,
@@ -307,31 +245,27 @@ class LaunchConfig:
         False, "Several nodes without a secret: whoever reaches the endpoint decides what runs"
     )
     rendezvous_timeout: float = option(
-        600.0, "Seconds to wait for the smallest number of nodes, and for the store", minimum=1
+        600.0, "Seconds to wait for the smallest number of nodes, and for the store", min=1
     )
     max_restarts: int | str = option(
-        "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", minimum=0
+        "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
     )
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
     )
-    grace_s: int = option(
-        60, "Seconds that workers have to save after SIGTERM or SIGUSR1", minimum=1
-    )
+    grace_s: int = option(60, "Seconds that workers have to save after SIGTERM or SIGUSR1", min=1)
     requeue_exit_code: int = option(
         75, "Exit code of a run that saved after such a signal (EX_TEMPFAIL)", between=(1, 255)
     )
-    host_id: str | None = option(
-        None, "Replaces the detected host identity (host name and network namespace)"
-    )
+    host_id: str | None = option(None, "Host identity; null: host name and network namespace")
 
     @property
     def longest_wait(self) -> float:
         """Seconds that ranks may wait for each other until the first step is done."""
         if self.first_step_timeout is not None:
             return self.first_step_timeout
-        return max(FIRST_STEP_TIMEOUT, self.timeout)
+        return max(1800.0, self.timeout)
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -367,9 +301,7 @@ class TrainConfig:
     )
     compile: CompileConfig = field(default_factory=CompileConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
-    cpu_offload: bool = option(
-        False, "GPU only: parameters and optimizer live in CPU memory; a step is slower"
-    )
+    cpu_offload: bool = option(False, "GPU only: parameters and optimizer in CPU memory; slower")
     sync: SyncConfig = field(default_factory=SyncConfig)
     model: Any = option("???", "LlamaModel, CustomModel or HuggingFaceModel")
     data: DataConfig = field(default_factory=DataConfig)

@@ -11,25 +11,21 @@ from typing import Any
 from parallel2d.base.config.options import default_of, field_problems, is_read, option
 from parallel2d.base.errors import did_you_mean
 
+_reference = partial(option, reference=True)
+
 
 @dataclass
 class LlamaModel:
     """A Llama-3-style decoder (`parallel2d.models.llama`)."""
 
     family: str = option("llama", "Set by the group: model=llama_8b")
-    dim: int = option(128, "Width of the hidden states", minimum=1)
-    n_layers: int = option(
-        4, "Number of blocks, each attention and feed-forward", between=(1, 10000)
-    )
-    n_heads: int = option(8, "Number of attention heads; divides dim", minimum=1)
-    n_kv_heads: int = option(
-        4, "Key and value heads; fewer than n_heads: grouped-query attention", minimum=1
-    )
-    hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", minimum=1)
-    vocab_size: int = option(
-        320, "Rows of the embedding; those behind the tokenizer's are no targets", minimum=1
-    )
-    max_seq_len: int = option(2048, "Longest sequence, in tokens", minimum=1)
+    dim: int = option(128, "Width of the hidden states", min=1)
+    n_layers: int = option(4, "Blocks, each attention and feed-forward", between=(1, 10000))
+    n_heads: int = option(8, "Number of attention heads; divides dim", min=1)
+    n_kv_heads: int = option(4, "Key and value heads; fewer: grouped-query attention", min=1)
+    hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", min=1)
+    vocab_size: int = option(320, "Rows of the embedding; spare ones are no targets", min=1)
+    max_seq_len: int = option(2048, "Longest sequence, in tokens", min=1)
     norm_eps: float = option(1e-05, "Added to the mean square inside RMSNorm", above=0)
     rope_theta: float = option(500000.0, "Base of the rotary position embedding", above=0)
     tie_embeddings: bool = option(False, "Use the embedding's weight in the output layer too")
@@ -40,23 +36,15 @@ class CustomModel:
     """Your own ``nn.Module``: ``model=custom model.target=package.module:factory``."""
 
     family: str = option("custom", "Set by the group: model=custom")
-    target: str = option(
-        "???",
-        "package.module:factory; called with `arguments`, returns an nn.Module",
-        reference=True,
+    target: str = _reference(
+        "???", "package.module:factory; called with `arguments`, returns an nn.Module"
     )
-    arguments: dict[str, Any] = option(
-        {}, "Keyword arguments of the factory: model.arguments.depth=12"
+    arguments: dict[str, Any] = option({}, "Arguments of the factory: model.arguments.depth=12")
+    init: str | None = _reference(
+        None, "package.module:function(module, name), sets its tensors; null: reset_parameters"
     )
-    init: str | None = option(
-        None,
-        "package.module:function(module, name), sets its tensors; null: reset_parameters",
-        reference=True,
-    )
-    loss: str | None = option(
-        None,
-        "package.module:function(output, targets) -> summed loss; null: cross-entropy",
-        reference=True,
+    loss: str | None = _reference(
+        None, "package.module:function(output, targets) -> summed loss; null: cross-entropy"
     )
     tensor_plan: Any = option(
         None,
@@ -73,9 +61,7 @@ class HuggingFaceModel:
     ``model=hf model.architecture=qwen3 model.arguments.num_hidden_layers=4``."""
 
     family: str = option("hf", "Set by the group: model=hf")
-    path: str | None = option(
-        None, "Local folder with config.json; safetensors weights in it are loaded"
-    )
+    path: str | None = option(None, "Local folder with config.json; its safetensors are loaded")
     architecture: str | None = option(
         None, "Instead of path, a model type of the library: qwen3; weights come from the seed"
     )
@@ -90,10 +76,8 @@ class HuggingFaceModel:
     load_weights: bool = option(
         True, "Load the weights of the folder; false: weights come from the seed all the same"
     )
-    loss: str | None = option(
-        None,
-        "package.module:function(output, targets) -> summed loss; null: cross-entropy",
-        reference=True,
+    loss: str | None = _reference(
+        None, "package.module:function(output, targets) -> summed loss; null: cross-entropy"
     )
     tensor_plan: Any = option(
         None, "As of model=custom; null: the plan that the library ships with the model, if any"
@@ -102,6 +86,9 @@ class HuggingFaceModel:
         None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
     )
 
+
+# What `model` holds, by `model.family`.
+FAMILIES: dict[str, type] = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
 
 _hf = partial(option, read_by=("hf",))
 _images = partial(option, read_by=("images",))
@@ -117,9 +104,7 @@ class DataConfig:
     and k alone."""
 
     name: str = option(
-        "stdlib",
-        "Set by the group: data=text",
-        choices=("stdlib", "text", "tokens", "hf", "images"),
+        "stdlib", "Set by the group: data=hf", choices=("stdlib", "text", "tokens", "hf", "images")
     )
     path: str | None = option(
         None,
@@ -141,10 +126,7 @@ class DataConfig:
         "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
     )
     document_kib: int = option(
-        64,
-        "KiB from which text files are cut at a line end into documents",
-        minimum=1,
-        read_by=("text",),
+        64, "KiB from which text files are cut at line ends", min=1, read_by=("text",)
     )
     subset: str | None = _hf(None, "The data set's configuration")
     split: str = _hf("train", "The part that is read; documents are held out of it by hash")
@@ -152,24 +134,16 @@ class DataConfig:
         0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
     )
     max_bad_rows: int = _rows(
-        0, "Rows that may be unreadable; more of them are an error with file and line", minimum=0
+        0, "Rows that may be unreadable; more of them are an error with file and line", min=0
     )
     packing: str = _sequences(
-        "packed",
-        "Documents one behind the other, or one per sequence",
-        choices=("packed", "padded"),
+        "packed", "Documents one behind the other, or one a sequence", choices=("packed", "padded")
     )
-    intra_document_masking: bool = _sequences(
-        False, "No attention and no target crosses into another document"
-    )
+    intra_document_masking: bool = _sequences(False, "No attention and no target crosses documents")
     validation: dict[str, Any] = option(
-        {},
-        "Further sets to validate on, whole: {wiki: {path: A, name: text}}, with keys of this "
-        "section",
+        {}, "Further sets to validate on, whole: {wiki: {path: A, name: text}}, with keys of data"
     )
-    epochs: int = option(
-        0, "Times that the data is read, and the run then ends; 0: without end", minimum=0
-    )
+    epochs: int = option(0, "Times that the data is read until the run ends; 0: no end", min=0)
     end: str = option(
         "drop",
         "Last global batch that is not full: omitted, padded with weight zero, or filled from the "
@@ -178,13 +152,13 @@ class DataConfig:
         needs="epochs",
     )
     workers: int | str = _held_out(
-        "auto", "Processes that prepare data, or threads of a rank that decode images", minimum=1
+        "auto", "Processes that prepare data, or threads of a rank that decode images", min=1
     )
     cache_dir: str | None = _prepared(
         None, "Where prepared data are; null: parallel2d in the user's cache folder"
     )
     image_size: int | None = _images(
-        None, "Pixels of a side, scaled and cropped; null: as the model has it", minimum=1
+        None, "Pixels of a side, scaled and cropped; null: as the model has it", min=1
     )
     channels: int | None = _images(
         None, "3 (RGB) or 1 (grey); null: as the model's configuration, else 3", choices=(1, 3)
@@ -193,15 +167,8 @@ class DataConfig:
 
 # Keys that an entry of data.validation cannot have: such a set is read once, in the form in which
 # the model reads the training data.
-_NOT_IN_ENTRIES = (
-    "validation",
-    "epochs",
-    "end",
-    "intra_document_masking",
-    "image_size",
-    "channels",
-)
-ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_ENTRIES)
+_NOT_IN_SETS = ("validation", "epochs", "end", "intra_document_masking", "image_size", "channels")
+ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_SETS)
 
 
 def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from parallel2d.base.config.options import option, refuse_unknown
 from parallel2d.base.errors import ConfigError, did_you_mean
@@ -37,47 +36,34 @@ class MeshConfig:
     that are found."""
 
     replicate: int | str = option(
-        "auto", "Whole copies of the model; only reduced gradients cross this axis", minimum=1
+        "auto", "Whole copies of the model; only reduced gradients cross this axis", min=1
     )
     shard: int | str = option(
-        "auto", "Ranks that split parameters, gradients and optimizer state of one copy", minimum=1
+        "auto", "Ranks that split parameters, gradients and optimizer state of one copy", min=1
     )
-    tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", minimum=1)
+    tensor: int | str = option("auto", "Ranks that split each matrix product; auto is 1", min=1)
     allow_cross_node: bool = option(
         False, "Accept a shard or tensor group across hosts that would fit in one: up to 4x traffic"
     )
 
 
-WHOLE, SPLIT = "whole", "split"
+class Placement(NamedTuple):
+    """Which ranks hold the whole of parameters, gradients and optimizer state, and which a part;
+    see the properties of `StrategyConfig`."""
+
+    replicates: bool
+    shards: bool
+    reshard_after_forward: bool
+    splits_updates: bool
 
 
-@dataclass(frozen=True)
-class Held:
-    """What each rank of one mesh axis holds: all of it (``whole``) or a part (``split``)."""
-
-    parameters: str  # between forward and backward
-    gradients: str  # when they are reduced
-    optimizer_state: str
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where parameters, gradients and optimizer state are: by axis. None: the axis has one rank."""
-
-    replicate: Held | None
-    shard: Held | None
-
-
-_EVERYTHING_WHOLE = Held(WHOLE, WHOLE, WHOLE)
-_EVERYTHING_SPLIT = Held(SPLIT, SPLIT, SPLIT)
-_PARAMETERS_WHOLE = Held(WHOLE, SPLIT, SPLIT)
 PLACEMENTS = {
-    "ddp": Placement(_EVERYTHING_WHOLE, None),
-    "zero2": Placement(None, _PARAMETERS_WHOLE),
-    "zero3": Placement(None, _EVERYTHING_SPLIT),
-    "hybrid_zero2": Placement(_EVERYTHING_WHOLE, _PARAMETERS_WHOLE),
-    "hybrid": Placement(_EVERYTHING_WHOLE, _EVERYTHING_SPLIT),
-    "hybrid_full": Placement(_PARAMETERS_WHOLE, _EVERYTHING_SPLIT),
+    "ddp": Placement(True, False, False, False),
+    "zero2": Placement(False, True, False, False),
+    "zero3": Placement(False, True, True, False),
+    "hybrid_zero2": Placement(True, True, False, False),
+    "hybrid": Placement(True, True, True, False),
+    "hybrid_full": Placement(True, True, True, True),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
 AUTOMATIC = "auto"  # strategy=auto: chosen by the planner before ranks build anything
@@ -110,27 +96,23 @@ class StrategyConfig:
 
     @property
     def replicates(self) -> bool:
-        """Whether there may be several whole copies: ``mesh.replicate`` may be above 1."""
-        return self.placement.replicate is not None
+        """Whether there may be several copies of the model: ``mesh.replicate`` above 1."""
+        return self.placement.replicates
 
     @property
     def shards(self) -> bool:
-        """Whether parameters, gradients and optimizer state are split: ``mesh.shard`` may be above
-        1."""
-        return self.placement.shard is not None
+        """Whether all three are split inside a copy: ``mesh.shard`` may be above 1."""
+        return self.placement.shards
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Whether gathered parameters are freed between forward and backward, the root group's
-        included."""
-        shard = self.placement.shard
-        return shard is not None and shard.parameters == SPLIT
+        """Whether gathered parameters are freed until backward, the root group's included."""
+        return self.placement.reshard_after_forward
 
     @property
     def splits_updates(self) -> bool:
         """Whether each replica updates its own part of the parameters."""
-        replicate = self.placement.replicate
-        return replicate is not None and replicate.optimizer_state == SPLIT
+        return self.placement.splits_updates
 
     @property
     def with_both_axes(self) -> str:
@@ -155,9 +137,7 @@ class BucketingConfig:
         infinite=True,
         read_by=("size",),
     )
-    blocks: list[str] = option(
-        [], "Class names that are blocks; empty: repeated structure is detected"
-    )
+    blocks: list[str] = option([], "Class names of blocks; empty: repeated structure is detected")
     policy: Any = option(
         None,
         "Which modules are blocks: package.module:function(module, name) -> bool",
@@ -175,12 +155,11 @@ class PrefetchConfig:
     gathered, and so nothing prefetched, without a shard axis.
     """
 
-    forward: int = option(
-        0, "Groups gathered ahead in forward; 0: each when it is reached", minimum=0
-    )
-    backward: int = option(
-        1, "Groups gathered ahead in backward; 0: each when its backward begins", minimum=0
-    )
+    forward: int = option(0, "Groups gathered ahead in forward; 0: each when it is reached", min=0)
+    backward: int = option(1, "Groups gathered ahead in backward; 0: each when it begins", min=0)
+
+
+_dtype = partial(option, choices=DTYPES)
 
 
 @dataclass
@@ -188,22 +167,12 @@ class PrecisionConfig:
     """The dtype of every tensor that mixed precision decides about."""
 
     name: str = option("fp32", "Set by the group: precision=bf16")
-    storage: str = option(
-        "fp32", "Dtype of sharded parameters, gradients, optimizer state", choices=DTYPES
-    )
-    param: str = option("fp32", "Dtype of gathered parameters and activations", choices=DTYPES)
-    reduce: str = option(
-        "fp32", "Dtype of gradients between ranks; rounds the sums", choices=DTYPES
-    )
-    loss_scaling: bool = option(
-        False, "Dynamic loss scaling against underflow", read_by=("fp16",), of="param"
-    )
-    output: str | None = option(
-        None, "Dtype of the root's outputs; null: as computed", choices=DTYPES
-    )
-    buffers: str | None = option(
-        None, "Dtype of buffers; null: as built, fp64 with storage=fp64", choices=DTYPES
-    )
+    storage: str = _dtype("fp32", "Dtype of sharded parameters, gradients, optimizer state")
+    param: str = _dtype("fp32", "Dtype of gathered parameters and activations")
+    reduce: str = _dtype("fp32", "Dtype of gradients between ranks; rounds the sums")
+    loss_scaling: bool = option(False, "Dynamic loss scaling", read_by=("fp16",), of="param")
+    output: str | None = _dtype(None, "Dtype of the root's outputs; null: as computed")
+    buffers: str | None = _dtype(None, "Dtype of buffers; null: as built, fp64 with storage=fp64")
     cast_forward_inputs: bool = option(
         True, "Cast floating-point inputs to `param`; false: the model must match dtypes itself"
     )
@@ -263,9 +232,7 @@ class ActivationCheckpointingConfig:
     lets the compiler choose what fits in ``memory_budget``."""
 
     name: str = option("none", choices=("none", "full", "selective", "budget"))
-    every: int = _blocks(
-        1, "Every how many blocks one is checkpointed; 2: half the saving, half the cost", minimum=1
-    )
+    every: int = _blocks(1, "Checkpoint one block in so many; 2: half the saving and cost", min=1)
     keep: list[str] = option(
         list(KEPT_OPERATORS),
         "Operators whose results stay in memory. By default those that are expensive to compute, "
@@ -274,17 +241,13 @@ class ActivationCheckpointingConfig:
     )
     memory_budget: float = option(
         0.5,
-        "Share of the activations that is kept; 0 recomputes all, 1 nothing",
+        "Share of activations kept; 0: recompute all, 1: none",
         between=(0, 1),
         read_by=("budget",),
     )
-    blocks: list[str] = _blocks(
-        [], "Class names of what is checkpointed, if not the blocks of bucketing"
-    )
+    blocks: list[str] = _blocks([], "Class names of what is checkpointed, if not bucketing.blocks")
     policy: Any = _blocks(
-        None,
-        "Which modules are checkpointed, as bucketing.policy, instead of blocks",
-        reference=True,
+        None, "Which modules are checkpointed, as bucketing.policy, not blocks", reference=True
     )
 
     @property
@@ -333,15 +296,11 @@ class SyncConfig:
         choices=SYNC_WIRES,
         gone={"sparse": "it cost loss and time; for few bytes use sync=diloco sync.wire=int4"},
     )
-    every: int = _diloco(30, "Steps between two exchanges of the same parameters", minimum=1)
-    fragments: int = _diloco(
-        1, "Parts of the model that are exchanged in turn instead of all at once", minimum=1
-    )
-    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", minimum=0)
+    every: int = _diloco(30, "Steps between two exchanges of the same parameters", min=1)
+    fragments: int = _diloco(1, "Parts of the model exchanged in turn, not all at once", min=1)
+    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", min=0)
     mix: float | int | str = _diloco(
-        "auto",
-        "Share kept of a replica's own parameters; auto = 0, or 0.5 with a delay",
-        between=(0, 1),
+        "auto", "Share kept of its own parameters; auto = 0, or 0.5 with a delay", between=(0, 1)
     )
     outer_lr: float | int | str = _diloco(
         "auto", "Learning rate of the outer Nesterov step; auto = 0.7", above=0
@@ -350,7 +309,7 @@ class SyncConfig:
         "auto", "Momentum of the outer Nesterov step; auto = 0.6", between=(0, 1)
     )
     compare_every: int = option(
-        50, "Steps between comparisons of the replicas, which must be equal; 0: never", minimum=0
+        50, "Steps between comparisons of the replicas, which must be equal; 0: never", min=0
     )
     during_accumulation: str = option(
         "reduce_scatter_only",
@@ -429,8 +388,9 @@ def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
 
 def presets(kind: type[_Section]) -> dict[str, _Section]:
     """One section of ``kind`` for each choice of its name, with every other key at its default."""
-    names = [item.metadata.get("choices", ()) for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
-    return {name: kind(name) for name in itertools.chain.from_iterable(names)}  # type: ignore[call-arg]
+    choosing = [item for item in fields(kind) if item.name == "name"]  # type: ignore[arg-type]
+    names = choosing[0].metadata.get("choices", ()) if choosing else ()
+    return {name: kind(name) for name in names}  # type: ignore[call-arg]
 
 
 def _section(

@@ -27,6 +27,7 @@ from parallel2d.base.config.job import (
     SchedulerConfig,
     TrainConfig,
 )
+from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.parallel import (
     PRECISIONS,
     ActivationCheckpointingConfig,
@@ -36,7 +37,6 @@ from parallel2d.base.config.parallel import (
     SyncConfig,
     presets,
 )
-from parallel2d.base.config.serialization import FAMILIES
 from parallel2d.base.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {

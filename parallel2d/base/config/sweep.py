@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -32,11 +33,11 @@ from parallel2d.base.config.composition import (
     folder_errors_explained,
     job_here,
     place_options,
+    to_config,
 )
 from parallel2d.base.config.explanation import explain
 from parallel2d.base.config.job import Job
 from parallel2d.base.config.schema import register
-from parallel2d.base.config.serialization import to_config
 from parallel2d.base.config.words import hydra_words
 from parallel2d.base.errors import ConfigError, EndsSweep
 
@@ -59,12 +60,8 @@ class Outcome:
 
     def write(self) -> None:
         """Into the run directory. Raises OSError."""
-        known = {
-            "number": self.number,
-            "words": self.words,
-            "value": self.value,
-            "error": None if self.error is None else self.error[:_LONGEST_ERROR],
-        }
+        known = dataclasses.asdict(self)
+        del known["run_dir"]
         files.replace(os.path.join(self.run_dir, _OUTCOME), json.dumps(known))
 
 
@@ -75,7 +72,7 @@ class SweepFolder(Callback):
     descending = False
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Of Hydra's callbacks. ``config``: with Hydra's own part."""
+        """Called by Hydra. ``config``: with Hydra's own part."""
         SweepFolder.folder = os.path.abspath(config.hydra.sweep.dir)
         directions = str(config.hydra.sweeper.get("direction", ""))
         SweepFolder.descending = "maximize" in directions.lower()
@@ -119,24 +116,25 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
 def _sweep_job(composed: DictConfig, task: Task, failures: list[Exception]) -> float | None:
     """One job of a sweep, in whatever process Hydra's launcher runs it."""
     settings = HydraConfig.get()
-    number, words = int(settings.job.num or 0), tuple(settings.overrides.task)
+    words = tuple(settings.overrides.task)
     run_dir = os.path.abspath(settings.runtime.output_dir)
-    value, error = None, None
+    value: float | None = None
+    error: Exception | None = None
     try:
         value = task(_job(composed, settings))
     except Exception as failure:
         error = failure
     if isinstance(error, EndsSweep) and _is_own(settings.launcher):
         raise _SweepEnded(error)
-    text = None if error is None else str(error)
-    Outcome(number, words, value, text, run_dir).write()
+    text = None if error is None else str(error)[:_LONGEST_ERROR]
+    Outcome(int(settings.job.num or 0), words, value, text, run_dir).write()
     if error is None:
         return value
-    if _is_own(settings.sweeper) and _is_own(settings.launcher):
-        # kept from Hydra, which would print it in its own way; the other jobs still run
-        failures.append(error)
-        return None
-    raise error
+    if not (_is_own(settings.sweeper) and _is_own(settings.launcher)):
+        raise error
+    # Kept from Hydra, which would print it in its own way; the other jobs still run.
+    failures.append(error)
+    return None
 
 
 def _job(composed: DictConfig, settings: Any) -> Job:
@@ -198,55 +196,44 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
 
 
 def outcomes(folder: str, since: float) -> list[Outcome]:
-    """Of the jobs below ``folder`` that ended after ``since`` (seconds as of `time.time`), in the
-    order of the sweep."""
+    """Reads those of the jobs below ``folder`` that ended after ``since`` (seconds as of
+    `time.time`), in the order of the sweep."""
     found: list[Outcome] = []
-    for run_dir in _folders(folder, _DEEPEST):
+    for run_dir, inside, names in os.walk(folder):
+        # Emptied in place, which keeps `os.walk` from going further down.
+        if len(Path(run_dir).relative_to(folder).parts) == _DEEPEST:
+            inside.clear()
+        if _OUTCOME not in names:
+            continue
         path = os.path.join(run_dir, _OUTCOME)
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if os.stat(path).st_mtime < since:
                 continue
             known = files.read_json(path)
             words = tuple(map(str, known["words"]))
             value = None if known["value"] is None else float(known["value"])
             found.append(Outcome(int(known["number"]), words, value, known["error"], run_dir))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
     return sorted(found, key=lambda outcome: outcome.number)
-
-
-def _folders(folder: str, deepest: int) -> Iterator[str]:
-    if not os.path.isdir(folder):
-        return
-    yield folder
-    if deepest:
-        with os.scandir(folder) as entries:
-            inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-        for path in inside:
-            yield from _folders(path, deepest - 1)
 
 
 def table(jobs: Sequence[Outcome], objective: str, *, descending: bool = False) -> list[str]:
     """Lines for people, the best job first, those without a value last. Words that all jobs share
-    are left out."""
-    shared = set(jobs[0].words).intersection(*(job.words for job in jobs[1:]))
-    sign = -1.0 if descending else 1.0
-
-    def place(job: Outcome) -> tuple[bool, float]:
-        if job.value is None or math.isnan(job.value):
-            return True, 0.0
-        return False, sign * job.value
-
+    are omitted."""
+    shared = set(jobs[0].words).intersection(*(job.words for job in jobs))
+    measured = [job for job in jobs if job.value is not None and not math.isnan(job.value)]
+    measured.sort(key=lambda job: job.value or 0.0, reverse=descending)
+    others = [job for job in jobs if job not in measured]
     rows = [("job", objective, "settings", "run directory")]
-    rows += [_row(job, shared) for job in sorted(jobs, key=place)]
-    number, value, settings, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    rows += [_row(job, shared) for job in measured + others]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # The last column is not filled up: lines have no spaces at their end.
-    return [f"{row[0]:{number}}  {row[1]:{value}}  {row[2]:{settings}}  {row[3]}" for row in rows]
+    widths[-1] = 0
+    return ["  ".join(map(str.ljust, row, widths)) for row in rows]
 
 
 def _row(job: Outcome, shared: set[str]) -> tuple[str, str, str, str]:
-    value = "failed" if job.error is not None else "-"
-    if job.value is not None:
-        value = f"{job.value:.6g}"
-    own = " ".join(word for word in job.words if word not in shared) or "-"
-    return f"#{job.number}", value, own, os.path.relpath(job.run_dir)
+    value = "failed"
+    if job.error is None:
+        value = "-" if job.value is None else f"{job.value:.6g}"
+    own = " ".join(word for word in job.words if word not in shared)
+    return f"#{job.number}", value, own or "-", os.path.relpath(job.run_dir)

@@ -15,6 +15,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from parallel2d.base.config.options import as_word
 from parallel2d.base.errors import ConfigError
 
 # Words that begin so are about keys that no schema knows.
@@ -24,6 +25,11 @@ _OPEN = (
     "model.tensor_plan=",
     "data.validation.",
     "data.validation=",
+)
+# Options with which Hydra answers, or runs something else than one job.
+_NO_SINGLE_JOB = (
+    *("help", "hydra_help", "shell_completion", "cfg", "info"),
+    *("config_path", "experimental_rerun", "multirun"),
 )
 _BRACKET = re.compile(r"(?<!\\)([\[\]])")
 _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
@@ -55,12 +61,7 @@ def _overrides_first(words: list[str]) -> list[str]:
             parsed, _ = get_args_parser().parse_known_intermixed_args(words)
     except SystemExit:  # an option with a wrong value, which is told where it is used
         return words
-    overrides, options = list(parsed.overrides), []
-    for word in words:
-        if word in overrides:
-            overrides.remove(word)
-        else:
-            options.append(word)
+    options = [word for word in words if word not in parsed.overrides]
     return [*parsed.overrides, *options]
 
 
@@ -84,13 +85,8 @@ def command_options(words: Sequence[str]) -> argparse.Namespace | None:
 def job_options(words: Sequence[str]) -> argparse.Namespace | None:
     """As `command_options`; None where Hydra answers or runs a sweep too."""
     parsed = command_options(words)
-    if parsed is None:
-        return None
-    rerun = getattr(parsed, "experimental_rerun", None)
-    asked = (parsed.help, parsed.hydra_help, parsed.shell_completion, parsed.cfg, parsed.info)
-    if any(asked) or parsed.config_path or rerun or parsed.multirun:
-        return None
-    return parsed
+    given = any(getattr(parsed, name, None) for name in _NO_SINGLE_JOB)
+    return None if given else parsed
 
 
 def may_sweep(words: Sequence[str]) -> bool:
@@ -104,7 +100,7 @@ def may_sweep(words: Sequence[str]) -> bool:
 
 def is_multirun(arguments: Sequence[str]) -> bool:
     """Whether ``-m`` is among the words."""
-    return any(word in ("-m", "--multirun") for word in arguments)
+    return not {"-m", "--multirun"}.isdisjoint(arguments)
 
 
 def _with_cluster_files(words: Sequence[str]) -> list[str]:
@@ -127,13 +123,11 @@ def _with_cluster_files(words: Sequence[str]) -> list[str]:
 
 def quoted(value: object) -> str:
     """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
-    if value is None:
-        return "null"
-    if isinstance(value, (bool, int, float)):
-        return str(value).lower()
-    if not isinstance(value, str):
-        raise ConfigError(f"{value!r} is no value of a cluster")
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, bool | int | float | None):
+        return as_word(value)
+    raise ConfigError(f"{value!r} is no value of a cluster")
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -28,17 +28,14 @@ _BACKLOG = 4096
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     """``HOST:PORT`` in its parts: ``node0:29500``, ``10.0.0.1:29500``, ``[fe80::1%eth0]:29500``.
     Raises `ConfigError`."""
-    host, colon, port = endpoint.rpartition(":")
-    # a bare host, or a bare IPv6 address
-    if not colon or (endpoint.count(":") > 1 and not host.startswith("[")):
-        raise ConfigError(
-            f"endpoint={endpoint} must be HOST:PORT, such as node0:29500 or [fd00::1]:29500"
-        )
+    host, _, port = endpoint.rpartition(":")
     is_port = port.isascii() and port.isdigit() and int(port) <= 65535
-    if not host.strip("[]") or not is_port:
+    # A bare IPv6 address has colons and no port.
+    is_host = host.startswith("[") or ":" not in host
+    if not is_port or not is_host or not host.strip("[]"):
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "
-            "node0:29500"
+            "node0:29500 or [fd00::1]:29500"
         )
     return host.strip("[]"), int(port)
 

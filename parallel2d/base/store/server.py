@@ -117,8 +117,8 @@ class StoreServer:
 
     def _serve(self) -> None:
         try:
-            while not self._is_woken(self._selector.select(self._next_due())):
-                self._expire()
+            while not self._is_woken(self._selector.select(self._expire())):
+                pass
         finally:  # clients that wait get an error
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -135,12 +135,20 @@ class StoreServer:
                 self._guarded(key.data, functools.partial(self._attend, key.data, events))
         return False
 
-    def _next_due(self) -> float:
+    def _expire(self) -> float:
+        """Ends what is due; returns the seconds until something is due again."""
         now = time.monotonic()
-        waits = (due for due, _, _ in self._deadlines[:1])
         # In the order in which they came, so the first one is due first.
-        proofs = itertools.islice(self._unproven.values(), 1)
-        return max(0.0, min([now + _LONGEST_WAIT_S, *waits, *proofs]) - now)
+        while self._unproven and next(iter(self._unproven.values())) <= now:
+            peer = next(iter(self._unproven))
+            self._drop(peer, suspect=bool(peer.inbox))
+        while self._deadlines and self._deadlines[0][0] <= now:
+            wait = heapq.heappop(self._deadlines)[2]
+            if not wait.over:
+                self._finish(wait, [b"late"])
+        dues = [now + _LONGEST_WAIT_S, *itertools.islice(self._unproven.values(), 1)]
+        dues += [due for due, _, _ in self._deadlines[:1]]
+        return min(dues) - now
 
     def _accept(self) -> None:
         try:
@@ -236,16 +244,6 @@ class StoreServer:
             # A terminal that is stopped must not stop the store.
             threading.Thread(target=self._report, args=(peer.address,), daemon=True).start()
 
-    def _expire(self) -> None:
-        now = time.monotonic()
-        while self._unproven and next(iter(self._unproven.values())) <= now:
-            peer = next(iter(self._unproven))
-            self._drop(peer, suspect=bool(peer.inbox))
-        while self._deadlines and self._deadlines[0][0] <= now:
-            wait = heapq.heappop(self._deadlines)[2]
-            if not wait.over:
-                self._finish(wait, [b"late"])
-
     # Requests
 
     def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
@@ -254,54 +252,47 @@ class StoreServer:
         if peer.wait is not None:
             raise Untrusted("it asked twice at once")
         try:
-            return self._operations[request[0]](self, peer, *request[1:])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            operation, *fields = request
+            if operation in (b"get", b"wait"):
+                milliseconds, *keys = fields
+                due = time.monotonic() + int(milliseconds) / 1000
+                return self._when_there(peer, due, keys, keys if operation == b"get" else ())
+            return self._operations[operation](self, *fields)
+        except (KeyError, TypeError, ValueError) as error:
             return [b"error", f"{type(error).__name__}: {error}".encode()]
 
-    def _set(self, _peer: _Peer, *pairs: bytes) -> list[bytes]:
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            self._put(key, value)
-        return [b"ok"]
+    def _when_there(
+        self, peer: _Peer, due: float, keys: Sequence[bytes], wanted: Sequence[bytes]
+    ) -> list[bytes] | None:
+        """The values of ``wanted`` once all ``keys`` are there."""
+        missing = set(keys) - self._values.keys()
+        if not missing:
+            return self._found(wanted)
+        peer.wait = _Wait(peer, wanted, missing)
+        self._await(peer.wait)
+        # The number decides between equal times: waits cannot be compared.
+        heapq.heappush(self._deadlines, (due, next(self._numbers), peer.wait))
+        return None
+
+    def _await(self, wait: _Wait) -> None:
+        for key in wait.missing:
+            self._waiting.setdefault(key, []).append(wait)
+
+    def _found(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [b"ok", *(self._values[key] for key in keys)]
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
         for wait in self._waiting.pop(key, ()):
             wait.missing.discard(key)
-            if not wait.missing and not wait.over:
-                self._complete(wait)
-
-    def _get(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
-        return self._when_there(peer, milliseconds, keys, keys)
-
-    def _wait(self, peer: _Peer, milliseconds: bytes, *keys: bytes) -> list[bytes] | None:
-        return self._when_there(peer, milliseconds, keys, ())
-
-    def _when_there(
-        self, peer: _Peer, milliseconds: bytes, keys: Sequence[bytes], wanted: Sequence[bytes]
-    ) -> list[bytes] | None:
-        """The values of ``wanted`` once all ``keys`` are there."""
-        due = time.monotonic() + int(milliseconds) / 1000
-        missing = {key for key in keys if key not in self._values}
-        if not missing:
-            return self._found(wanted)
-        wait = peer.wait = _Wait(peer, wanted, missing)
-        for key in missing:
-            self._waiting.setdefault(key, []).append(wait)
-        # The number decides between equal times: waits cannot be compared.
-        heapq.heappush(self._deadlines, (due, next(self._numbers), wait))
-        return None
-
-    def _found(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [b"ok", *(self._values[key] for key in keys)]
-
-    def _complete(self, wait: _Wait) -> None:
-        """Answers, unless a key was deleted while others were waited for."""
-        wait.missing = {key for key in wait.wanted if key not in self._values}
-        if wait.missing:
-            for key in wait.missing:
-                self._waiting.setdefault(key, []).append(wait)
-        else:
-            self._finish(wait, self._found(wait.wanted))
+            if wait.missing or wait.over:
+                continue
+            # A key may have been deleted while others were waited for.
+            wait.missing = set(wait.wanted) - self._values.keys()
+            if wait.missing:
+                self._await(wait)
+            else:
+                self._finish(wait, self._found(wait.wanted))
 
     def _finish(self, wait: _Wait, answer: Sequence[bytes]) -> None:
         self._forget(wait)
@@ -316,40 +307,41 @@ class StoreServer:
             if others:
                 self._waiting[key] = others
 
-    def _check(self, _peer: _Peer, *keys: bytes) -> list[bytes]:
-        return [b"ok", b"1" if all(key in self._values for key in keys) else b"0"]
+    def _set(self, *pairs: bytes) -> list[bytes]:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            self._put(key, value)
+        return [b"ok"]
 
-    def _add(self, _peer: _Peer, key: bytes, amount: bytes) -> list[bytes]:
+    def _check(self, *keys: bytes) -> list[bytes]:
+        return [b"ok", b"%d" % (self._values.keys() >= set(keys))]
+
+    def _add(self, key: bytes, amount: bytes) -> list[bytes]:
         value = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
         self._put(key, value)
         return [b"ok", value]
 
-    def _compare_set(
-        self, _peer: _Peer, key: bytes, expected: bytes, desired: bytes
-    ) -> list[bytes]:
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> list[bytes]:
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
         return [b"ok", self._values.get(key, expected)]
 
-    def _append(self, _peer: _Peer, key: bytes, value: bytes) -> list[bytes]:
+    def _append(self, key: bytes, value: bytes) -> list[bytes]:
         self._put(key, self._values.get(key, b"") + value)
         return [b"ok"]
 
-    def _delete(self, _peer: _Peer, key: bytes) -> list[bytes]:
-        return [b"ok", b"1" if self._values.pop(key, None) is not None else b"0"]
+    def _delete(self, key: bytes) -> list[bytes]:
+        return [b"ok", b"%d" % (self._values.pop(key, None) is not None)]
 
-    def _delete_all(self, _peer: _Peer, beginning: bytes) -> list[bytes]:
-        for key in [key for key in self._values if key.startswith(beginning)]:
-            del self._values[key]
+    def _delete_all(self, beginning: bytes) -> list[bytes]:
+        kept = {key: value for key, value in self._values.items() if not key.startswith(beginning)}
+        self._values = kept
         return [b"ok"]
 
-    def _count(self, _peer: _Peer) -> list[bytes]:
+    def _count(self) -> list[bytes]:
         return [b"ok", b"%d" % len(self._values)]
 
-    _operations: ClassVar[dict[bytes, Callable[..., list[bytes] | None]]] = {
+    _operations: ClassVar[dict[bytes, Callable[..., list[bytes]]]] = {
         b"set": _set,
-        b"get": _get,
-        b"wait": _wait,
         b"check": _check,
         b"add": _add,
         b"compare_set": _compare_set,

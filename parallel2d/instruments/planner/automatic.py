@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.config.serialization import from_yaml, to_yaml
+from parallel2d.base.config.composition import from_yaml, to_yaml
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.planner.layout_search import (
     RankedLayout,
