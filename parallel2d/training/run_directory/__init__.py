@@ -8,10 +8,10 @@ from parallel2d.training.run_directory.end import (
     summarize,
 )
 from parallel2d.training.run_directory.segments import Segment, changes_since, read_segments
-from parallel2d.training.run_directory.start import AcceptedStart, accept_start, discard_pending
+from parallel2d.training.run_directory.start import RunClaim, accept_start, discard_pending
 
 __all__ = [
-    "AcceptedStart",
+    "RunClaim",
     "Segment",
     "accept_start",
     "changes_since",

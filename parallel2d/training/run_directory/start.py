@@ -44,12 +44,16 @@ class RunTakenOver(RuntimeError):  # noqa: N818  (named after what happened; it 
 
 
 class RunClaim:
-    """Rank 0's mark in the run directory, from the start of a run to its end."""
+    """Rank 0's mark in the run directory, from the start of a run to its end; nothing before
+    `take`, nor on other ranks."""
 
     def __init__(self, run_dir: str) -> None:
-        """Takes the directory, from whoever has it. Raises OSError when it cannot be written."""
         self._path = os.path.join(run_dir, _OWNER)
         self._token = os.urandom(8).hex()
+        self._seen: tuple[int, int] | None = None
+
+    def take(self) -> None:
+        """Takes the directory, from whoever has it. Raises OSError when it cannot be written."""
         mark = {
             "token": self._token,
             "host": socket.gethostname(),
@@ -62,6 +66,8 @@ class RunClaim:
     def check(self) -> None:
         """Raises `RunTakenOver` naming who took the directory. Reads the file only when its inode
         or its modification time has changed."""
+        if self._seen is None:
+            return
         try:
             if _identity(self._path) == self._seen:
                 return
@@ -88,18 +94,19 @@ def _identity(path: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AcceptedStart:
-    """``changes``: lines about what the start before had otherwise; ``begun_before_s``: when that
+    """``changes``: lines about what differs from the start before; ``begun_before_s``: when that
     start of this run began, as of `time.time`; 0 without one."""
 
     segment: Segment
     changes: tuple[str, ...]
-    claim: RunClaim
     begun_before_s: float
 
 
-def accept_start(job: Job, layout: dict[str, Any], finished_steps: int) -> AcceptedStart:
-    """Makes the records of ``job``'s directory those of this start. On rank 0 alone, before it
-    writes anything else there. Raises OSError.
+def accept_start(
+    job: Job, layout: dict[str, Any], finished_steps: int, claim: RunClaim
+) -> AcceptedStart:
+    """Makes the records of ``job``'s directory those of this start, which takes ``claim``. On rank
+    0 alone, before it writes anything else there. Raises OSError.
 
     ``layout``: the facts that programs read; ``finished_steps``: 0, or those of what is resumed.
     """
@@ -122,7 +129,7 @@ def accept_start(job: Job, layout: dict[str, Any], finished_steps: int) -> Accep
         },
     )
     # What may fail is done: from here on this start owns the directory.
-    claim = RunClaim(run_dir)
+    claim.take()
     append(run_dir, segment)
     files.replace(os.path.join(run_dir, "layout.json"), json.dumps(layout, indent=1))
     with contextlib.suppress(FileNotFoundError):
@@ -134,7 +141,7 @@ def accept_start(job: Job, layout: dict[str, Any], finished_steps: int) -> Accep
     words = shlex.join(segment.command)
     log.info("%s %d, at step %d: %s", what, segment.number, segment.first_step, words)
     begun_before_s = earlier[-1].begun_s if earlier else 0.0
-    return AcceptedStart(segment, tuple(changes), claim, begun_before_s)
+    return AcceptedStart(segment, tuple(changes), begun_before_s)
 
 
 def _is_certified(job: Job, layout: dict[str, Any], earlier: list[Segment]) -> bool:
