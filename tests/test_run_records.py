@@ -124,7 +124,7 @@ def test_a_run_ends_with_a_summary(tmp_path):
     assert "loss        4.0000 at the end, best 3.0000 at step 2" in told
     assert "validation  3.7500 at the end, best 3.5000 at step 2" in told
     assert f"train.steps=6 hydra.run.dir={tmp_path}" in told
-    assert f"parallel2d.instruments.report {tmp_path}" in told
+    assert f"parallel2d.report {tmp_path}" in told
     assert checkpoint in told
     assert read_objective(str(tmp_path)) == 3.75
     told = summarize(job, stopped=False, checkpoint=checkpoint, best="b/step-2", reason="no better")

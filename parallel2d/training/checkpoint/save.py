@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -247,22 +247,20 @@ class Staging:
         planned = list(plan_all(tensors, of_replica, mesh))
         planned += [(name, Region.whole(tensor.shape), tensor) for name, tensor in own.items()]
         parts = []
+        is_on_gpu = False
         for name, region, values in planned:
-            buffer = self._buffer(name, values)
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (values.shape, values.dtype):
+                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                self._buffers[name] = buffer
             buffer.copy_(values, non_blocking=values.is_cuda)
+            is_on_gpu |= values.is_cuda
             parts.append((name, tuple(whole[name].shape), region, buffer))
         # Copies into page-locked memory run beside this thread, and training would change what is
         # being copied.
-        if any(values.is_cuda for _, _, values in planned):
+        if is_on_gpu:
             torch.cuda.synchronize()
         return Snapshot(manifest, parts)
-
-    def _buffer(self, name: str, values: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._buffers[name] = buffer
-        return buffer
 
 
 def write_checkpoint(
@@ -298,7 +296,8 @@ def write_checkpoint(
 @exchange.sendable
 @dataclass(frozen=True)
 class _Answer:
-    file: tuple[str, StoredFile] | None
+    name: str  # of this rank's file
+    file: StoredFile | None  # where it has a value to write
     parts: Sequence[tuple[str, str, tuple[int, ...], Region]]  # name, dtype, whole shape, region
     error: str | None
 
@@ -311,13 +310,13 @@ def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Ans
         parts.append((tensor, DTYPE_NAMES[values.dtype], shape, region))
         if values.numel():
             stored.append((chunk_key(tensor, shape, region), values))
-    if not stored:
-        return _Answer(None, parts, None)
+    file = None
     try:
-        file = store.write(place, name, encode(stored, {"format": "pt"}))
-        return _Answer((name, file), parts, None)
+        if stored:
+            file = store.write(place, name, encode(stored, {"format": "pt"}))
+        return _Answer(name, file, parts, None)
     except Exception as fault:  # whatever the storage raises: training goes on
-        return _Answer(None, (), f"rank {rank}: {describe_error(fault)}")
+        return _Answer(name, None, (), f"rank {rank}: {describe_error(fault)}")
 
 
 def _publish(
@@ -328,7 +327,7 @@ def _publish(
         if errors:
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)
-        manifest.files = dict(answer.file for answer in answers if answer.file)
+        manifest.files = {answer.name: answer.file for answer in answers if answer.file}
         manifest.tensors = _stored_tensors(answers)
         content = manifest.encode()
         # A save that could not be loaded again is a failed save.
@@ -341,12 +340,13 @@ def _publish(
 
 
 def _stored_tensors(answers: Sequence[_Answer]) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
+    described: dict[str, tuple[str, tuple[int, ...]]] = {}
     chunks: dict[str, list[Chunk]] = {}
     for answer in answers:
         for name, dtype, shape, region in answer.parts:
-            found.setdefault(name, StoredTensor(dtype, shape, ()))
+            described.setdefault(name, (dtype, shape))
+            listed = chunks.setdefault(name, [])
             # The manifest records that a tensor without elements was there.
-            if answer.file is not None and region.numel:
-                chunks.setdefault(name, []).append(Chunk(answer.file[0], region))
-    return {name: replace(each, chunks=tuple(chunks.get(name, ()))) for name, each in found.items()}
+            if region.numel:
+                listed.append(Chunk(answer.name, region))
+    return {name: StoredTensor(*described[name], tuple(each)) for name, each in chunks.items()}

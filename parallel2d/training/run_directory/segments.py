@@ -3,6 +3,7 @@ its number (`read_segments`), and what a start changed (`changes_since`)."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -37,6 +38,17 @@ class Segment:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+# What a line of any origin must hold
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "restarted": bool,
+    "certified": bool,
+    "command": (list, tuple),
+    "config": dict,
+    "layout": dict,
+    "versions": dict,
+}
+
+
 def read_segments(run_dir: str) -> list[Segment]:
     """In the order in which they began; none where there is no file, as in older runs. A line that
     is no segment, such as one that a kill has cut, is passed over. Raises OSError."""
@@ -49,10 +61,20 @@ def read_segments(run_dir: str) -> list[Segment]:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
             raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 20} MiB", file.name)
         while len(found) < _MOST_SEGMENTS and (line := file.readline(_LONGEST_LINE)):
-            segment = _segment(line)
-            if segment is not None:
-                found.append(segment)
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                found.append(_segment(files.parse(line)))
     return found
+
+
+def _segment(value: Any) -> Segment:
+    """Raises ValueError, TypeError or KeyError for JSON that is none."""
+    known = {item.name for item in dataclasses.fields(Segment)}
+    segment = Segment(**{name: value[name] for name in known & set(value)})
+    are_counts = files.is_count(segment.number) and files.is_count(segment.first_step)
+    are_kinds = all(isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items())
+    if not are_counts or not are_kinds or not files.is_number(segment.begun_s):
+        raise ValueError("no segment")
+    return dataclasses.replace(segment, command=tuple(map(str, segment.command)))
 
 
 def append(run_dir: str, segment: Segment) -> None:
@@ -67,28 +89,6 @@ def append(run_dir: str, segment: Segment) -> None:
         file.write(line)
 
 
-def _segment(line: bytes) -> Segment | None:
-    try:
-        value = files.parse(line)
-        known = {item.name for item in dataclasses.fields(Segment)}
-        segment = Segment(**{name: value[name] for name in known & set(value)})
-    except (ValueError, TypeError, KeyError):
-        return None
-    whole = files.is_count(segment.number) and files.is_count(segment.first_step)
-    parts = (segment.config, segment.layout, segment.versions)
-    if not whole or not all(isinstance(part, dict) for part in parts):
-        return None
-    words = segment.command if isinstance(segment.command, list) else ()
-    begun_s = segment.begun_s if files.is_number(segment.begun_s) else 0.0
-    return dataclasses.replace(
-        segment,
-        command=tuple(map(str, words)),
-        restarted=segment.restarted is True,
-        certified=segment.certified is True,
-        begun_s=begun_s,
-    )
-
-
 def changes_since(before: Segment, now: Segment) -> list[str]:
     """``optimizer.lr: 0.0003 -> 0.0001``: settings, then the mesh and the versions."""
     old, new = _facts(before), _facts(now)
@@ -97,6 +97,7 @@ def changes_since(before: Segment, now: Segment) -> list[str]:
 
 
 def _facts(segment: Segment) -> dict[str, Any]:
+    """Settings by their full key, sizes of the mesh, and versions."""
     facts = dict(_flat(segment.config))
     facts.pop("launch.host_id", None)  # machines have names of their own
     sizes = segment.layout.get("mesh")
@@ -115,7 +116,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    """As it stands on a command line, shortened."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

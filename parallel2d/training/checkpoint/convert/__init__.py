@@ -35,6 +35,7 @@ from parallel2d.training.checkpoint.convert.own_formats import (
 )
 from parallel2d.training.checkpoint.convert.torch_file import read_torch, write_torch
 from parallel2d.training.checkpoint.manifest import MANIFEST
+from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import find_checkpoint
 
 __all__ = ["Source", "convert", "guess_format", "llama_arguments", "open_source"]
@@ -140,15 +141,16 @@ def _chosen(
 ) -> Source:
     """What is written of ``source``: the widest dtypes first, weights converted to ``dtype``; and
     without optimizer state, the facts about the weights alone."""
-    tensors = {}
-    for name, (stored, shape) in source.tensors.items():
-        is_weight = name.startswith("model/")
-        if is_weight and dtype is not None and DTYPES[stored].is_floating_point:
-            stored = dtype
-        if is_weight or optimizer:
-            tensors[name] = stored, shape
-    if not any(name.startswith("model/") for name in tensors):
+    weights = names_under(["model"], source.tensors)
+    if not weights:
         raise ConfigError("the source holds no weights")
+    tensors = dict(source.tensors)
+    if not optimizer:
+        tensors = {name: tensors[name] for name in weights}
+    for name in weights:
+        stored, shape = tensors[name]
+        if dtype is not None and DTYPES[stored].is_floating_point:
+            tensors[name] = dtype, shape
 
     def read(name: str) -> Tensor:
         values = source.read(name)

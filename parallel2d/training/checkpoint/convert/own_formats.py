@@ -31,7 +31,10 @@ from parallel2d.training.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredTensor,
+    check_optimizer_facts,
+    require,
 )
+from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import LocalStore
 
 # What files of other formats keep beside the tensors, as JSON.
@@ -76,12 +79,20 @@ def facts_in(text: Any, what: str) -> dict[str, Any]:
         return {}
     content = parse_json(text.encode(), f"{what}: metadata")
     facts = {key: content[key] for key in _FACTS if key in content}
-    for key, value in facts.items():
-        if type(value) is not _FACTS[key] or (key == "step" and not is_count(value)):
-            raise DamagedCheckpointError(f"{what}: {key} is no {_FACTS[key].__name__}")
-    if not all(isinstance(name, str) for name in facts.get("tied", {}).values()):
-        raise DamagedCheckpointError(f"{what}: tied is no mapping of names")
+    try:
+        require(_check_kinds(facts))
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{what}: {error}") from None
     return facts
+
+
+def _check_kinds(facts: Mapping[str, Any]) -> Iterator[tuple[object, str]]:
+    for key, value in facts.items():
+        yield type(value) is _FACTS[key], f"{key} is no {_FACTS[key].__name__}"
+    yield is_count(facts.get("step", 0)), "step is no whole number"
+    has_names = all(isinstance(name, str) for name in facts.get("tied", {}).values())
+    yield has_names, "tied is no mapping of names"
+    yield from check_optimizer_facts(facts.get("optimizer", {}))
 
 
 def read_ours(path: str) -> Source:
@@ -90,9 +101,8 @@ def read_ours(path: str) -> Source:
     checkpoint = Checkpoint.open(path, mapped=False)
     checkpoint.verify()
     described = {}
-    for name, tensor in checkpoint.tensors.items():
-        if name.startswith(("model/", "optimizer/")):
-            described[name] = tensor.dtype, tensor.shape
+    for name in names_under(["model", "optimizer"], checkpoint.tensors):
+        described[name] = checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape
     facts = {key: getattr(checkpoint.manifest, key) for key in _FACTS}
     return Source("parallel2d", described, checkpoint.read, **facts)
 

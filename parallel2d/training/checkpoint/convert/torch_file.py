@@ -232,7 +232,7 @@ def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) ->
     for group in optimizer.get("groups", []):
         first = len(names)
         names += group["parameters"]
-        groups.append({**group["settings"], "params": list(range(first, len(names)))})
+        groups.append({**group.get("settings", {}), "params": list(range(first, len(names)))})
     for name, plain in optimizer.get("scalars", {}).items():
         state.setdefault(name, {}).update(plain)
     by_number = {number: state[name] for number, name in enumerate(names) if name in state}
