@@ -232,7 +232,7 @@ def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster
     lives = cluster.run("AABB", until=6, fault=memory_runs.full_on_the_second_copy)
     assert [life["on"] for life in lives] == [False] * 4
     assert lives[0]["losses"] == undisturbed[0]["losses"]
-    warnings = [line for life in lives for line in life["log"] if "memory net off" in line]
+    warnings = [line for life in lives for line in life["log"] if "memory copies off" in line]
     assert len(warnings) == 1
     assert "No space left on device" in warnings[0]
     assert cluster.copies("A") == cluster.copies("B") == []
@@ -324,7 +324,7 @@ def test_auto_is_on_where_workers_are_restarted(cluster):
     assert said(cluster.run("AABB", until=1, every="auto"), "TORCHELASTIC_MAX_RESTARTS is 0")
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
-    assert said(answers, "memory net on: a copy every 10 steps")
+    assert said(answers, "memory copies on: one every 10 steps")
 
 
 def _auto(run_dir, node, mesh):

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
-    """Copies of a run's state that are kept elsewhere than in its store. `MemoryNet`, in the nodes'
+    """Copies of a run's state that are kept elsewhere than in its store. `MemoryCopies`, in the nodes'
     shared memory, says what each method does.
 
     Collective, `is_due` excepted, which says the same on every rank. None but `open` raises for a

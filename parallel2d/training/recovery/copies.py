@@ -1,5 +1,5 @@
-"""`MemoryNet`: decides when copies are made, how ranks agree on them and which one is found again.
-See [Note: memory net].
+"""`MemoryCopies`: decides when copies are made, how ranks agree on them and which one is found again.
+See [Note: memory copies].
 
 All ranks make the same calls. A fault that is reported to all ranks turns the copies off, with one
 warning, and frees the memory. When a rank no longer answers, everything is left as it is, since
@@ -48,7 +48,7 @@ class _Outcome:
     heard: bool = True
 
 
-class MemoryNet:
+class MemoryCopies:
     """Copies of one run's state in shared memory. Collective: every rank makes one and calls its
     methods at the same points.
 
@@ -156,7 +156,7 @@ class MemoryNet:
         if rank == 0:
             assert self.place is not None
             log.info(
-                "memory net on: a copy every %d steps in %s, %d nodes",
+                "memory copies on: one every %d steps in %s, %d nodes",
                 self.every,
                 self.place.root,
                 max(self.nodes.of) + 1,
@@ -372,7 +372,7 @@ class MemoryNet:
                 return False
         if self.answers.rank == 0:
             log.info(
-                "memory net: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20
+                "memory copies: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20
             )
         return True
 
@@ -413,7 +413,7 @@ class MemoryNet:
         self.on = False
         if self.answers.rank == 0:
             log.warning(
-                "memory net off: %s. Training goes on; a lost worker costs the steps since the "
+                "memory copies off: %s. Training goes on; a lost worker costs the steps since the "
                 "last checkpoint",
                 why,
             )
