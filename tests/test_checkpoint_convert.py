@@ -24,7 +24,7 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.checkpoint import main
 from parallel2d.training.checkpoint import Checkpoint, Checkpointer
-from parallel2d.training.checkpoint.convert import torch_file
+from parallel2d.training.checkpoint.convert import formats
 
 ARGUMENTS = {**LLAMA, "norm_eps": 1e-5, "rope_theta": 500000.0}
 TRANSFORMERS = pytest.mark.extras("transformers")
@@ -339,8 +339,8 @@ HARMFUL = {
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_a_torch_file_with_is_one_message_within_bounds(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr(torch_file, "MOST_SECONDS", 1)
-    monkeypatch.setattr(torch_file, "MOST_BYTES", 2**26)
+    monkeypatch.setattr(formats, "MOST_SECONDS", 1)
+    monkeypatch.setattr(formats, "MOST_BYTES", 2**26)
     data, says = HARMFUL[name]
     pickled(tmp_path / "w.pt", data)
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")

@@ -21,7 +21,7 @@ from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.manifest import content_digest
 from parallel2d.training.recovery import place
 from parallel2d.training.recovery.buffer import RECORD, find_copies
-from parallel2d.training.recovery.lineage import Lineage
+from parallel2d.training.recovery.search import Lineage
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
 

@@ -259,26 +259,23 @@ class Checkpointer:
         if self.copies is not None and self.copies.is_due(step) and not (last or preempted):
             self.copies.save(*self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
-        config = self.config
         if due is None and self._votes is not None:
             due = bool(self._votes.broadcast(self.time_is_up()))
-        is_due = any(
-            (
-                last or preempted or wanted,
-                due,
-                config.every > 0 and step % config.every == 0,
-                config.on_first_step and self._first_call,
-            )
-        )
+        is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
         self._first_call = False
-        if config.enabled and is_due:
+        if self.config.enabled and is_due:
             # One save at a time: all use the same staging buffers.
             self.collect()
             if step not in self._known_good:
-                self._start(step, state, wait=preempted or not config.asynchronous)
+                self._start(step, state, wait=preempted or not self.config.asynchronous)
             self.blocked_s = time.perf_counter() - begin
         elif preempted:
             self.collect()
+
+    def _is_of_interval(self, step: int) -> bool:
+        if self._first_call and self.config.on_first_step:
+            return True
+        return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
         """Whether ``every_minutes`` have passed on this rank's clock."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from parallel2d.training.checkpoint.state import (
     load_model,
     load_optimizer,
     load_replica_state,
+    names_under,
     restore_rng,
     stored_settings,
 )
@@ -41,8 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
-    """Copies of a run's state that are kept elsewhere than in its store. `MemoryCopies`, in the nodes'
-    shared memory, says what each method does.
+    """Copies of a run's state that are kept elsewhere than in its store. `MemoryCopies`, in the
+    nodes' shared memory, says what each method does.
 
     Collective, `is_due` excepted, which says the same on every rank. None but `open` raises for a
     fault of the place where copies are kept.
@@ -94,20 +96,17 @@ class Resume:
         # Started anew by hand, copies count only where the newest state of this run is asked for.
         if self.copies is not None and (restarted or resume == "auto"):
             copies = self.copies.steps()
-        state = self._newest(own, copies, "all") if restarted else None
-        if state is not None:
-            return state
+        if restarted:
+            state = self._newest(own, copies, "all")
+            if state is not None:
+                return state
+            # Here the run has no checkpoint of its own, and none of its copies is sound.
+            copies = []
+        if resume == "auto":
+            return self._newest(own, copies, self.config.load)
         if resume == "never":
             self._left = own, "checkpoint.resume=never"
             return None
-        if resume == "auto":
-            # After a restart, what there was could not be loaded.
-            return None if restarted else self._newest(own, copies, self.config.load)
-        return self._from_path(resume, own, copies, restarted)
-
-    def _from_path(
-        self, resume: str, own: list[int], copies: list[int], restarted: bool
-    ) -> dict[str, Any] | None:
         step = self._own_step(resume)
         if step is not None:
             state = self._load_path(self.store.path_of(step), step)
@@ -119,7 +118,7 @@ class Resume:
             "this run has checkpoints of its own and goes on there, not at "
             f"checkpoint.resume={resume}"
         )
-        return None if restarted else self._newest(own, copies, "all")
+        return self._newest(own, copies, "all")
 
     def set_aside(self) -> None:
         """Moves checkpoints aside that the run does not go on from: later ones than the chosen
@@ -136,25 +135,18 @@ class Resume:
 
     def _own_steps(self) -> list[int]:
         def read() -> list[int]:
-            try:
+            with _as_config_error(f"{self.store.root} cannot be read"):
                 return self.store.steps()
-            except Exception as fault:
-                reason = describe_error(fault)
-                raise ConfigError(f"{self.store.root} cannot be read: {reason}") from None
 
         own: list[int] = self.group.on_first(read)
         return own
 
     def _move_aside(self, steps: Sequence[int], why: str) -> None:
         def move() -> None:
-            try:
+            with _as_config_error(f"{why}: a checkpoint could not be moved aside"):
                 for step in steps:
                     name = self.store.move_aside(step)
                     log.warning("%s: %s is now %s", why, step_name(step), name)
-            except Exception as fault:
-                raise ConfigError(
-                    f"{why}: a checkpoint could not be moved aside: {describe_error(fault)}"
-                ) from None
 
         if steps:
             self.group.on_first(move)
@@ -257,8 +249,7 @@ class Resume:
         masters_were_loaded(self.model)
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
-            has_generators = any(name.startswith("rng/") for name in checkpoint.tensors)
-            if has_generators and not same_ranks:
+            if names_under(["rng"], checkpoint.tensors) and not same_ranks:
                 self._say(
                     f"{label} was written by {manifest.world_size} ranks, here are "
                     f"{self.group.size}: the ranks' random generators start afresh"
@@ -268,7 +259,8 @@ class Resume:
                 f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
-        self._say(f"loaded {label} ({'all' if load == 'all' else 'weights only'})")
+        what = "all" if load == "all" else "weights only"
+        self._say(f"loaded {label} ({what})")
         return dict(manifest.state) | {"step": manifest.step}
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
@@ -276,13 +268,20 @@ class Resume:
             log.log(level, "%s", text)
 
 
+@contextmanager
+def _as_config_error(what: str) -> Iterator[None]:
+    """Makes one `ConfigError` of whatever a storage raises."""
+    try:
+        yield
+    except Exception as fault:
+        raise ConfigError(f"{what}: {describe_error(fault)}") from None
+
+
 def _find(path: str) -> str:
     """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
     ``checkpoints`` folder. Raises `ConfigError`."""
-    try:
+    with _as_config_error(f"checkpoint.resume={path}"):
         found = find_checkpoint(path)
-    except Exception as fault:
-        raise ConfigError(f"checkpoint.resume={path}: {describe_error(fault)}") from None
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(
             f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"

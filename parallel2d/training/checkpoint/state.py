@@ -302,10 +302,15 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
         if parameter.residual is not None:
             stored = [f"{each}/residual/{name}" for each in residuals]
             _fill_with_mean(parameter.residual, stored, checkpoint)
+    if torch.distributed.get_rank() == 0:
+        _report_lost(outer, checkpoint)
+
+
+def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
     saved = checkpoint.manifest.mesh.get("replicate", 1)
     continued = _replicas_in(checkpoint.tensors)[: outer.replicas]
     lost = sorted(set(range(saved)) - set(continued))
-    if lost and torch.distributed.get_rank() == 0:
+    if lost:
         since = max(outer.steps - fragment.sent_after for fragment in outer.fragments)
         log.warning(
             "the replicas %s of the checkpoint are not continued: up to %d steps of each since "

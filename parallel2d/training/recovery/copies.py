@@ -1,5 +1,5 @@
-"""`MemoryCopies`: decides when copies are made, how ranks agree on them and which one is found again.
-See [Note: memory copies].
+"""`MemoryCopies`: decides when copies are made, how ranks agree on them and which one is found
+again. See [Note: memory copies].
 
 All ranks make the same calls. A fault that is reported to all ranks turns the copies off, with one
 warning, and frees the memory. When a rank no longer answers, everything is left as it is, since
@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base import exchange
 from parallel2d.base.files.tensor_file import DTYPE_NAMES
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.weights.geometry import local_region
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group, plan_all, plan_of_replica
 from parallel2d.training.checkpoint.storage import describe_error
-from parallel2d.training.recovery.buffer import Buffer, Part, folders_in, pack, slots, unpack
-from parallel2d.training.recovery.lineage import Lineage
+from parallel2d.training.recovery.buffer import Buffer, Part, folders_in, slots
 from parallel2d.training.recovery.place import Place, open_place, remove, remove_place, room, used
-from parallel2d.training.recovery.search import Nodes, Search
+from parallel2d.training.recovery.search import Lineage, Nodes, Search
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class MemoryCopies:
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, answers: Group) -> None:
         self.every, self.run_dir, self.mesh, self.answers = every, run_dir, mesh, answers
+        self._replicas = 1 if mesh is None else mesh_shape(mesh).replicate
         # The thread that finishes a copy communicates while the loop and a save to disk do.
         self._group = Group(dist.new_group(backend="gloo") if answers.group is not None else None)
         self.on = True
@@ -140,9 +141,19 @@ class MemoryCopies:
             return
         self._incarnation = self.answers.broadcast(os.urandom(8).hex())
         own = os.path.join(self.folder, self._incarnation)
-        error = self._write_start(self._incarnation, base)
+        error = None
+        if self.answers.rank == 0:
+            try:
+                self._lineage.followed_by(self._incarnation, base).write(self.run_dir)
+            except OSError as fault:
+                reason = describe_error(fault)
+                error = f"its record in the run directory cannot be written: {reason}"
+        error = self.answers.broadcast(error)
         if error is None:
-            error = self._clear(own)
+            try:
+                self._clear(own)
+            except OSError as fault:
+                error = _on_this_host(fault)
         # Nobody writes before every node has been cleared.
         if errors := [answer for answer in self.answers.all_gather(error) if answer]:
             self._turn_off(errors[0])
@@ -162,43 +173,25 @@ class MemoryCopies:
                 max(self.nodes.of) + 1,
             )
 
-    def _write_start(self, incarnation: str, base: int) -> str | None:
-        """Names this start in the run directory; returns an error, alike on all ranks."""
-        error = None
-        if self.answers.rank == 0:
-            try:
-                self._lineage.followed_by(incarnation, base).write(self.run_dir)
-            except OSError as fault:
-                reason = describe_error(fault)
-                error = f"its record in the run directory cannot be written: {reason}"
-        return self.answers.broadcast(error)
-
-    def _clear(self, own: str) -> str | None:
-        """Removes what other starts left on this node, and makes the folder ``own``; returns an
-        error of this rank."""
-        try:
-            self._old = []
-            if self._search is not None and self._loaded is not None:
-                self._old = self._search.kept(self._loaded)
-            if self.nodes.is_first:
-                self._drop_all_but(self._old)
-                os.makedirs(own, mode=0o700)
-        except OSError as fault:
-            return _on_this_host(fault)
-        return None
-
-    def _drop_all_but(self, kept: list[str]) -> None:
+    def _clear(self, own: str) -> None:
+        """Removes what other starts left on this node, and makes the folder ``own``. Raises
+        OSError."""
         assert self.place is not None
+        self._old = []
+        if self._search is not None and self._loaded is not None:
+            self._old = self._search.kept(self._loaded)
+        if not self.nodes.is_first:
+            return
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        doomed = [slot for slot in slots(self.folder) if slot not in kept]
+        doomed = set(slots(self.folder)) - set(self._old)
         # Of this run, those folders of earlier starts in which nothing is kept.
-        for incarnation in folders_in(self.folder):
-            if not any(slot.startswith(incarnation + os.sep) for slot in kept):
-                doomed.append(incarnation)
+        kept_starts = {os.path.dirname(os.path.dirname(slot)) for slot in self._old}
+        doomed |= set(folders_in(self.folder)) - kept_starts
         if self.place.own:  # no other run can be using it
-            doomed += [run for run in folders_in(self.place.root) if run != self.folder]
+            doomed |= set(folders_in(self.place.root)) - {self.folder}
         for path in doomed:
             remove(path)
+        os.makedirs(own, mode=0o700)
 
     # In the loop
 
@@ -310,10 +303,10 @@ class MemoryCopies:
     ) -> tuple[list[Part], list[Part]]:
         """What this rank gives to the next replica and what it keeps for the one before, of tensors
         that are split over the replicas: a node that is lost takes its part of them with it."""
-        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
+        if self.mesh is None or self._replicas == 1:
             return [], []
         replica = self.mesh.get_local_rank("replicate")
-        before = (replica - 1) % mesh_shape(self.mesh).replicate
+        before = (replica - 1) % self._replicas
         received: list[Part] = []
         for name, held, region, tensor in plan_of_replica(
             tensors.items(), self.mesh, nodes, before
@@ -330,10 +323,31 @@ class MemoryCopies:
     ) -> None:
         """Gives ``sent`` to the same rank of the next replica and takes ``received`` from that of
         the one before, between the buffers. Collective over a ring of ranks."""
-        following, before = self._neighbours()
         # A rank whose buffer could not be filled takes part with nothing of use.
         outgoing = [part.values if failed else buffer.view(part) for part in sent]
         incoming = [part.values if failed else buffer.view(part) for part in received]
+        self._pass_on(outgoing, incoming)
+
+    def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The random generators of the same rank of the replica before this one, which gives its
+        own to the next; none where they take more than `_RNG_BYTES`. Collective as
+        `_exchange_partitions`."""
+        if self._replicas == 1:
+            return {}
+        sent = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+        received = torch.zeros_like(sent)
+        data = bytearray(exchange.encode(dict(rng)).encode())
+        if len(data) <= _RNG_BYTES:
+            sent[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        self._pass_on([sent], [received])
+        text = received.numpy().tobytes().rstrip(b"\0")
+        found: dict[str, Tensor] = exchange.decode(text or b"{}")
+        return found
+
+    def _pass_on(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Sends to the next replica what it receives as ``incoming``, and receives from the one
+        before."""
+        following, before = self._neighbours()
         group = self._group.group
         # Nobody waits for its send before it receives: in a ring of ranks all would wait.
         works = [dist.isend(tensor.contiguous(), following, group=group) for tensor in outgoing]
@@ -375,14 +389,6 @@ class MemoryCopies:
                 "memory copies: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20
             )
         return True
-
-    def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The random generators of the same rank of the replica before this one, which gets this
-        rank's."""
-        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
-            return {}
-        following, before = self._neighbours()
-        return exchange_tensors(rng, following, before, self._group)
 
     def wait(self) -> None:
         """Returns when the last copy is complete on all nodes, or has failed, and applies its
@@ -430,19 +436,3 @@ class MemoryCopies:
 
 def _on_this_host(fault: BaseException) -> str:
     return f"{socket.gethostname()}: {describe_error(fault)}"
-
-
-def exchange_tensors(
-    tensors: Mapping[str, Tensor], to: int, source: int, group: Group
-) -> dict[str, Tensor]:
-    """Gives small CPU tensors to rank ``to`` and returns those of rank ``source``, at most 64 KiB
-    with their names; nothing when there are more. Collective over a ring of ranks."""
-    sent = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
-    received = torch.zeros_like(sent)
-    if len(data := pack(tensors)) <= _RNG_BYTES:
-        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    work = dist.isend(sent, to, group=group.group)
-    dist.recv(received, source, group=group.group)
-    assert work is not None
-    work.wait()
-    return unpack(received.numpy().tobytes())

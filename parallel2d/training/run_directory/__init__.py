@@ -7,8 +7,14 @@ from parallel2d.training.run_directory.end import (
     read_objective,
     summarize,
 )
-from parallel2d.training.run_directory.segments import Segment, changes_since, read_segments
-from parallel2d.training.run_directory.start import RunClaim, accept_start, discard_pending
+from parallel2d.training.run_directory.start import (
+    RunClaim,
+    Segment,
+    accept_start,
+    changes_since,
+    discard_pending,
+    read_segments,
+)
 
 __all__ = [
     "RunClaim",

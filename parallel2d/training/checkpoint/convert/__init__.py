@@ -20,20 +20,21 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import flush_folder
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPES
+from parallel2d.training.checkpoint.convert.formats import (
+    Source,
+    read_ours,
+    read_safetensors,
+    read_torch,
+    write_ours,
+    write_safetensors,
+    write_torch,
+)
 from parallel2d.training.checkpoint.convert.hugging_face import (
     llama_arguments,
     read_llama,
     write_adapter,
     write_model,
 )
-from parallel2d.training.checkpoint.convert.own_formats import (
-    Source,
-    read_ours,
-    read_safetensors,
-    write_ours,
-    write_safetensors,
-)
-from parallel2d.training.checkpoint.convert.torch_file import read_torch, write_torch
 from parallel2d.training.checkpoint.manifest import MANIFEST
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import find_checkpoint

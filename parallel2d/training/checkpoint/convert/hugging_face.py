@@ -26,7 +26,7 @@ from parallel2d.base.files import is_number, printable, read_json
 from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.models import adapters, huggingface
 from parallel2d.parallel.weights.pretrained import has_weights, read_headers
-from parallel2d.training.checkpoint.convert.own_formats import Source, source_of
+from parallel2d.training.checkpoint.convert.formats import Source, source_of
 
 # Our Llama and the library's. The weights are the same: both rotate the two halves of a head
 # against each other.
@@ -302,12 +302,11 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
     there = {name.removeprefix("model/"): name for name in source.tensors}
     # The checkpoint keeps a tied parameter under its first name, the library under one it chose.
     there |= {name: f"model/{first}" for name, first in source.tied.items()}
-    omitted = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
     expected = model.state_dict()
-    for name in omitted:
+    for name in (*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys):
         expected.pop(name, None)
     found = {name: there[name] for name in expected if name in there}
-    problems = [f"{name} is missing" for name in expected if name not in there]
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found)]
     for name in sorted(source.tensors.keys() - found.values()):
         problems.append(f"{printable(name.removeprefix('model/'))} is unknown")
     for name, stored in found.items():
