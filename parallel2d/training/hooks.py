@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import TrainConfig
@@ -28,6 +27,7 @@ from parallel2d.base.config.reference import load_reference
 from parallel2d.base.errors import ConfigError, HookError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.sync import outer_parameters
+from parallel2d.parallel.weights.named_tensors import reshard
 from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.training.metrics import keys
 
@@ -395,6 +395,4 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)

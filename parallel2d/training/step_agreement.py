@@ -82,7 +82,12 @@ class StepAgreement:
         """The outcome of ``step``, and the tokens of the next global batch, on every rank alike.
         Collective, once gradients are complete; they are ``loss_scale`` times as large. See [Note:
         one agreement per step]."""
-        on_device = torch.cat([self._own_sums(own), self._own_norms()])
+        # This rank's share of the squared norms of the gradient: one, or where replicas train on
+        # their own one for each. The share counts the replicas as copies of each other.
+        squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
+        share = squared_norm_share(self._parameters, dist.get_world_size())
+        squares[self._norm_index] = share * self._norms
+        on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
         wishes = torch.tensor([own.stop_requested, own.save_is_due], dtype=torch.float64)
         # Each rank's report is in a row of its own: the sum over the ranks holds them all.
@@ -139,12 +144,3 @@ class StepAgreement:
         if self._outer is not None and self._outer.squared_change is not None:
             change += self._outer.squared_change
         return torch.cat([of_data, change])
-
-    def _own_norms(self) -> Tensor:
-        """This rank's share of the squared norms of the gradient: one, or where replicas train on
-        their own one for each."""
-        share = squared_norm_share(self._parameters, dist.get_world_size())
-        norms = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
-        # The share counts the replicas as copies of each other.
-        norms[self._norm_index] = share * self._norms
-        return norms

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import ConfigError
@@ -31,8 +30,10 @@ from parallel2d.parallel.sync import (
     updated_parameters,
 )
 from parallel2d.parallel.sync.updates import set_step
+from parallel2d.parallel.weights.named_tensors import reshard
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data import (
+    Batch,
     BatchFeed,
     BatchPlan,
     EndOfData,
@@ -181,12 +182,10 @@ class Trainer:
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
-        more = self.progress.step < self.config.train.steps and self.stopped is None
-        self._upcoming = self._take(feed) if more else None
+        self._upcoming = self._take(feed) if self.has_steps() else None
         if self.chunked_head is not None and self._upcoming is not None:
             micro = self._upcoming.micro_batches[0]
-            ids = () if micro.document_ids is None else (micro.document_ids,)
-            self.chunked_head.compare(micro.targets, micro.inputs, *ids)
+            self.chunked_head.compare(micro.targets, *self._arguments(micro))
         tokens = _valid_tokens(self._upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
@@ -281,14 +280,12 @@ class Trainer:
                 if batch is None:
                     break
                 for micro in batch.micro_batches:
-                    sums[0] += self._loss_of(micro.inputs, micro.targets, micro.document_ids)
+                    sums[0] += self._loss_of(micro)
                 sums[1] += batch.valid_tokens
         finally:
             feed.close()
             self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # without a backward nothing else frees what forward gathered
+        reshard(self.model)  # without a backward nothing else frees what forward gathered
         sums *= self._agreement.counts
         dist.all_reduce(sums)
         return (sums[0] / sums[1].clamp(min=1)).item()
@@ -296,10 +293,8 @@ class Trainer:
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
         """The losses by key. Adds what it takes to ``seconds``."""
         every = self.config.train.validate_every
-        if not self.validation_sets or not every:
-            return None
-        last = self._upcoming is None
-        if step % every and not last:
+        is_due = every and (step % every == 0 or self._upcoming is None)
+        if not is_due or not self.validation_sets:
             return None
         begin = time.perf_counter()
         with outer_parameters(self.model):
@@ -365,14 +360,12 @@ class Trainer:
         self._told_saves = len(published)
 
     def _end(self) -> None:
-        """After the last step of this process. Collective."""
         self._tell_saves()
-        reason = self.stopped
-        if reason is None:
-            reason = "preempted" if self.preempted else "finished"
+        reason = self.stopped or ("preempted" if self.preempted else "finished")
         self.hooks.end(self.progress.step, reason)
-        for warning in self._watched.never_measured() if reason == "finished" else ():
-            self.recorder.say(f"warning: {warning}")
+        if reason == "finished":
+            for warning in self._watched.never_measured():
+                self.recorder.say(f"warning: {warning}")
 
     def _take(self, feed: BatchFeed) -> StepBatch | None:
         try:
@@ -380,14 +373,20 @@ class Trainer:
         except EndOfData:
             return None
 
-    def _loss_of(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+    def _arguments(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What the model is called with."""
+        inputs = batch.inputs
         if self._input_dtype is not None and inputs.is_floating_point():
             inputs = inputs.to(self._input_dtype)
-        arguments = (inputs,) if document_ids is None else (inputs, document_ids)
+        return (inputs,) if batch.document_ids is None else (inputs, batch.document_ids)
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        """Summed over the valid tokens."""
+        arguments = self._arguments(batch)
         if self.chunked_head is not None:
-            return self.chunked_head.loss(targets, *arguments)
+            return self.chunked_head.loss(batch.targets, *arguments)
         loss = self.parts.loss if self.model.training else self.parts.validation_loss
-        return loss(self.model(*arguments), targets)
+        return loss(self.model(*arguments), batch.targets)
 
     def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
@@ -398,7 +397,7 @@ class Trainer:
         for micro in accumulate(
             self.model, batch.micro_batches, self.config.sync.during_accumulation
         ):
-            loss = self._loss_of(micro.inputs, micro.targets, micro.document_ids)
+            loss = self._loss_of(micro)
             (loss * weight).backward()
             summed += loss.detach()
         return summed

@@ -325,13 +325,10 @@ def _decode_chunk(item: Any, shape: tuple[int, ...], files: Mapping[str, StoredF
     if not described or not all(map(is_count, offsets + lengths)):
         raise ValueError("a chunk has impossible offsets or lengths")
     region = Region(tuple(offsets), tuple(lengths))
-    if any(end > size for end, size in zip(_ends(region), shape, strict=True)):
+    ends = map(operator.add, offsets, lengths)
+    if any(end > size for end, size in zip(ends, shape, strict=True)):
         raise ValueError(f"a chunk reaches outside of its shape {list(shape)}")
     return Chunk(file, region)
-
-
-def _ends(region: Region) -> Iterator[int]:
-    return map(operator.add, region.offsets, region.lengths)
 
 
 def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:

@@ -114,7 +114,7 @@ class Resume:
             return state
         if not own:
             return self._load_path(self.group.on_first(lambda: _find(resume)), None)
-        self._say(
+        self.group.say(
             "this run has checkpoints of its own and goes on there, not at "
             f"checkpoint.resume={resume}"
         )
@@ -130,7 +130,7 @@ class Resume:
             try:
                 self._move_aside(self._damaged, "damaged")
             except ConfigError as fault:
-                self._say(str(fault), logging.WARNING)
+                self.group.say(str(fault), logging.WARNING)
         self._move_aside(*self._left)
 
     def _own_steps(self) -> list[int]:
@@ -165,7 +165,7 @@ class Resume:
                     what = f"the copy of {what} in memory"
                 else:
                     damaged[step] = f"{what}: {fault}"
-                self._say(f"passing over {what}: {fault}", logging.WARNING)
+                self.group.say(f"passing over {what}: {fault}", logging.WARNING)
                 continue
             self._damaged = list(damaged)
             self.own_step = None if is_copy else step
@@ -250,22 +250,18 @@ class Resume:
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:
-                self._say(
+                self.group.say(
                     f"{label} was written by {manifest.world_size} ranks, here are "
                     f"{self.group.size}: the ranks' random generators start afresh"
                 )
         if passed_over:
-            self._say(
+            self.group.say(
                 f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
         what = "all" if load == "all" else "weights only"
-        self._say(f"loaded {label} ({what})")
+        self.group.say(f"loaded {label} ({what})")
         return dict(manifest.state) | {"step": manifest.step}
-
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        if self.group.rank == 0:
-            log.log(level, "%s", text)
 
 
 @contextmanager

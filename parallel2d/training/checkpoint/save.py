@@ -64,6 +64,11 @@ class Group:
             return cls(None)
         return cls(dist.new_group(backend="gloo", timeout=_TIMEOUT))
 
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Logs ``text`` once for all ranks."""
+        if self.rank == 0:
+            log.log(level, "%s", text)
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         return value if self.group is None else exchange.broadcast(value, 0, self.group)
@@ -186,8 +191,16 @@ def _plan(
             # One more, so that empty and tiny rectangles are spread over ranks too.
             load[writer] += size // parts + 1
             if holders[writer] == rank:
-                held = region_of(tensor)
-                yield name, held, _equal_part(held, parts, index), tensor
+                held = written = region_of(tensor)
+                if parts > 1:
+                    # As ``torch.chunk`` cuts it along dim 0; the last part may be empty.
+                    rows = held.lengths[0]
+                    size_of_part = -(-rows // parts)  # rounded up
+                    begin = min(index * size_of_part, rows)
+                    offsets = (held.offsets[0] + begin, *held.offsets[1:])
+                    lengths = (min(size_of_part, rows - begin), *held.lengths[1:])
+                    written = Region(offsets, lengths)
+                yield name, held, written, tensor
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
@@ -201,18 +214,6 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
     # Along a split axis the position of this rank, along the others all positions.
     index: dict[str, int | slice] = {**positions, **dict.fromkeys(axes, slice(None))}
     return axes, mesh.mesh[tuple(index.values())].flatten().tolist()
-
-
-def _equal_part(region: Region, parts: int, index: int) -> Region:
-    """Part ``index`` of ``region`` when ``torch.chunk`` cuts it along dim 0; the last may be
-    empty."""
-    if parts == 1:
-        return region
-    rows = region.lengths[0]
-    size = -(-rows // parts)  # rounded up
-    begin = min(index * size, rows)
-    offsets = (region.offsets[0] + begin, *region.offsets[1:])
-    return Region(offsets, (min(size, rows - begin), *region.lengths[1:]))
 
 
 # What is written
@@ -328,7 +329,17 @@ def _publish(
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)
         manifest.files = {answer.name: answer.file for answer in answers if answer.file}
-        manifest.tensors = _stored_tensors(answers)
+        described: dict[str, tuple[str, tuple[int, ...]]] = {}
+        chunks: dict[str, list[Chunk]] = {}
+        for answer in answers:
+            for name, dtype, shape, region in answer.parts:
+                described.setdefault(name, (dtype, shape))
+                listed = chunks.setdefault(name, [])
+                # The manifest records that a tensor without elements was there.
+                if region.numel:
+                    listed.append(Chunk(answer.name, region))
+        for name, listed in chunks.items():
+            manifest.tensors[name] = StoredTensor(*described[name], tuple(listed))
         content = manifest.encode()
         # A save that could not be loaded again is a failed save.
         Manifest.decode(content, "the new manifest")
@@ -337,16 +348,3 @@ def _publish(
     except Exception as fault:  # whatever the storage raises: training goes on
         store.discard(place)
         return describe_error(fault), 0
-
-
-def _stored_tensors(answers: Sequence[_Answer]) -> dict[str, StoredTensor]:
-    described: dict[str, tuple[str, tuple[int, ...]]] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    for answer in answers:
-        for name, dtype, shape, region in answer.parts:
-            described.setdefault(name, (dtype, shape))
-            listed = chunks.setdefault(name, [])
-            # The manifest records that a tensor without elements was there.
-            if region.numel:
-                listed.append(Chunk(answer.name, region))
-    return {name: StoredTensor(*described[name], tuple(each)) for name, each in chunks.items()}

@@ -300,8 +300,14 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name, parameter in outer.parameters.items():
         _fill_if_there(parameter.own, f"{_prefix(outer.replica)}/model/{name}", checkpoint)
         if parameter.residual is not None:
-            stored = [f"{each}/residual/{name}" for each in residuals]
-            _fill_with_mean(parameter.residual, stored, checkpoint)
+            # The mean of what is stored: what replicas did not send counts as much for the shared
+            # parameters as before.
+            total = torch.zeros_like(parameter.residual)
+            for each in residuals:
+                part = torch.zeros_like(total)
+                _fill_if_there(part, f"{each}/residual/{name}", checkpoint)
+                total += part
+            parameter.residual.copy_(total / max(len(residuals), 1))
     if torch.distributed.get_rank() == 0:
         _report_lost(outer, checkpoint)
 
@@ -337,17 +343,6 @@ def _fill_if_there(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
     stored = checkpoint.tensors.get(name)
     if stored is not None and stored.shape == tuple(tensor.shape):
         checkpoint.fill(tensor, name)
-
-
-def _fill_with_mean(tensor: Tensor, names: list[str], checkpoint: Checkpoint) -> None:
-    """Fills ``tensor`` with the mean of what is stored under ``names``: what replicas did not send
-    counts as much for the shared parameters as before."""
-    total = torch.zeros_like(tensor)
-    for name in names:
-        part = torch.zeros_like(tensor)
-        _fill_if_there(part, name, checkpoint)
-        total += part
-    tensor.copy_(total / max(len(names), 1))
 
 
 def rng_tensors(rank: int) -> dict[str, Tensor]:
@@ -388,13 +383,20 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
         return
     try:
         torch.set_rng_state(found["torch"])
-        version, *words = found["python"].tolist()
-        random.setstate((version, tuple(words), _cached(found["python_gauss"])))
+        version, *numbers = found["python"].tolist()
+        random.setstate((version, tuple(numbers), _cached(found["python_gauss"])))
         # A rank without an accelerator has saved none, and NumPy may have another generator.
         if "accelerator" in found and torch.cuda.is_available():
             torch.cuda.set_rng_state(found["accelerator"])
         if "numpy" in found:
-            _restore_numpy(found["numpy"], _cached(found["numpy_gauss"]))
+            key, position = found["numpy"][:-1].numpy(), int(found["numpy"][-1])
+            words = key.astype(numpy.uint32)
+            # NumPy sets what it is given. A word that the cast has changed is none of 32 bits.
+            if len(key) != _TWISTER or (words != key).any() or not 0 <= position <= _TWISTER:
+                raise ValueError("no state of a Mersenne Twister")
+            gauss = _cached(found["numpy_gauss"])
+            state = ("MT19937", words, position, int(gauss is not None), gauss or 0.0)
+            numpy.random.set_state(state)
     except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
         raise DamagedCheckpointError(what) from None
 
@@ -402,12 +404,3 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
 def _cached(gauss: Tensor) -> float | None:
     """The normal number that a generator has drawn and not given out yet."""
     return float(gauss) if gauss.numel() else None
-
-
-def _restore_numpy(state: Tensor, gauss: float | None) -> None:
-    key, position = state[:-1].numpy(), int(state[-1])
-    words = key.astype(numpy.uint32)
-    # NumPy sets what it is given. A word that the cast has changed is none of 32 bits.
-    if len(words) != _TWISTER or (words != key).any() or not 0 <= position <= _TWISTER:
-        raise ValueError("no state of a Mersenne Twister")
-    numpy.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))

@@ -13,7 +13,6 @@ damaged or incomplete is passed over with its reason; the checkpoints on disk re
 
 from __future__ import annotations
 
-import logging
 import os
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +22,6 @@ from parallel2d.training.checkpoint.save import Group
 from parallel2d.training.recovery.copies import MemoryCopies
 
 __all__ = ["MemoryCopies", "memory_copies"]
-
-log = logging.getLogger(__name__)
 
 AUTO_EVERY = 10  # steps, with checkpoint.memory_every=auto
 
@@ -36,18 +33,19 @@ def memory_copies(
     None for none. Rank 0 decides, since environments may differ. Collective."""
     group = Group.new()
     every, why = _decide(config)
-    if group.rank == 0 and why:
-        log.info("memory copies off: %s", why)
+    if why:
+        group.say(f"memory copies off: {why}")
     every = int(group.broadcast(every))
     return MemoryCopies(every, os.fspath(run_dir), mesh, group) if every else None
 
 
-def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
+def _decide(config: CheckpointConfig) -> tuple[int, str]:
+    """Steps between copies, and why there are none."""
     if not config.enabled:
         return 0, "checkpoint.enabled=false"
     if config.memory_every != "auto":
         every = int(config.memory_every)
-        return every, None if every else "checkpoint.memory_every=0"
+        return every, "" if every else "checkpoint.memory_every=0"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdecimal() or not int(restarts):
         return (
@@ -55,4 +53,4 @@ def _decide(config: CheckpointConfig) -> tuple[int, str | None]:
             "nothing restarts this job's workers (TORCHELASTIC_MAX_RESTARTS is 0); "
             "checkpoint.memory_every=N turns it on",
         )
-    return AUTO_EVERY, None
+    return AUTO_EVERY, ""

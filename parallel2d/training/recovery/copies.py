@@ -110,13 +110,12 @@ class MemoryCopies:
         holds a part of."""
         if not self.on:
             return []
-        lineage, error = Lineage(), None
+        lineage = Lineage()
         if self.answers.rank == 0:
             try:
                 lineage = Lineage.read(self.run_dir)
             except (OSError, ValueError) as fault:
-                error = describe_error(fault)
-                log.warning("copies in memory are passed over: %s", error)
+                log.warning("copies in memory are passed over: %s", describe_error(fault))
         self._lineage = self.answers.broadcast(lineage)
         self._search = Search(self.folder, self.answers, self.nodes, self._lineage)
         return self._search.steps()
@@ -164,14 +163,11 @@ class MemoryCopies:
         self._buffers = Buffer(first, rank), Buffer(second, rank)
         self._due_now = self._loaded is not None  # nodes that are new hold nothing yet
         self._search = None
-        if rank == 0:
-            assert self.place is not None
-            log.info(
-                "memory copies on: one every %d steps in %s, %d nodes",
-                self.every,
-                self.place.root,
-                max(self.nodes.of) + 1,
-            )
+        assert self.place is not None
+        self.answers.say(
+            f"memory copies on: one every {self.every} steps in {self.place.root}, "
+            f"{max(self.nodes.of) + 1} nodes"
+        )
 
     def _clear(self, own: str) -> None:
         """Removes what other starts left on this node, and makes the folder ``own``. Raises
@@ -219,15 +215,11 @@ class MemoryCopies:
         # Rank 0's copy is finished only when all ranks are about to be.
         if self.answers.broadcast(self._thread is not None and self._thread.is_alive()):
             self.skipped += 1
-            if self.answers.rank == 0:
-                level = logging.WARNING if self.skipped == 1 else logging.DEBUG
-                log.log(
-                    level,
-                    "no copy of step %d in memory: the one before is not finished yet. A higher "
-                    "checkpoint.memory_every than %d would fit",
-                    manifest.step,
-                    self.every,
-                )
+            self.answers.say(
+                f"no copy of step {manifest.step} in memory: the one before is not finished yet. A "
+                f"higher checkpoint.memory_every than {self.every} would fit",
+                logging.WARNING if self.skipped == 1 else logging.DEBUG,
+            )
             return
         self.wait()
         if self.on and self._start(manifest, tensors, of_replica, rng):
@@ -347,7 +339,13 @@ class MemoryCopies:
     def _pass_on(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Sends to the next replica what it receives as ``incoming``, and receives from the one
         before."""
-        following, before = self._neighbours()
+        assert self.mesh is not None
+        positions = axis_positions(self.mesh)
+        index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
+        # The ranks in this rank's place of each replica
+        line = self.mesh.mesh[tuple(index.values())].tolist()
+        own = positions["replicate"]
+        following, before = line[(own + 1) % len(line)], line[own - 1]
         group = self._group.group
         # Nobody waits for its send before it receives: in a ring of ranks all would wait.
         works = [dist.isend(tensor.contiguous(), following, group=group) for tensor in outgoing]
@@ -356,15 +354,6 @@ class MemoryCopies:
         for work in works:
             assert work is not None
             work.wait()
-
-    def _neighbours(self) -> tuple[int, int]:
-        """The ranks in this rank's place of the next replica and of the one before."""
-        assert self.mesh is not None
-        positions = axis_positions(self.mesh)
-        index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
-        line = self.mesh.mesh[tuple(index.values())].tolist()
-        own = positions["replicate"]
-        return line[(own + 1) % len(line)], line[own - 1]
 
     def _has_room(self, parts: list[Part]) -> bool:
         """Whether two buffers fit on every node, before the first one is taken. Collective."""
@@ -384,10 +373,8 @@ class MemoryCopies:
                     "set checkpoint.memory_every=0"
                 )
                 return False
-        if self.answers.rank == 0:
-            log.info(
-                "memory copies: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20
-            )
+        mib = self.node_bytes / 2**20
+        self.answers.say(f"memory copies: 2 x {mib:.1f} MiB of shared memory on this node")
         return True
 
     def wait(self) -> None:
@@ -417,12 +404,11 @@ class MemoryCopies:
 
     def _turn_off(self, why: str) -> None:
         self.on = False
-        if self.answers.rank == 0:
-            log.warning(
-                "memory copies off: %s. Training goes on; a lost worker costs the steps since the "
-                "last checkpoint",
-                why,
-            )
+        self.answers.say(
+            f"memory copies off: {why}. Training goes on; a lost worker costs the steps since the "
+            "last checkpoint",
+            logging.WARNING,
+        )
         self._remove()
 
     def _remove(self) -> None:

@@ -94,8 +94,6 @@ class Lineage:
         )
 
 
-log = logging.getLogger(__name__)
-
 PIECE = 16 * 2**20  # bytes that one message carries
 
 
@@ -143,20 +141,18 @@ class Search:
         answers = self.group.all_gather(
             ([(found.record["incarnation"], found.step) for found in self._mine], faults)
         )
-        for rank, (_, lines) in enumerate(answers):
-            for line in lines:
-                self._say(
-                    f"passing over a copy in memory (rank {rank}'s node): {line}", logging.WARNING
-                )
         copies: set[tuple[str, int]] = set()
-        for held, _ in answers:
+        for rank, (held, lines) in enumerate(answers):
             copies.update(held)
+            for line in lines:
+                what = f"passing over a copy in memory (rank {rank}'s node): {line}"
+                self.group.say(what, logging.WARNING)
         own = {copy for copy in copies if self.lineage.holds(*copy)}
         self._writers = {step: name for name, step in sorted(own)}
         left = {step for _, step in copies - own}
         if left:
             listed = ", ".join(map(str, sorted(left)))
-            self._say(
+            self.group.say(
                 f"copies in memory of step {listed} are not of this run as it stands, and are not "
                 "used",
                 logging.WARNING,
@@ -180,7 +176,7 @@ class Search:
         except BaseException:
             self.close()
             raise
-        self._say(
+        self.group.say(
             f"{step_name(step)} is in memory: {len(manifest.files)} files, {sent / 2**20:.1f} MiB "
             "sent to nodes without them"
         )
@@ -188,7 +184,7 @@ class Search:
         ranks = range(manifest.world_size)
         lost = [rank for rank in ranks if f"{rank:05d}" not in held_generators]
         if lost:
-            self._say(
+            self.group.say(
                 f"random generators of ranks {lost} were lost with their nodes: they start afresh",
                 logging.WARNING,
             )
@@ -241,7 +237,7 @@ class Search:
             if not damaged:
                 return chosen
             for reason in damaged.values():
-                self._say(f"passing over a file of {what}: {reason}", logging.WARNING)
+                self.group.say(f"passing over a file of {what}: {reason}", logging.WARNING)
             refused |= set(damaged)
 
     def _check(self, chosen: AssembledCopy, held: Sequence[Found], what: str) -> dict[str, str]:
@@ -321,10 +317,6 @@ class Search:
 
         self.group.agree(verify)
         return sum(manifest.files[name].bytes for name, _, _ in plan)
-
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        if self.group.rank == 0:
-            log.log(level, "%s", text)
 
 
 def _folders_of_files(held: Sequence[Found]) -> dict[str, str]:

@@ -276,9 +276,17 @@ class _TorchFile:
 
 def _load(path: str) -> Any:
     try:
+        with open(path, "rb") as file:
+            # Or the single stream that torch wrote before version 1.6; it decides as here.
+            is_archive = file.read(4) == b"PK\x03\x04"
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                # torch would take compressed bytes for values.
+                if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+                    raise ValueError("it is a compressed archive, which torch.save does not write")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a refused file gets one error
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_archive(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except Exception as error:  # torch's reader may raise anything
         # Its advice to load the file with weights_only=False is not passed on.
         text = (str(error) or type(error).__name__).splitlines()[0].split(". In PyTorch")[0]
@@ -286,18 +294,6 @@ def _load(path: str) -> Any:
             f"{os.path.basename(path)} is not a file of weights alone, and is not loaded: "
             f"{printable(text, 200)}"
         ) from None
-
-
-def _is_archive(path: str) -> bool:
-    """Whether the file is one, not the single stream that torch wrote before version 1.6."""
-    with open(path, "rb") as file:
-        if file.read(4) != b"PK\x03\x04":  # as torch decides it
-            return False
-    with zipfile.ZipFile(path) as archive:
-        # torch would take compressed bytes for values.
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise ValueError("it is a compressed archive, which torch.save does not write")
-    return True
 
 
 def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
