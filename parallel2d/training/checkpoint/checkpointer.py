@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import CheckpointConfig
@@ -27,7 +27,7 @@ from parallel2d.parallel.mesh import AXES, axis_names
 from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.resume import Copies, Resume
-from parallel2d.training.checkpoint.save import Group, Staging, write_checkpoint
+from parallel2d.training.checkpoint.save import Group, SavedState, Staging, write_checkpoint
 from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
@@ -257,7 +257,7 @@ class Checkpointer:
         self.blocked_s = 0.0
         # The last state and that of a pre-emption are needed on disk, whatever copies there are.
         if self.copies is not None and self.copies.is_due(step) and not (last or preempted):
-            self.copies.save(*self._state(step, state))
+            self.copies.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
             due = bool(self._votes.broadcast(self.time_is_up()))
@@ -326,7 +326,7 @@ class Checkpointer:
 
     def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
         self._last_save = time.monotonic()
-        taken = self._staging.take(*self._state(step, state), self.mesh)
+        taken = self._staging.take(self._state(step, state), self.mesh)
 
         def write() -> None:
             try:
@@ -349,11 +349,7 @@ class Checkpointer:
             self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
             self._thread.start()
 
-    def _state(
-        self, step: int, state: dict[str, Any]
-    ) -> tuple[Manifest, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """What is saved: the manifest without tensors and files, what all replicas share, what this
-        replica alone has, and what this rank alone has."""
+    def _state(self, step: int, state: dict[str, Any]) -> SavedState:
         # Parameters that a forward has gathered would hide the sharded ones.
         reshard(self.model)
         described = {}
@@ -373,7 +369,7 @@ class Checkpointer:
         )
         shared = saved_tensors(self.model, self.optimizer)
         of_replica = replica_tensors(self.model, self.optimizer)
-        return manifest, shared, of_replica, rng_tensors(self.group.rank)
+        return SavedState(manifest, shared, of_replica, rng_tensors(self.group.rank))
 
     def _clear_the_way(self, step: int) -> str | None:
         """Rank 0: a checkpoint of this step that is there already is kept if it is sound, else

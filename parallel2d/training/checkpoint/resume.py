@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
@@ -25,7 +25,7 @@ from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
 from parallel2d.training.checkpoint.manifest import MANIFEST, MAX_BYTES, Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group
+from parallel2d.training.checkpoint.save import Group, SavedState
 from parallel2d.training.checkpoint.state import (
     check_model,
     check_optimizer,
@@ -57,13 +57,7 @@ class Copies(Protocol):
     def close(self, *, loaded: int | None = None) -> None: ...
     def begin(self, base: int) -> None: ...
     def is_due(self, step: int) -> bool: ...
-    def save(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        rng: Mapping[str, Tensor],
-    ) -> None: ...
+    def save(self, state: SavedState) -> None: ...
     def finish(self) -> None: ...
 
 

@@ -219,6 +219,17 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
 # What is written
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """The state of a run as this rank has it. ``shared``: what all replicas have; ``of_replica``:
+    what only the ranks of this replica have; ``own``: what no other rank has."""
+
+    manifest: Manifest  # without tensors and files
+    shared: Mapping[str, Tensor]
+    of_replica: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+
+
 @dataclass
 class Snapshot:
     """What one rank writes, copied to CPU."""
@@ -234,19 +245,11 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        own: Mapping[str, Tensor],
-        mesh: DeviceMesh | None,
-    ) -> Snapshot:
-        """Copies this rank's share of ``tensors`` and of those ``of_replica``, which other replicas
-        do not have (see `plan_all`), and all of ``own``, which no other rank has."""
-        whole = {**tensors, **of_replica, **own}
-        planned = list(plan_all(tensors, of_replica, mesh))
-        planned += [(name, Region.whole(tensor.shape), tensor) for name, tensor in own.items()]
+    def take(self, state: SavedState, mesh: DeviceMesh | None) -> Snapshot:
+        """Copies this rank's share of ``state``, see `plan_all`."""
+        whole = {**state.shared, **state.of_replica, **state.own}
+        planned = list(plan_all(state.shared, state.of_replica, mesh))
+        planned += [(name, Region.whole(each.shape), each) for name, each in state.own.items()]
         parts = []
         is_on_gpu = False
         for name, region, values in planned:
@@ -261,7 +264,7 @@ class Staging:
         # being copied.
         if is_on_gpu:
             torch.cuda.synchronize()
-        return Snapshot(manifest, parts)
+        return Snapshot(state.manifest, parts)
 
 
 def write_checkpoint(

@@ -14,8 +14,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from parallel2d.base.files.tensor_file import DTYPE_NAMES
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.weights.geometry import local_region
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group, plan_all, plan_of_replica
+from parallel2d.training.checkpoint.save import Group, SavedState, plan_all, plan_of_replica
 from parallel2d.training.checkpoint.storage import describe_error
 from parallel2d.training.recovery.buffer import Buffer, Part, folders_in, slots
 from parallel2d.training.recovery.place import Place, open_place, remove, remove_place, room, used
@@ -195,51 +196,35 @@ class MemoryCopies:
         """Whether `save` is called after ``step``."""
         return self.on and (step % self.every == 0 or self._due_now)
 
-    def save(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        rng: Mapping[str, Tensor],
-    ) -> None:
+    def save(self, state: SavedState) -> None:
         """Copies the state; the loop waits for the copy alone. Never raises for a fault of the
-        memory. Collective.
-
-        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them,
-        ``of_replica`` those of this replica alone, ``rng`` this rank's.
-        """
+        memory. Collective."""
         begin = time.perf_counter()
         self.blocked_s = 0.0
         if not self._incarnation:
-            self.begin(manifest.step - 1)
+            self.begin(state.manifest.step - 1)
         # Rank 0's copy is finished only when all ranks are about to be.
         if self.answers.broadcast(self._thread is not None and self._thread.is_alive()):
             self.skipped += 1
             self.answers.say(
-                f"no copy of step {manifest.step} in memory: the one before is not finished yet. A "
-                f"higher checkpoint.memory_every than {self.every} would fit",
+                f"no copy of step {state.manifest.step} in memory: the one before is not finished "
+                f"yet. A higher checkpoint.memory_every than {self.every} would fit",
                 logging.WARNING if self.skipped == 1 else logging.DEBUG,
             )
             return
         self.wait()
-        if self.on and self._start(manifest, tensors, of_replica, rng):
+        if self.on and self._start(state):
             self._due_now = False
         self.blocked_s = time.perf_counter() - begin
 
-    def _start(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        rng: Mapping[str, Tensor],
-    ) -> bool:
+    def _start(self, state: SavedState) -> bool:
         nodes = self.nodes.of if self.mesh is not None else None
-        whole = {**tensors, **of_replica}
+        whole = {**state.shared, **state.of_replica}
         parts = [
             Part(name, tuple(whole[name].shape), region, local_region(whole[name]), values)
-            for name, region, values in plan_all(tensors, of_replica, self.mesh, nodes)
+            for name, region, values in plan_all(state.shared, state.of_replica, self.mesh, nodes)
         ]
-        sent, received = self._partitions(tensors, parts, nodes)
+        sent, received = self._partitions(state.shared, parts, nodes)
         parts += received
         if not self.node_bytes and not self._has_room(parts):
             return False
@@ -248,41 +233,48 @@ class MemoryCopies:
             buffer.fill(parts)
         except Exception as fault:  # the others get the error, whatever it is, and training goes on
             error = _on_this_host(fault)
+        # What describes the tensors now: training changes the state while the thread runs.
         described = [
             [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
-            for name, tensor in tensors.items()
+            for name, tensor in state.shared.items()
         ]
-        incarnation = self._incarnation
-
-        def finish_own() -> str | None:
-            others = self._rng_of_another(rng)
-            if sent or received:
-                self._exchange_partitions(buffer, sent, received, error)
-            if error is not None:
-                return error
-            try:
-                buffer.seal(incarnation, manifest, described, {**rng, **others})
-            except Exception as fault:  # the others wait for an answer, whatever happened
-                return _on_this_host(fault)
-            return None
-
         self._thread = threading.Thread(
             target=self._complete,
-            args=(manifest.step, finish_own),
-            name=f"memory copy {manifest.step}",
+            args=(state.manifest, state.own, described, buffer, sent, received, error),
+            name=f"memory copy {state.manifest.step}",
             daemon=True,
         )
         self._thread.start()
         return True
 
-    def _complete(self, step: int, finish_own: Callable[[], str | None]) -> None:
+    def _complete(
+        self,
+        manifest: Manifest,
+        rng: Mapping[str, Tensor],
+        described: Sequence[list[Any]],
+        buffer: Buffer,
+        sent: Sequence[Part],
+        received: Sequence[Part],
+        error: str | None,
+    ) -> None:
         """Beside the loop: finishes this rank's part of a copy, and notes what came of it on all
-        ranks. ``finish_own`` returns an error."""
-        outcome = _Outcome(step)
+        ranks. ``sent`` goes to the same rank of the next replica, ``received`` comes from that of
+        the one before; ``error``: of this rank so far."""
+        outcome = _Outcome(manifest.step)
         try:
-            answers = self._group.all_gather(finish_own())
+            others = self._rng_of_another(rng)
+            if sent or received:
+                # A rank whose buffer could not be filled takes part with nothing of use.
+                outgoing = [part.values if error else buffer.view(part) for part in sent]
+                incoming = [part.values if error else buffer.view(part) for part in received]
+                self._pass_on(outgoing, incoming)
+            if error is None:
+                try:
+                    buffer.seal(self._incarnation, manifest, described, {**rng, **others})
+                except Exception as fault:  # the others wait for an answer, whatever happened
+                    error = _on_this_host(fault)
             # A copy is of use only where every rank has its part of it.
-            outcome.error = next(filter(None, answers), None)
+            outcome.error = next(filter(None, self._group.all_gather(error)), None)
             if outcome.error is None and self.nodes.is_first:
                 while self._old:
                     remove(self._old.pop())
@@ -310,20 +302,9 @@ class MemoryCopies:
         sent = [part for part in own if part.name in split]
         return sent, received
 
-    def _exchange_partitions(
-        self, buffer: Buffer, sent: Sequence[Part], received: Sequence[Part], failed: str | None
-    ) -> None:
-        """Gives ``sent`` to the same rank of the next replica and takes ``received`` from that of
-        the one before, between the buffers. Collective over a ring of ranks."""
-        # A rank whose buffer could not be filled takes part with nothing of use.
-        outgoing = [part.values if failed else buffer.view(part) for part in sent]
-        incoming = [part.values if failed else buffer.view(part) for part in received]
-        self._pass_on(outgoing, incoming)
-
     def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The random generators of the same rank of the replica before this one, which gives its
-        own to the next; none where they take more than `_RNG_BYTES`. Collective as
-        `_exchange_partitions`."""
+        own to the next; none where they take more than `_RNG_BYTES`. Collective as `_pass_on`."""
         if self._replicas == 1:
             return {}
         sent = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
@@ -337,8 +318,8 @@ class MemoryCopies:
         return found
 
     def _pass_on(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Sends to the next replica what it receives as ``incoming``, and receives from the one
-        before."""
+        """Sends to the next replica what that one receives as its ``incoming``. Collective over a
+        ring of ranks."""
         assert self.mesh is not None
         positions = axis_positions(self.mesh)
         index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
