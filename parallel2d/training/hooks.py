@@ -39,7 +39,7 @@ _TAKEN_GROUPS = ("comm/", "goodput/", "memory/", "rank/", "sync/", "throughput/"
 
 @dataclass(frozen=True)
 class RunView:
-    """What a hook sees of a run, to read and not to change.
+    """Shows a run to a hook, to read and not to change.
 
     ``tokenizer``: name and fingerprint of the tokenizer of the data, empty for images.
     ``say(text)``: one line for people, on the console and in ``train.log``.
@@ -66,8 +66,8 @@ class RunView:
 
 @dataclass(frozen=True)
 class HookResult:
-    """What a method of a hook may return: ``metrics`` (name -> number), whether to ``save`` after
-    this step, and ``stop``, the reason for which the run should end after this step, saved.
+    """Tells what a method of a hook asks for: ``metrics`` (name -> number), whether to ``save``
+    after this step, and ``stop``, the reason for which the run should end after this step, saved.
 
     One rank that asks is enough. A metric is the mean over the ranks that gave it.
     """
@@ -114,7 +114,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the hooks of all ranks came to in a step, the same on every rank."""
+    """Tells what the hooks of all ranks came to in a step, the same on every rank."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     save: bool = False

@@ -20,7 +20,7 @@ _LONGEST_NAME = 200
 
 @dataclass
 class Progress:
-    """Where a run stands: what a checkpoint needs beside tensors."""
+    """Counts where a run stands: what a checkpoint needs beside tensors."""
 
     step: int = 0  # finished steps
     samples: int = 0  # consumed, over all ranks: the position in the data
@@ -32,8 +32,8 @@ class Progress:
 # Not frozen: a step makes one for every rank, and a frozen one takes four times as long to make.
 @dataclass(slots=True)
 class RankReport:
-    """What one rank measured in a step. All ranks get it in the agreement of the next step, as a
-    list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
+    """Holds what one rank measured in a step. All ranks get it in the agreement of the next step,
+    as a list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
 
     busy_s: float  # in which the rank worked, waits for other ranks not counted
     # By the keys of `metrics.keys`, which are the same on every rank
@@ -69,8 +69,8 @@ class StepOutcome:
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """What is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``; empty if
-    nothing.
+    """Names what is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``;
+    empty if nothing.
 
     Numbers must be finite, in range, and possible together.
     """
@@ -117,8 +117,8 @@ def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
 
 
 def problems_of_best(name: str, state: Any, step: int) -> list[str]:
-    """What is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``, or
-    None; empty if nothing."""
+    """Names what is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``,
+    or None; empty if nothing."""
     if state is None:
         return []
     names = {item.name for item in fields(BestMetric)}

@@ -29,7 +29,7 @@ from parallel2d.training.progress import RankReport, StepOutcome
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What one rank brings to a step's agreement.
+    """Holds what one rank brings to a step's agreement.
 
     ``loss``: its summed loss, fp64 on its device; ``tokens``, ``sample_hash``: of its part of the
     batch; ``upcoming_tokens``: of its part of the next one.
@@ -79,9 +79,9 @@ class StepAgreement:
         self.counts = float(shape.tensor == 1 or mesh.get_local_rank("tensor") == 0)
 
     def reach(self, step: int, own: OwnPart, loss_scale: float) -> tuple[StepOutcome, int]:
-        """The outcome of ``step``, and the tokens of the next global batch, on every rank alike.
-        Collective, once gradients are complete; they are ``loss_scale`` times as large. See [Note:
-        one agreement per step]."""
+        """Returns the outcome of ``step`` and the tokens of the next global batch, on every rank
+        alike. Collective, once gradients are complete; they are ``loss_scale`` times as large. See
+        [Note: one agreement per step]."""
         # This rank's share of the squared norms of the gradient: one, or where replicas train on
         # their own one for each. The share counts the replicas as copies of each other.
         squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
@@ -132,8 +132,8 @@ class StepAgreement:
         return outcome, int(upcoming_tokens)
 
     def _own_sums(self, own: OwnPart) -> Tensor:
-        """What is summed over the ranks: loss, tokens, hash, tokens of the next batch, squared norm
-        of the last outer step's change."""
+        """Returns what is summed over the ranks: loss, tokens, hash, tokens of the next batch,
+        squared norm of the last outer step's change."""
         counts = torch.tensor(
             [own.tokens, own.sample_hash, own.upcoming_tokens],
             dtype=torch.float64,

@@ -54,7 +54,7 @@ from parallel2d.training.step_agreement import OwnPart, StepAgreement
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts:
-    """What a `Trainer` works with.
+    """Holds what a `Trainer` works with.
 
     ``model``: parallel over ``mesh``, with its weights; ``loss``: of a step, with its z-loss;
     ``validation_loss``: without; ``chunked_head``: computes both in their place; ``claim``: checked
@@ -249,7 +249,7 @@ class Trainer:
         self._tell_saves()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors; plain numbers."""
+        """Returns what a checkpoint holds beside tensors; plain numbers."""
         return {
             **asdict(self.progress),
             "scaler": self.scaler.state_dict(),
@@ -291,7 +291,7 @@ class Trainer:
         return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
-        """The losses by key. Adds what it takes to ``seconds``."""
+        """Returns the losses by key. Adds what it takes to ``seconds``."""
         every = self.config.train.validate_every
         is_due = every and (step % every == 0 or self._upcoming is None)
         if not is_due or not self.validation_sets:
@@ -309,7 +309,7 @@ class Trainer:
         validation: Mapping[str, float] | None,
         seconds: dict[str, float],
     ) -> Agreed:
-        """What the hooks of all ranks came to after this step. Adds what it takes to
+        """Returns what the hooks of all ranks came to after this step. Adds what it takes to
         ``seconds``."""
         if not self.hooks.hooks:
             return Agreed()
@@ -374,7 +374,7 @@ class Trainer:
             return None
 
     def _arguments(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What the model is called with."""
+        """Returns what the model is called with."""
         inputs = batch.inputs
         if self._input_dtype is not None and inputs.is_floating_point():
             inputs = inputs.to(self._input_dtype)

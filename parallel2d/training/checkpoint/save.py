@@ -232,7 +232,7 @@ class SavedState:
 
 @dataclass
 class Snapshot:
-    """What one rank writes, copied to CPU."""
+    """Holds what one rank writes, copied to CPU."""
 
     manifest: Manifest  # without tensors and files
     parts: list[tuple[str, tuple[int, ...], Region, Tensor]]  # name, whole shape, region, values

@@ -142,7 +142,7 @@ def stored_settings(
 
 
 def fitting_name(name: str, tensor: Tensor, manifest: Manifest) -> str | None:
-    """Where a checkpoint keeps a tensor of the model, in its shape: under its own name, or under
+    """Finds a tensor of the model in a checkpoint, in the same shape: under its own name, or under
     the one that it was tied to. None: nowhere."""
     source = f"model/{name}"
     if source not in manifest.tensors:
@@ -153,7 +153,7 @@ def fitting_name(name: str, tensor: Tensor, manifest: Manifest) -> str | None:
 
 
 def names_under(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Those of the ``names`` that begin with one of the ``prefixes`` and a slash."""
+    """Selects the ``names`` that begin with one of the ``prefixes`` and a slash."""
     beginnings = tuple(f"{prefix}/" for prefix in prefixes)
     return [name for name in names if name.startswith(beginnings)]
 
@@ -218,8 +218,8 @@ def load_optimizer(
 
 
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What all replicas have of the outer optimizer; empty with ``sync=every_step``. Collective
-    over the replicas: what is on its way between them is received first."""
+    """Lists what all replicas have of the outer optimizer; empty with ``sync=every_step``.
+    Collective over the replicas: what is on its way between them is received first."""
     outer = outer_sync(model)
     if outer is None:
         return {}
@@ -234,7 +234,7 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What this replica alone has; empty with ``sync=every_step``."""
+    """Lists what this replica alone has; empty with ``sync=every_step``."""
     outer = outer_sync(model)
     if outer is None:
         return {}
@@ -250,8 +250,8 @@ def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 
 def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
-    """Where a checkpoint with tensors of these ``names`` keeps the optimizer's state that this rank
-    goes on from: ``optimizer``, or that of a replica."""
+    """Tells where a checkpoint with tensors of these ``names`` has the optimizer's state that this
+    rank goes on from: ``optimizer``, or that of a replica."""
     available = _replicas_in(names)
     if not available:
         return "optimizer"
@@ -274,7 +274,7 @@ def needed_names(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _residual_prefixes(outer: OuterSync, names: Iterable[str]) -> list[str]:
-    """Of this replica; where the number of replicas has changed, of all that there were."""
+    """Names this replica; where the number of replicas has changed, all that there were."""
     available = _replicas_in(names)
     if len(available) == outer.replicas:
         available = [outer.replica]

@@ -91,7 +91,7 @@ class LocalStore:
         os.makedirs(self.root, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that look complete, ascending."""
+        """Lists the steps of checkpoints that look complete, ascending."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:

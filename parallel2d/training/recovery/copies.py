@@ -285,7 +285,7 @@ class MemoryCopies:
     def _partitions(
         self, tensors: Mapping[str, Tensor], own: Sequence[Part], nodes: Sequence[int] | None
     ) -> tuple[list[Part], list[Part]]:
-        """What this rank gives to the next replica and what it keeps for the one before, of tensors
+        """Lists what this rank gives to the next replica and keeps for the one before, of tensors
         that are split over the replicas: a node that is lost takes its part of them with it."""
         if self.mesh is None or self._replicas == 1:
             return [], []

@@ -63,7 +63,7 @@ class Lineage:
         return all(step <= base for _, base in later)
 
     def followed_by(self, incarnation: str, base: int) -> Lineage:
-        """With one more start."""
+        """Returns the lineage with one more start."""
         return Lineage((*self.starts, (incarnation, base))[-_KEPT:])
 
     @classmethod
@@ -99,7 +99,8 @@ PIECE = 16 * 2**20  # bytes that one message carries
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks share a folder. ``of``: the node of each rank; a node is called by its number."""
+    """Tells which ranks share a folder. ``of``: the node of each rank; a node is called by its
+    number."""
 
     of: tuple[int, ...]
     rank: int
@@ -327,7 +328,8 @@ def _folders_of_files(held: Sequence[Found]) -> dict[str, str]:
 
 
 def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> AssembledCopy:
-    """As `assemble`, with a `DamagedCheckpointError` for all that may be wrong with ``answers``."""
+    """Calls `assemble`, with a `DamagedCheckpointError` for all that may be wrong with
+    ``answers``."""
     try:
         return assemble([answer for answer in answers if answer is not None], refused, what)
     except DamagedCheckpointError:

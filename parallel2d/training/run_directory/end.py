@@ -149,7 +149,7 @@ _NOT_AGAIN = (
 
 
 def _words_to_go_on(job: Job, summary: Mapping[str, Any]) -> list[str]:
-    """As far as was planned where the run was stopped, otherwise twice as far."""
+    """Goes as far as was planned where the run was stopped, otherwise twice as far."""
     words = [word for word in job.overrides if not word.lstrip("+").startswith(_NOT_AGAIN)]
     epochs = job.config.train.epochs
     further = 1 if summary["stopped"] else 2

@@ -72,8 +72,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def read_segments(run_dir: str) -> list[Segment]:
-    """In the order in which they began; none where there is no file, as in older runs. A line that
-    is no segment, such as one that a kill has cut, is passed over. Raises OSError."""
+    """Reads them in the order in which they began; none where there is no file, as in older runs. A
+    line that is no segment, such as one that a kill has cut, is passed over. Raises OSError."""
     found: list[Segment] = []
     try:
         file = files.open_regular(os.path.join(run_dir, _SEGMENTS))
@@ -138,7 +138,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _shown(value: Any) -> str:
-    """As it stands on a command line, shortened."""
+    """Writes a value as on a command line, shortened."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
@@ -255,7 +255,7 @@ def accept_start(
 
 
 def _is_certified(job: Job, layout: dict[str, Any], earlier: list[Segment]) -> bool:
-    """Also of workers that replace others on the layout that was certified."""
+    """Whether workers that replace others are on the layout that was certified, too."""
     if not job.restarted or not earlier:
         return job.certified
     before = earlier[-1]

@@ -140,8 +140,8 @@ def convert(
 def _chosen(
     source: Source, dtype: str | None, optimizer: bool, progress: Progress | None
 ) -> Source:
-    """What is written of ``source``: the widest dtypes first, weights converted to ``dtype``; and
-    without optimizer state, the facts about the weights alone."""
+    """Returns what is written of ``source``: the widest dtypes first, weights converted to
+    ``dtype``; and without optimizer state, the facts about the weights alone."""
     weights = names_under(["model"], source.tensors)
     if not weights:
         raise ConfigError("the source holds no weights")
