@@ -31,6 +31,7 @@ from parallel2d.training.checkpoint.save import Group, SavedState, Staging, writ
 from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
+    as_config_error,
     describe_error,
     open_store,
     step_name,
@@ -105,36 +106,32 @@ class Checkpointer:
     def _check_folder(self) -> None:
         """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
         keep only its own part of a checkpoint."""
-        token: str | None = self.group.on_first(self._leave_token)
-        if token is None:
+        root = self.store.root
+
+        def leave_token() -> str | None:
+            with as_config_error(f"checkpoints cannot be written to {root}"):
+                self.store.prepare()
+                # All ranks reach it by the same address.
+                if is_remote(root):
+                    return None
+                path = os.path.join(root, f".shared-{os.urandom(8).hex()}")
+                with open(path, "x"):
+                    return path
+
+        path: str | None = self.group.on_first(leave_token)
+        if path is None:
             return
-        seen = os.path.join(self.store.root, token)
-        hosts = self.group.all_gather("" if os.path.exists(seen) else socket.gethostname())
+        hosts = self.group.all_gather("" if os.path.exists(path) else socket.gethostname())
         if self.group.rank == 0:
-            os.unlink(seen)
+            os.unlink(path)
         ranks = [rank for rank, host in enumerate(hosts) if host]
         if ranks:
             blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
             raise ConfigError(
-                f"{self.store.root} is not the same folder on every rank: {blind} (ranks {ranks}) "
+                f"{root} is not the same folder on every rank: {blind} (ranks {ranks}) "
                 "does not see what rank 0 writes. Put the run directory on a shared file system, "
                 "or set checkpoint.folder to one"
             )
-
-    def _leave_token(self) -> str | None:
-        """The name of a new file in the store, for the other ranks to see; None in one that all
-        reach by the same address."""
-        root = self.store.root
-        try:
-            self.store.prepare()
-            if is_remote(root):
-                return None
-            token = f".shared-{os.urandom(8).hex()}"
-            with open(os.path.join(root, token), "x"):
-                return token
-        except Exception as fault:
-            reason = describe_error(fault)
-            raise ConfigError(f"checkpoints cannot be written to {root}: {reason}") from None
 
     @property
     def age_steps(self) -> int:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +36,13 @@ from parallel2d.training.checkpoint.state import (
     restore_rng,
     stored_settings,
 )
-from parallel2d.training.checkpoint.storage import Store, describe_error, find_checkpoint, step_name
+from parallel2d.training.checkpoint.storage import (
+    Store,
+    as_config_error,
+    describe_error,
+    find_checkpoint,
+    step_name,
+)
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +134,7 @@ class Resume:
 
     def _own_steps(self) -> list[int]:
         def read() -> list[int]:
-            with _as_config_error(f"{self.store.root} cannot be read"):
+            with as_config_error(f"{self.store.root} cannot be read"):
                 return self.store.steps()
 
         own: list[int] = self.group.on_first(read)
@@ -137,7 +142,7 @@ class Resume:
 
     def _move_aside(self, steps: Sequence[int], why: str) -> None:
         def move() -> None:
-            with _as_config_error(f"{why}: a checkpoint could not be moved aside"):
+            with as_config_error(f"{why}: a checkpoint could not be moved aside"):
                 for step in steps:
                     name = self.store.move_aside(step)
                     log.warning("%s: %s is now %s", why, step_name(step), name)
@@ -258,19 +263,10 @@ class Resume:
         return dict(manifest.state) | {"step": manifest.step}
 
 
-@contextmanager
-def _as_config_error(what: str) -> Iterator[None]:
-    """Makes one `ConfigError` of whatever a storage raises."""
-    try:
-        yield
-    except Exception as fault:
-        raise ConfigError(f"{what}: {describe_error(fault)}") from None
-
-
 def _find(path: str) -> str:
     """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
     ``checkpoints`` folder. Raises `ConfigError`."""
-    with _as_config_error(f"checkpoint.resume={path}"):
+    with as_config_error(f"checkpoint.resume={path}"):
         found = find_checkpoint(path)
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(

@@ -17,9 +17,10 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import flush_folder, replace
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
@@ -267,3 +268,12 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, DamagedCheckpointError | CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Makes one `ConfigError` of whatever a storage raises."""
+    try:
+        yield
+    except Exception as fault:
+        raise ConfigError(f"{what}: {describe_error(fault)}") from None

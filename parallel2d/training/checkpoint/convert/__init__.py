@@ -56,7 +56,12 @@ def open_source(path: str) -> Source:
     if is_remote(path):
         return read_ours(find_checkpoint(path))
     if os.path.isfile(path):
-        _check_has_no_holes(path)
+        status = os.stat(path)
+        stored = status.st_blocks * 512
+        # A few bytes would be converted to many. Some file systems count no blocks.
+        if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
+            sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
+            raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
         if path.endswith(".safetensors"):
             return read_safetensors(path)
         if path.endswith(_TORCH):
@@ -70,16 +75,6 @@ def open_source(path: str) -> Source:
             return read_llama(path)
         raise ConfigError(f"{path} holds neither {MANIFEST} (ours) nor config.json (Hugging Face)")
     raise ConfigError(f"{path}: there is no such file or folder")
-
-
-def _check_has_no_holes(path: str) -> None:
-    """Raises `ConfigError` for a few bytes that would be converted to many."""
-    status = os.stat(path)
-    stored = status.st_blocks * 512
-    # Some file systems count no blocks.
-    if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
-        sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
-        raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
 
 
 def guess_format(target: str) -> str:
