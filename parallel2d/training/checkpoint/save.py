@@ -114,16 +114,24 @@ class Group:
 # Which rank writes what
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """The state of a run as this rank has it. ``shared``: what all replicas have; ``of_replica``:
+    what only the ranks of this replica have; ``own``: what no other rank has."""
+
+    manifest: Manifest  # without tensors and files
+    shared: Mapping[str, Tensor]
+    of_replica: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+
+
 def plan_all(
-    shared: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
-    mesh: DeviceMesh | None,
-    nodes: Sequence[int] | None = None,
+    state: SavedState, mesh: DeviceMesh | None, nodes: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Region, Tensor]]:
-    """`plan_writes` of ``shared``, and of ``own``, which only the ranks of this replica have."""
-    yield from plan_writes(shared.items(), mesh, nodes)
-    if own and mesh is not None:
-        yield from plan_writes(own.items(), without_replicas(mesh), nodes)
+    """`plan_writes` of what this rank has in common with others."""
+    yield from plan_writes(state.shared.items(), mesh, nodes)
+    if state.of_replica and mesh is not None:
+        yield from plan_writes(state.of_replica.items(), without_replicas(mesh), nodes)
 
 
 def plan_writes(
@@ -139,10 +147,8 @@ def plan_writes(
     rank.
     """
     for name, held, written, tensor in _plan(tensors, mesh, nodes, local_region):
-        # Empty where there are more ranks than rows.
-        if written.numel:
-            values = local_part(tensor).detach().reshape(held.lengths)
-            yield name, written, values[written.slices_in(held)]
+        values = local_part(tensor).detach().reshape(held.lengths)
+        yield name, written, values[written.slices_in(held)]
 
 
 def plan_of_replica(
@@ -160,9 +166,7 @@ def plan_of_replica(
         assert isinstance(tensor, DTensor)
         return region_of_replica(tensor, replica)
 
-    for name, held, written, tensor in _plan(split, mesh, nodes, region_of):
-        if written.numel:
-            yield name, held, written, tensor
+    yield from _plan(split, mesh, nodes, region_of)
 
 
 def _plan(
@@ -200,7 +204,9 @@ def _plan(
                     offsets = (held.offsets[0] + begin, *held.offsets[1:])
                     lengths = (min(size_of_part, rows - begin), *held.lengths[1:])
                     written = Region(offsets, lengths)
-                yield name, held, written, tensor
+                # Empty where there are more ranks than rows.
+                if written.numel:
+                    yield name, held, written, tensor
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
@@ -217,17 +223,6 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
 
 
 # What is written
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The state of a run as this rank has it. ``shared``: what all replicas have; ``of_replica``:
-    what only the ranks of this replica have; ``own``: what no other rank has."""
-
-    manifest: Manifest  # without tensors and files
-    shared: Mapping[str, Tensor]
-    of_replica: Mapping[str, Tensor]
-    own: Mapping[str, Tensor]
 
 
 @dataclass
@@ -248,7 +243,7 @@ class Staging:
     def take(self, state: SavedState, mesh: DeviceMesh | None) -> Snapshot:
         """Copies this rank's share of ``state``, see `plan_all`."""
         whole = {**state.shared, **state.of_replica, **state.own}
-        planned = list(plan_all(state.shared, state.of_replica, mesh))
+        planned = list(plan_all(state, mesh))
         planned += [(name, Region.whole(each.shape), each) for name, each in state.own.items()]
         parts = []
         is_on_gpu = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import os
 import socket
 import threading
@@ -222,7 +223,7 @@ class MemoryCopies:
         whole = {**state.shared, **state.of_replica}
         parts = [
             Part(name, tuple(whole[name].shape), region, local_region(whole[name]), values)
-            for name, region, values in plan_all(state.shared, state.of_replica, self.mesh, nodes)
+            for name, region, values in plan_all(state, self.mesh, nodes)
         ]
         sent, received = self._partitions(state.shared, parts, nodes)
         parts += received
@@ -265,9 +266,8 @@ class MemoryCopies:
             others = self._rng_of_another(rng)
             if sent or received:
                 # A rank whose buffer could not be filled takes part with nothing of use.
-                outgoing = [part.values if error else buffer.view(part) for part in sent]
-                incoming = [part.values if error else buffer.view(part) for part in received]
-                self._pass_on(outgoing, incoming)
+                tensor_of = buffer.view if error is None else operator.attrgetter("values")
+                self._pass_on(list(map(tensor_of, sent)), list(map(tensor_of, received)))
             if error is None:
                 try:
                     buffer.seal(self._incarnation, manifest, described, {**rng, **others})
