@@ -21,7 +21,6 @@ from torch import nn
 
 from parallel2d.base.files import read_json
 
-HEADS = ("causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base")
 WORDS = (
     "colwise",
     "rowwise",
@@ -152,8 +151,11 @@ def _check_layers(settings: Any) -> None:
 
 
 def model_class(config: Any, head: str) -> type[nn.Module]:
-    """The class of the model. Raises ValueError when the library has none with that head for this
-    architecture."""
+    """The class of the model. Raises ValueError for an unknown head, and when the library has no
+    model with that head for this architecture."""
+    known = ("auto", *_MAPPINGS)
+    if head not in known:
+        raise ValueError(f"head {head!r} is not one of {', '.join(known)}")
     transformers = library()
     # A saved model names its class; one of a folder's own code is not in the library.
     if head == "auto":

@@ -142,6 +142,7 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
     from parallel2d.training.assemble import build_trainer
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
     from parallel2d.training.metrics.watch import Watch
+    from parallel2d.training.trainer import LoopCallbacks
 
     identity, settings, run_dir = runtime.identity, job.config.launch, job.run_dir
     hosts, history = runtime.topology.hosts, job.config.metrics.memory_history
@@ -152,18 +153,16 @@ def _train(job: Job, runtime: Runtime, store: Any, certificate: Certificate | No
         trainer = build_trainer(job, runtime)
         if certificate is not None and runtime.is_first:
             certificate.write(run_dir)
-        trainer.stop_requested = signals.preemption_requested
         position = telling_progress(identity, trainer.recorder.position)
         first = settings.longest_wait
         with Watch(store, identity.rank, hosts, run_dir, first, position) as watch:
 
-            def tighten(watch: Watch = watch) -> None:
+            def tighten() -> None:
                 limit_waiting(settings.timeout)
                 watch.limit(settings.timeout)
 
-            trainer.after_first_step = tighten
             try:
-                trainer.run()
+                trainer.run(LoopCallbacks(signals.preemption_requested, tighten))
             except RuntimeError as error:
                 if "imed out" in str(error) or "imeout" in str(error):
                     error.add_note(watch.explain())

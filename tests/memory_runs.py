@@ -64,7 +64,7 @@ def life(
                 )
                 if net is not None:
                     net.wait()
-            saver._join()
+            saver.collect()
             if end != "killed":
                 saver.finish()
         return {

@@ -23,7 +23,7 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.checkpoint import main
 from parallel2d.training.checkpoint import Checkpoint, Checkpointer
-from parallel2d.training.checkpoint.convert import torch_file
+from parallel2d.training.checkpoint.convert import formats
 
 ARGUMENTS = {**LLAMA, "norm_eps": 1e-5, "rope_theta": 500000.0}
 TRANSFORMERS = pytest.mark.extras("transformers")
@@ -321,8 +321,8 @@ HARMFUL = {
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_a_torch_file_with_is_one_message_within_bounds(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr(torch_file, "MOST_SECONDS", 1)
-    monkeypatch.setattr(torch_file, "MOST_BYTES", 2**26)
+    monkeypatch.setattr(formats, "MOST_SECONDS", 1)
+    monkeypatch.setattr(formats, "MOST_BYTES", 2**26)
     data, says = HARMFUL[name]
     archive_with(tmp_path / "w.pt", "data.pkl", b"\x80\x02" + data + b".")
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
@@ -336,6 +336,15 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path, capsys, record):
     archive_with(tmp_path / "w.pt", record, bytes(2**20), zipfile.ZIP_DEFLATED)
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
     assert "it is a compressed archive" in text
+
+
+def test_optimizer_facts_of_another_form_are_one_message(tmp_path, capsys):
+    facts = json.dumps({"optimizer": {"groups": [{"names": ["a"]}]}})
+    tensors = {"a": torch.ones(2), "optimizer/exp_avg/a": torch.ones(2)}
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"parallel2d": facts})
+    words = [str(tmp_path / "a.safetensors"), str(tmp_path / "a.pt"), "--optimizer"]
+    assert main(["convert", *words]) == 1
+    assert "groups do not list parameter names" in capsys.readouterr().err
 
 
 def test_a_file_of_holes_is_not_converted(tmp_path, capsys):

@@ -26,7 +26,7 @@ from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.checkpoint.manifest import content_digest
 from parallel2d.training.recovery import memory_copies, place
 from parallel2d.training.recovery.buffer import RECORD, Buffer, find_copies
-from parallel2d.training.recovery.lineage import Lineage
+from parallel2d.training.recovery.search import Lineage
 
 HYBRID, SHARDED = {"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 2}
 
@@ -220,7 +220,7 @@ def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster
     lives = cluster.run("AABB", until=6, fault=memory_runs.full_on_the_second_copy)
     assert [life["on"] for life in lives] == [False] * 4
     assert lives[0]["losses"] == undisturbed[0]["losses"]
-    (warning,) = [line for life in lives for line in life["log"] if "memory net off" in line]
+    (warning,) = [line for life in lives for line in life["log"] if "memory copies off" in line]
     assert "No space left on device" in warning
     assert cluster.copies("A") == cluster.copies("B") == []
 
@@ -307,7 +307,7 @@ def test_auto_is_on_where_workers_are_restarted(cluster):
     assert said(cluster.run("AABB", until=1, every="auto"), "TORCHELASTIC_MAX_RESTARTS is 0")
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
-    assert said(answers, "memory net on: a copy every 10 steps")
+    assert said(answers, "memory copies on: one every 10 steps")
 
 
 def _auto(run_dir, node, mesh):

@@ -14,10 +14,16 @@ from parallel2d.training.metrics.row_file import set_aside_after
 from parallel2d.training.run_directory.start import RunClaim, RunTakenOver
 
 
+def claimed(folder):
+    claim = RunClaim(str(folder))
+    claim.take()
+    return claim
+
+
 def test_the_first_start_is_told_who_took_over(tmp_path):
-    first = RunClaim(str(tmp_path))
+    first = claimed(tmp_path)
     first.check()
-    second = RunClaim(str(tmp_path))
+    second = claimed(tmp_path)
     second.check()
     with pytest.raises(
         RunTakenOver,
@@ -34,7 +40,7 @@ def test_the_first_start_is_told_who_took_over(tmp_path):
 
 
 def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):
-    claim = RunClaim(str(tmp_path))
+    claim = claimed(tmp_path)
     owner = tmp_path / "owner.json"
     shutil.copy(owner, tmp_path / "copy")
     owner.unlink()
@@ -47,7 +53,7 @@ def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
-        RunClaim(str(tmp_path / "nowhere"))
+        claimed(tmp_path / "nowhere")
 
 
 class TakingOver(Hook):
@@ -55,7 +61,7 @@ class TakingOver(Hook):
 
     def step(self, run, step, metrics):
         if step == 3:
-            RunClaim("run")
+            claimed("run")
             set_aside_after("run/metrics.jsonl", 1)
 
 

@@ -22,6 +22,7 @@ from workers import WorkerError
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.hooks import Hook, HookCalls, HookResult, SampleText, build_hooks
+from parallel2d.training.trainer import LoopCallbacks
 
 
 class Giving(Hook):
@@ -111,8 +112,7 @@ def test_one_rank_may_ask_and_all_follow(ranks, folder):
 def run_until_asked_to_end(folder, run_dir, words, step):
     """Returns whether it was, and its last step."""
     trainer = jobs.build(folder, run_dir, words)
-    trainer.stop_requested = lambda: trainer.progress.step >= step
-    trainer.run()
+    trainer.run(LoopCallbacks(lambda: trainer.progress.step >= step))
     trainer.recorder.close()
     return trainer.preempted, trainer.progress.step
 

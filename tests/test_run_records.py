@@ -17,6 +17,7 @@ from parallel2d.instruments.report.page import markdown
 from parallel2d.instruments.report.runs import parts_of, read_run
 from parallel2d.training.metrics.goodput import Goodput
 from parallel2d.training.run_directory import (
+    RunClaim,
     Segment,
     accept_start,
     changes_since,
@@ -37,15 +38,19 @@ def job_in(run_dir, **more):
     return Job(TrainConfig(model=LlamaModel()), str(run_dir), ("train.steps=9",), **more)
 
 
+def accept(job, layout, finished_steps):
+    return accept_start(job, layout, finished_steps, RunClaim(job.run_dir))
+
+
 def test_each_start_is_a_segment(tmp_path):
-    first = accept_start(job_in(tmp_path), LAYOUT, 0)
+    first = accept(job_in(tmp_path), LAYOUT, 0)
     for name in ("1", "2"):
         (tmp_path / f".hydra-pending-{name}").mkdir()
         (tmp_path / f".hydra-pending-{name}" / "config.yaml").write_text(name)
     job = job_in(tmp_path, restarted=True, records=".hydra-pending-2")
     job.config.optimizer.lr = 0.5
     other = {**LAYOUT, "mesh": {"replicate": 1, "shard": 2, "tensor": 1}}
-    second = accept_start(job, other, 20)
+    second = accept(job, other, 20)
     assert (first.segment.number, second.segment.number) == (1, 2)
     assert first.changes == ()
     assert second.changes == (
@@ -68,23 +73,23 @@ def test_each_start_is_a_segment(tmp_path):
 
 
 def test_damaged_lines_are_no_segments_and_swallow_none(tmp_path):
-    accept_start(job_in(tmp_path), LAYOUT, 0)
+    accept(job_in(tmp_path), LAYOUT, 0)
     with open(tmp_path / "segments.jsonl", "a") as file:
         file.write('[1, 2]\n{"number": "3", "first_step": 1}\nnonsense\n{"number": 7, "fir')
-    accept_start(job_in(tmp_path), LAYOUT, 4)
+    accept(job_in(tmp_path), LAYOUT, 4)
     assert [each.number for each in read_segments(str(tmp_path))] == [1, 2]
 
 
 def test_a_resume_from_another_run_is_compared_with_that_run(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    accept_start(job_in(tmp_path / "a"), LAYOUT, 0)
+    accept(job_in(tmp_path / "a"), LAYOUT, 0)
     for path in ("a", "a/checkpoints", "a/checkpoints/step-00000004"):
         job = job_in(tmp_path / "b")
         job.config.checkpoint.resume = str(tmp_path / path)
         job.config.train.seed = 3
         (tmp_path / "b" / "segments.jsonl").unlink(missing_ok=True)
-        changes = accept_start(job, LAYOUT, 4).changes
+        changes = accept(job, LAYOUT, 4).changes
         assert "train.seed: 0 -> 3" in changes, path
 
 
@@ -150,7 +155,7 @@ def test_a_full_disk_at_the_end_fails_no_run(tmp_path, monkeypatch):
 def test_an_accepted_start_removes_the_summary_of_the_one_before(tmp_path):
     write_rows(tmp_path)
     summarize(job_in(tmp_path), stopped=False, checkpoint=None)
-    accept_start(job_in(tmp_path), LAYOUT, 3)
+    accept(job_in(tmp_path), LAYOUT, 3)
     assert read_objective(str(tmp_path)) is None
 
 
@@ -177,10 +182,10 @@ def test_the_hours_between_two_starts_are_not_lost(restarted, begun_ago, lost):
 
 def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
     for finished, host in ((0, "a"), (2, "b")):
-        accept_start(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)
+        accept(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)
     write_rows(tmp_path)
     # Of this start there is no row.
-    accept_start(job_in(tmp_path), {**LAYOUT, "strategy": "ddp", "predicted": {}}, 3)
+    accept(job_in(tmp_path), {**LAYOUT, "strategy": "ddp", "predicted": {}}, 3)
     (part,) = parts_of(read_run(str(tmp_path)))
     assert part.name == tmp_path.name
     assert part.layout["strategy"] == "hybrid"
@@ -190,17 +195,17 @@ def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
 
 
 def test_a_layout_is_certified_and_so_are_workers_that_replace_others_on_it(tmp_path):
-    accept_start(job_in(tmp_path, certified=True), LAYOUT, 0)
+    accept(job_in(tmp_path, certified=True), LAYOUT, 0)
     other = {**LAYOUT, "strategy": "zero3"}
-    accept_start(job_in(tmp_path), other, 2)
+    accept(job_in(tmp_path), other, 2)
     write_rows(tmp_path)
     (tmp_path / "certificate.json").write_text('{"passed": true}')
     told = markdown([read_run(str(tmp_path))])
     assert "steps 1 to 2 | hybrid | 2 x 2 x 1 | yes |" in told
     assert "steps 3 to 3 | zero3 | 2 x 2 x 1 | - |" in told
-    accept_start(job_in(tmp_path, certified=True), LAYOUT, 3)
+    accept(job_in(tmp_path, certified=True), LAYOUT, 3)
     for finished, layout in ((4, LAYOUT), (5, other), (6, other)):
-        accept_start(job_in(tmp_path, restarted=True), layout, finished)
+        accept(job_in(tmp_path, restarted=True), layout, finished)
     certified = [each.certified for each in read_segments(str(tmp_path))]
     assert certified == [True, False, True, True, False, False]
 
@@ -238,7 +243,7 @@ def test_a_start_that_cannot_be_recorded_does_not_take_the_directory(tmp_path, m
 
     monkeypatch.setattr(start, "read_segments", broken)
     with pytest.raises(OSError, match="no disk"):
-        accept_start(job_in(tmp_path), LAYOUT, 0)
+        accept(job_in(tmp_path), LAYOUT, 0)
     assert list(tmp_path.iterdir()) == []
 
 

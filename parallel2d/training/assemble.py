@@ -39,8 +39,8 @@ from parallel2d.training.run_description import (
     flops_per_sequence,
     predict_activations,
 )
-from parallel2d.training.run_directory import accept_start
-from parallel2d.training.trainer import Trainer
+from parallel2d.training.run_directory import RunClaim, accept_start
+from parallel2d.training.trainer import Trainer, TrainerParts
 from parallel2d.training.training_data import (
     check_position,
     check_targets,
@@ -147,24 +147,23 @@ def build_trainer(
         copies=memory_copies(config.checkpoint, job.run_dir, mesh),
     )
     trainer = Trainer(
-        config=config,
-        model=model,
-        loss=parts.loss_in_training(config.train.z_loss),
-        validation_loss=parts.loss,
-        mesh=mesh,
-        optimizer=optimizer,
-        training=data.train,
-        validation=data.validation,
-        plan=plan,
-        recorder=build_recorder(config, facts, mesh, first=writes, label=job.label),
-        checkpointer=checkpointer,
-        device=device,
-        data_fingerprint=data.fingerprint,
-        named_validation=data.named_validation,
-        hooks=[*build_hooks(config.train.hooks), *hooks],
-        run_dir=job.run_dir,
-        tokenizer=data.tokenizer,
-        chunked_head=_chunked_head(config, model, head),
+        TrainerParts(
+            config=config,
+            run_dir=job.run_dir,
+            model=model,
+            loss=parts.loss_in_training(config.train.z_loss),
+            validation_loss=parts.loss,
+            chunked_head=_chunked_head(config, model, head),
+            mesh=mesh,
+            device=device,
+            optimizer=optimizer,
+            data=data,
+            plan=plan,
+            recorder=build_recorder(config, facts, mesh, first=writes, label=job.label),
+            checkpointer=checkpointer,
+            claim=RunClaim(job.run_dir),
+            hooks=[*build_hooks(config.train.hooks), *hooks],
+        )
     )
     restored = checkpointer.restore(restarted=job.restarted, begin=False)
     if restored is not None:
@@ -183,9 +182,8 @@ def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) 
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:
-        start = accept_start(job, facts.layout(), finished)
+        start = accept_start(job, facts.layout(), finished, trainer.parts.claim)
         number, not_before = start.segment.number, start.begun_before_s
-        trainer.before_writing = start.claim.check
         for change in start.changes:
             recorder.say(f"changed     {change}")
     # Only once this start owns the directory.

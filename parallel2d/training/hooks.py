@@ -10,6 +10,7 @@ next one.
 from __future__ import annotations
 
 import inspect
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import TrainConfig
@@ -27,6 +27,7 @@ from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, HookError
 from parallel2d.base.exchange import all_gather
 from parallel2d.parallel.sync import outer_parameters
+from parallel2d.parallel.weights.named_tensors import reshard
 from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
 from parallel2d.training.metrics import keys
 
@@ -38,7 +39,7 @@ _TAKEN_GROUPS = ("comm/", "goodput/", "memory/", "rank/", "sync/", "throughput/"
 
 @dataclass(frozen=True)
 class RunView:
-    """What a hook sees of a run, to read and not to change.
+    """Shows a run to a hook, to read and not to change.
 
     ``tokenizer``: name and fingerprint of the tokenizer of the data, empty for images.
     ``say(text)``: one line for people, on the console and in ``train.log``.
@@ -65,8 +66,8 @@ class RunView:
 
 @dataclass(frozen=True)
 class HookResult:
-    """What a method of a hook may return: ``metrics`` (name -> number), whether to ``save`` after
-    this step, and ``stop``, the reason for which the run should end after this step, saved.
+    """Tells what a method of a hook asks for: ``metrics`` (name -> number), whether to ``save``
+    after this step, and ``stop``, the reason for which the run should end after this step, saved.
 
     One rank that asks is enough. A metric is the mean over the ranks that gave it.
     """
@@ -113,7 +114,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the hooks of all ranks came to in a step, the same on every rank."""
+    """Tells what the hooks of all ranks came to in a step, the same on every rank."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     save: bool = False
@@ -161,6 +162,8 @@ class HookCalls:
     def __init__(self, hooks: Sequence[Hook], run: RunView) -> None:
         self.hooks = list(hooks)
         self.run = run
+        sets = run.config.data.validation
+        self._taken = _TAKEN | {keys.set_loss_key(name) for name in sets}
         # Of this rank, since the last exchange
         self._metrics: dict[str, float] = {}
         self._given_by: dict[str, Hook] = {}
@@ -193,13 +196,22 @@ class HookCalls:
         self._call("step", step, step, metrics)
         # A mapping is sent as pairs, so that a name may be anything.
         own = [list(self._metrics.items()), self._save, self._stop, saved, self._error]
-        of_ranks = all_gather(own)
+        given, saves, stops, are_saved, errors = zip(*all_gather(own), strict=True)
         self._metrics = {}
         self._given_by = {}
         self._save = False
         self._stop = None
-        self._raise_first([values[4] for values in of_ranks])
-        return _agreed(of_ranks)
+        self._raise_first(errors)
+        values: dict[str, list[float]] = {}
+        for name, value in itertools.chain.from_iterable(given):
+            values.setdefault(name, []).append(value)
+        return Agreed(
+            # Added in the order of the ranks, so the mean is the same on all of them.
+            metrics={name: sum(each) / len(each) for name, each in values.items()},
+            save=any(saves),
+            stop=next(filter(None, stops), None),
+            saved=all(are_saved),
+        )
 
     def saved(self, step: int, path: str) -> None:
         """After the checkpoint of ``step`` was published. The next exchange raises its errors."""
@@ -227,9 +239,12 @@ class HookCalls:
         if isinstance(error, ConfigError):
             text = f"{where}: {error}"
         else:
+            frames = traceback.extract_tb(error.__traceback__)
+            # The first frame is ours, which made the call.
+            place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
             text = (
                 f"{where}.{method} failed on rank {self.run.rank} at step {step}: "
-                f"{_in_one_line(error)}{_place_of(error)}"
+                f"{_in_one_line(error)}{place}"
             )
         if self._error is None:
             self._error = (isinstance(error, ConfigError), text)
@@ -238,10 +253,7 @@ class HookCalls:
             self._raise_first([self._error])
 
     def _raise_first(self, errors: Sequence[tuple[bool, str] | None]) -> None:
-        for error in errors:
-            if error is None:
-                continue
-            is_config, text = error
+        for is_config, text in filter(None, errors):
             kind = ConfigError if is_config else HookError
             raise kind(text) from self._own_error
 
@@ -251,9 +263,7 @@ class HookCalls:
             return
         if method in ("save", "end"):
             raise TypeError(f"{method} returned {returned!r}; it may return nothing")
-        result = returned
-        if isinstance(returned, Mapping):
-            result = HookResult(returned)
+        result = HookResult(returned) if isinstance(returned, Mapping) else returned
         if not isinstance(result, HookResult):
             raise TypeError(
                 f"{method} returned {returned!r}; it may return a dict of metrics, a HookResult or "
@@ -268,8 +278,7 @@ class HookCalls:
     def _add(self, hook: Hook, name: Any, value: Any) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"a metric has the name {name!r}, which is no string")
-        named_sets = [f"validation/{each}/loss" for each in self.run.config.data.validation]
-        if name in _TAKEN or name in named_sets or name.startswith(_TAKEN_GROUPS):
+        if name in self._taken or name.startswith(_TAKEN_GROUPS):
             raise ValueError(f"the metric {name} is one that the trainer measures")
         # The newer value of one hook counts: that of `step` after that of `start`.
         if self._given_by.get(name, hook) is not hook:
@@ -278,33 +287,9 @@ class HookCalls:
         self._metrics[name] = float(value)
 
 
-def _agreed(of_ranks: Sequence[Sequence[Any]]) -> Agreed:
-    """From each rank's metrics, wish to save, reason to stop and whether its save is done."""
-    values: dict[str, list[float]] = {}
-    for metrics, *_ in of_ranks:
-        for name, value in metrics:
-            values.setdefault(name, []).append(value)
-    reasons = [stop for _, _, stop, *_ in of_ranks if stop]
-    return Agreed(
-        # Added in the order of the ranks, so the mean is the same on all of them.
-        metrics={name: sum(given) / len(given) for name, given in values.items()},
-        save=any(save for _, save, *_ in of_ranks),
-        stop=reasons[0] if reasons else None,
-        saved=all(saved for _, _, _, saved, _ in of_ranks),
-    )
-
-
 def _in_one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _place_of(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    # The first frame is ours, which made the call.
-    if len(frames) < 2:
-        return ""
-    return f" ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 class SampleText(Hook):
@@ -385,18 +370,16 @@ class SampleText(Hook):
         arguments = [inputs]
         if run.config.data.intra_document_masking:
             arguments.append(torch.zeros_like(inputs))
-        logits = _whole(run.model(*arguments))[0, len(read) - 1]
-        scores = logits[: self._loaded.vocab_size].double().cpu()
+        output = run.model(*arguments)
+        logits = getattr(output, "logits", output)
+        # The output of a model may be split over the tensor axis.
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        scores = logits[0, len(read) - 1, : self._loaded.vocab_size].double().cpu()
         if self.temperature == 0:
             return int(scores.argmax())
         chances = (scores / self.temperature).softmax(0)
         return int(torch.multinomial(chances, 1, generator=generator))
-
-
-def _whole(output: Any) -> Tensor:
-    """The logits, on this rank, of a model whose output may be split over the tensor axis."""
-    logits: Tensor = getattr(output, "logits", output)
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 @contextmanager
@@ -412,6 +395,4 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)

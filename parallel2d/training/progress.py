@@ -20,22 +20,22 @@ _LONGEST_NAME = 200
 
 @dataclass
 class Progress:
-    """Where a run stands: what a checkpoint needs beside tensors."""
+    """Counts where a run stands: what a checkpoint needs beside tensors."""
 
     step: int = 0  # finished steps
     samples: int = 0  # consumed, over all ranks: the position in the data
     tokens: int = 0  # valid targets consumed, over all ranks
-    skipped: int = 0  # steps whose update was left out because something was not finite
+    skipped: int = 0  # steps whose update was omitted because something was not finite
     skipped_in_a_row: int = 0
 
 
 # Not frozen: a step makes one for every rank, and a frozen one takes four times as long to make.
 @dataclass(slots=True)
 class RankReport:
-    """What one rank measured in a step. All ranks get it in the agreement of the next step, as a
-    list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
+    """Holds what one rank measured in a step. All ranks get it in the agreement of the next step,
+    as a list of floats; see [Note: one agreement per step] in `step_agreement.py`."""
 
-    busy_s: float  # in which the rank worked, waits for other ranks left out
+    busy_s: float  # in which the rank worked, waits for other ranks not counted
     # By the keys of `metrics.keys`, which are the same on every rank
     memory: Mapping[str, float]
     communication: Mapping[str, float]  # empty where it is not measured
@@ -63,14 +63,14 @@ class StepOutcome:
     tokens: int
     batch_hash: int
     finite: bool
-    preempted: bool  # some rank was told to save and end
+    preempted: bool  # some rank was told to save and stop
     save_is_due: bool  # by some rank's clock, beside the interval in steps
     ranks: list[RankReport]  # by rank: what was measured in the step before
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """What is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``; empty if
-    nothing.
+    """Names what is wrong with ``state``, which should be a `Trainer.state_dict` after ``step``;
+    empty if nothing.
 
     Numbers must be finite, in range, and possible together.
     """
@@ -78,20 +78,20 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     for item in fields(Progress):
         value = state.get(item.name)
         if not is_count(value, LARGEST_COUNT):
-            problems.append(
-                f"{item.name} is {printable(repr(value), 40)}, no whole number from 0 to 2**53"
-            )
+            shown = printable(repr(value), 40)
+            problems.append(f"{item.name} is {shown}, no whole number from 0 to 2**53")
     if problems:  # the checks below compare these numbers
         return problems
-    if state["step"] != step:
-        problems.append(f"step is {state['step']}, and the checkpoint is of step {step}")
-    if not state["skipped_in_a_row"] <= state["skipped"] <= state["step"] <= state["samples"]:
-        names = ("skipped_in_a_row", "skipped", "step", "samples")
-        counts = ", ".join(f"{name} {state[name]}" for name in names)
-        problems.append(f"its counts contradict each other: {counts}")
     fingerprint = state["data_fingerprint"]
-    if not isinstance(fingerprint, str) or len(fingerprint) > 1000:
-        problems.append("data_fingerprint is no text")
+    counts = {name: state[name] for name in ("skipped_in_a_row", "skipped", "step", "samples")}
+    listed = ", ".join(f"{name} {value}" for name, value in counts.items())
+    ascending = list(counts.values()) == sorted(counts.values())
+    is_text = isinstance(fingerprint, str) and len(fingerprint) <= 1000
+    problems = _unmet(
+        (state["step"] == step, f"step is {state['step']}, and the checkpoint is of step {step}"),
+        (ascending, f"its counts contradict each other: {listed}"),
+        (is_text, "data_fingerprint is no text"),
+    )
     problems += _problems_of_scaler(state["scaler"], step)
     # States of earlier versions have neither.
     for key in ("best", "stop"):
@@ -99,19 +99,41 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     return problems
 
 
+def _unmet(*checks: tuple[bool, str]) -> list[str]:
+    """The sentences of the checks that do not hold."""
+    return [problem for holds, problem in checks if not holds]
+
+
 def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
     if not isinstance(scaler, Mapping) or set(scaler) != {"scale", "good_steps"}:
         return ["scaler is not scale and good_steps"]
-    problems = []
-    scale = scaler["scale"]
-    if not is_number(scale) or not 1 <= scale <= LARGEST_SCALE:
-        problems.append(f"scale is {printable(repr(scale), 40)}, no number from 1 to 2**24")
-    good = scaler["good_steps"]
-    if not is_count(good, step):
-        problems.append(
-            f"good_steps is {printable(repr(good), 40)}, no whole number from 0 to {step}"
-        )
-    return problems
+    scale, good = scaler["scale"], scaler["good_steps"]
+    shown = [printable(repr(value), 40) for value in (scale, good)]
+    in_range = is_number(scale) and 1 <= scale <= LARGEST_SCALE
+    return _unmet(
+        (in_range, f"scale is {shown[0]}, no number from 1 to 2**24"),
+        (is_count(good, step), f"good_steps is {shown[1]}, no whole number from 0 to {step}"),
+    )
+
+
+def problems_of_best(name: str, state: Any, step: int) -> list[str]:
+    """Names what is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``,
+    or None; empty if nothing."""
+    if state is None:
+        return []
+    names = {item.name for item in fields(BestMetric)}
+    if not isinstance(state, Mapping) or set(state) != names:
+        return [f"{name} is not {', '.join(sorted(names))}"]
+    metric = state["metric"]
+    are_counts = is_count(state["step"], step) and is_count(state["since"], step)
+    are_numbers = is_number(state["value"]) and is_number(state["min_delta"])
+    is_name = isinstance(metric, str) and len(metric) <= _LONGEST_NAME
+    return _unmet(
+        (are_counts, f"{name} has a step or a count that is no whole number from 0 to {step}"),
+        (are_numbers, f"{name} has a value that is no finite number"),
+        (is_name, f"{name} has no metric"),
+        (state["mode"] in ("min", "max"), f"{name} has a mode that is neither min nor max"),
+    )
 
 
 @dataclass
@@ -128,26 +150,21 @@ class BestMetric:
 
     def measure(self, step: int, value: float) -> bool:
         """Takes a value; returns whether it is the best one. One that is not finite never is."""
-        if math.isfinite(value) and self._is_better(value):
-            self.step = step
-            self.value = value
-            self.since = 0
-            return True
-        self.since += 1
-        return False
-
-    def _is_better(self, value: float) -> bool:
-        if self.step == 0:
-            return True
-        gained = self.value - value if self.mode == "min" else value - self.value
-        return gained > 0 and gained >= self.min_delta
+        gained = value - self.value if self.mode == "max" else self.value - value
+        is_better = self.step == 0 or 0 < gained >= self.min_delta
+        if not math.isfinite(value) or not is_better:
+            self.since += 1
+            return False
+        self.step = step
+        self.value = value
+        self.since = 0
+        return True
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on from what ``dataclasses.asdict`` gave, if it was of the same metric and settings;
         otherwise nothing was measured yet."""
-        if state is None:
-            return
-        if all(state[key] == getattr(self, key) for key in ("metric", "mode", "min_delta")):
+        settings = ("metric", "mode", "min_delta")
+        if state is not None and all(state[key] == getattr(self, key) for key in settings):
             self.step = state["step"]
             self.value = float(state["value"])
             self.since = state["since"]
@@ -197,7 +214,7 @@ class WatchedMetrics:
         """A sentence for each setting whose metric did not come up."""
         told = []
         for name, watched in self._watched.items():
-            if not watched.step and not watched.since:
+            if watched.step + watched.since == 0:
                 near = did_you_mean(watched.metric, self._names)
                 told.append(f"{_SETTINGS[name]}={watched.metric} was never measured{near}")
         return told
@@ -213,23 +230,3 @@ class WatchedMetrics:
         """Goes on from what `state_dict` gave, which may be among other keys."""
         for name, watched in self._watched.items():
             watched.load_state_dict(state.get(name))
-
-
-def problems_of_best(name: str, state: Any, step: int) -> list[str]:
-    """What is wrong with ``state``, which should be a `BestMetric` as a dict after ``step``, or
-    None; empty if nothing."""
-    if state is None:
-        return []
-    names = {item.name for item in fields(BestMetric)}
-    if not isinstance(state, Mapping) or set(state) != names:
-        return [f"{name} is not {', '.join(sorted(names))}"]
-    if not all(is_count(state[key], step) for key in ("step", "since")):
-        return [f"{name} has a step or a count that is no whole number from 0 to {step}"]
-    if not all(is_number(state[key]) for key in ("value", "min_delta")):
-        return [f"{name} has a value that is no finite number"]
-    metric = state["metric"]
-    if not isinstance(metric, str) or len(metric) > _LONGEST_NAME:
-        return [f"{name} has no metric"]
-    if state["mode"] not in ("min", "max"):
-        return [f"{name} has a mode that is neither min nor max"]
-    return []

@@ -3,9 +3,9 @@
 [Note: one agreement per step] All of it goes into a single all-reduce of a small fp64 vector:
 loss, token counts (of this batch and of the next, whose weight is then known before it begins), the
 squared gradient norm, the batch's hash, whether anything was not finite, whether some rank was told
-to save and end, hashes of what replicas must have in common, and every rank's report about the step
-before, each in a row of its own. Every decision is taken from that vector, so every rank takes the
-same one.
+to save and stop, hashes of what replicas must have in common, and every rank's report about the
+step before, each in a row of its own. Every decision is taken from that vector, so every rank takes
+the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallel2d.training.progress import RankReport, StepOutcome
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What one rank brings to a step's agreement.
+    """Holds what one rank brings to a step's agreement.
 
     ``loss``: its summed loss, fp64 on its device; ``tokens``, ``sample_hash``: of its part of the
     batch; ``upcoming_tokens``: of its part of the next one.
@@ -59,11 +59,11 @@ class StepAgreement:
         self._parameters = parameters
         self._device = device
         self._compare_every = compare_every
-        # Which parameters were used travels along, if the engine can wait so long
-        able = [engine for engine in gradient_syncs(model) if engine.may_defer_agreement]
-        self._engine = able[0] if able else None
-        if self._engine is not None:
-            self._engine.defer_agreement()
+        # Which parameters were used travels along, where that may wait until here.
+        reducers = [each for each in gradient_syncs(model) if each.may_defer_agreement]
+        self._reducer = next(iter(reducers), None)
+        if self._reducer is not None:
+            self._reducer.defer_agreement()
         shape = mesh_shape(mesh)
         # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
         self._outer = outer_sync(model)
@@ -79,33 +79,43 @@ class StepAgreement:
         self.counts = float(shape.tensor == 1 or mesh.get_local_rank("tensor") == 0)
 
     def reach(self, step: int, own: OwnPart, loss_scale: float) -> tuple[StepOutcome, int]:
-        """The outcome of ``step``, and the tokens of the next global batch, on every rank alike.
-        Collective, once gradients are complete; they are ``loss_scale`` times as large. See [Note:
-        one agreement per step]."""
-        on_device = torch.cat([self._own_sums(own), self._own_norms()])
+        """Returns the outcome of ``step`` and the tokens of the next global batch, on every rank
+        alike. Collective, once gradients are complete; they are ``loss_scale`` times as large. See
+        [Note: one agreement per step]."""
+        # This rank's share of the squared norms of the gradient: one, or where replicas train on
+        # their own one for each. The share counts the replicas as copies of each other.
+        squares = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
+        share = squared_norm_share(self._parameters, dist.get_world_size())
+        squares[self._norm_index] = share * self._norms
+        on_device = torch.cat([self._own_sums(own), squares])
         broken = (~on_device.isfinite().all()).reshape(1).double()
-        told = torch.tensor([own.stop_requested, own.save_is_due], dtype=torch.float64)
-        reports = _in_own_row(own.report)
+        wishes = torch.tensor([own.stop_requested, own.save_is_due], dtype=torch.float64)
+        # Each rank's report is in a row of its own: the sum over the ranks holds them all.
+        report = torch.tensor(own.report.floats(), dtype=torch.float64)
+        reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
+        reports[dist.get_rank()] = report
         nothing = torch.zeros(0, dtype=torch.float64)
-        used = self._engine.vector() if self._engine else nothing
-        comparison = self._comparison if self._comparison_is_due(step) else None
+        used = self._reducer.vector() if self._reducer else nothing
+        comparison = None
+        if self._compare_every and step % self._compare_every == 0:
+            comparison = self._comparison
         hashes = comparison.vector() if comparison else nothing
         # The part that is made on CPU goes to the device in one copy. Numbers that are not finite
         # would spoil the sums of all ranks: zeros take their place, and `broken` tells of them.
-        from_cpu = torch.cat([told, reports.flatten(), used, hashes]).to(self._device)
+        from_cpu = torch.cat([wishes, reports.flatten(), used, hashes]).to(self._device)
         vector = torch.cat([broken, on_device.nan_to_num(0.0, 0.0, 0.0), from_cpu])
         dist.all_reduce(vector)
 
         sizes = [1, 5, self._norms, 2, reports.numel(), len(used), len(hashes)]
-        not_finite, sums, squares, told, rows, used, hashes = vector.split(sizes)
+        not_finite, sums, squares, wishes, rows, used, hashes = vector.split(sizes)
         loss_sum, tokens, batch_hash, upcoming_tokens, squared_change = sums.tolist()
-        if self._engine:
-            self._engine.agree_on(used.cpu())
+        if self._reducer:
+            self._reducer.agree_on(used.cpu())
         if comparison:
             comparison.check(hashes.cpu())
         finite = not_finite.item() == 0
         norms = (squares.sqrt() / loss_scale).tolist()
-        preempted, due = told.tolist()
+        preempted, due = wishes.tolist()
         by_rank = rows.view(reports.shape).tolist()
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
@@ -122,8 +132,8 @@ class StepAgreement:
         return outcome, int(upcoming_tokens)
 
     def _own_sums(self, own: OwnPart) -> Tensor:
-        """What is summed over the ranks: loss, tokens, hash, tokens of the next batch, squared norm
-        of the last outer step's change."""
+        """Returns what is summed over the ranks: loss, tokens, hash, tokens of the next batch,
+        squared norm of the last outer step's change."""
         counts = torch.tensor(
             [own.tokens, own.sample_hash, own.upcoming_tokens],
             dtype=torch.float64,
@@ -134,25 +144,3 @@ class StepAgreement:
         if self._outer is not None and self._outer.squared_change is not None:
             change += self._outer.squared_change
         return torch.cat([of_data, change])
-
-    def _own_norms(self) -> Tensor:
-        """This rank's share of the squared norms of the gradient: one, or where replicas train on
-        their own one for each."""
-        share = squared_norm_share(self._parameters, dist.get_world_size())
-        norms = torch.zeros(self._norms, dtype=torch.float64, device=self._device)
-        # The share counts the replicas as copies of each other.
-        norms[self._norm_index] = share * self._norms
-        return norms
-
-    def _comparison_is_due(self, step: int) -> bool:
-        every = self._compare_every
-        return self._comparison is not None and every > 0 and step % every == 0
-
-
-def _in_own_row(report: RankReport) -> Tensor:
-    """This rank's report in its own row, zeros in the others': the sum over the ranks holds
-    every rank's. fp64 [ranks, numbers of a report]."""
-    values = torch.tensor(report.floats(), dtype=torch.float64)
-    reports = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64)
-    reports[dist.get_rank()] = values
-    return reports

@@ -9,20 +9,19 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.gradients import scale_gradients
-from parallel2d.parallel.mesh import data_coordinate, mesh_shape, sum_over_data_ranks
+from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.precision import input_dtype
 from parallel2d.parallel.sync import (
     accumulate,
@@ -31,8 +30,17 @@ from parallel2d.parallel.sync import (
     updated_parameters,
 )
 from parallel2d.parallel.sync.updates import set_step
+from parallel2d.parallel.weights.named_tensors import reshard
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.data import BatchFeed, BatchPlan, EndOfData, SampleStream, StepBatch
+from parallel2d.training.data import (
+    Batch,
+    BatchFeed,
+    BatchPlan,
+    EndOfData,
+    OpenData,
+    SampleStream,
+    StepBatch,
+)
 from parallel2d.training.hooks import Agreed, Hook, HookCalls, RunView
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
@@ -40,76 +48,68 @@ from parallel2d.training.metrics.recorder import Recorder
 from parallel2d.training.model_families import Loss
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
+from parallel2d.training.run_directory import RunClaim
 from parallel2d.training.step_agreement import OwnPart, StepAgreement
 
 
-def _nothing(*_: object) -> None:
-    pass
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts:
+    """Holds what a `Trainer` works with.
+
+    ``model``: parallel over ``mesh``, with its weights; ``loss``: of a step, with its z-loss;
+    ``validation_loss``: without; ``chunked_head``: computes both in their place; ``claim``: checked
+    before rows and checkpoints are written; ``hooks``: called after every step, see `hooks`.
+    """
+
+    config: TrainConfig
+    run_dir: str
+    model: nn.Module
+    loss: Loss
+    validation_loss: Loss
+    chunked_head: ChunkedHead | None
+    mesh: DeviceMesh
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    data: OpenData
+    plan: BatchPlan
+    recorder: Recorder
+    checkpointer: Checkpointer
+    claim: RunClaim
+    hooks: Sequence[Hook]
 
 
-def _never() -> bool:
-    return False
+@dataclass(frozen=True)
+class LoopCallbacks:
+    """What the loop asks and tells the command that runs it: in every step whether this rank was
+    told to save and stop, and once that the first step of this process is done."""
+
+    stop_requested: Callable[[], bool] = lambda: False
+    first_step_done: Callable[[], object] = lambda: None
 
 
 class Trainer:
-    """Trains ``model``, which is parallel over ``mesh`` and has its weights already.
+    """Trains what ``parts`` hold. Every rank makes one and calls its methods at the same points."""
 
-    ``named_validation``: streams by name, validated on beside ``validation``; ``hooks``: see
-    `hooks`, which are told ``run_dir`` and ``tokenizer`` (its name and fingerprint);
-    ``loss``: of a step, with its z-loss; ``validation_loss``: without. ``chunked_head``: computes
-    both in their place.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: TrainConfig,
-        model: nn.Module,
-        loss: Loss,
-        validation_loss: Loss,
-        mesh: DeviceMesh,
-        optimizer: torch.optim.Optimizer,
-        training: SampleStream,
-        validation: SampleStream | None,
-        plan: BatchPlan,
-        recorder: Recorder,
-        checkpointer: Checkpointer,
-        device: torch.device,
-        data_fingerprint: str,
-        named_validation: Mapping[str, SampleStream] | None = None,
-        hooks: Sequence[Hook] = (),
-        run_dir: str = "",
-        tokenizer: tuple[str, str] = ("", ""),
-        chunked_head: ChunkedHead | None = None,
-    ) -> None:
+    def __init__(self, parts: TrainerParts) -> None:
+        config, model, mesh, device = parts.config, parts.model, parts.mesh, parts.device
+        recorder, data = parts.recorder, parts.data
+        self.parts = parts
         self.config = config
         self.model = model
-        self.loss = loss
-        self.validation_loss = validation_loss
-        self.chunked_head = chunked_head
+        self.chunked_head = parts.chunked_head
         self.mesh = mesh
-        self.optimizer = optimizer
-        self.training = training
-        self.validation = validation
-        self.plan = plan
+        self.optimizer = parts.optimizer
+        self.training = data.train
+        self.plan = parts.plan
         self.recorder = recorder
-        self.checkpointer = checkpointer
+        self.checkpointer = parts.checkpointer
         self.device = device
-        self.data_fingerprint = data_fingerprint
         # By the key of the loss, in the same order on every rank
         self.validation_sets: dict[str, SampleStream] = {}
-        if validation is not None:
-            self.validation_sets[keys.VALIDATION_LOSS] = validation
-        for name, stream in sorted((named_validation or {}).items()):
+        if data.validation is not None:
+            self.validation_sets[keys.VALIDATION_LOSS] = data.validation
+        for name, stream in sorted(data.named_validation.items()):
             self.validation_sets[keys.set_loss_key(name)] = stream
-        # Callbacks of the command that trains. The second gets this rank's summed loss and what the
-        # ranks agreed on, when gradients are complete and not clipped yet. The third comes before a
-        # step is saved and again before its row; if it raises, nothing more is written. The last is
-        # called once, after this process's first step.
-        self.stop_requested: Callable[[], bool] = _never
-        self.gradients_ready: Callable[[Tensor, StepOutcome], object] = _nothing
-        self.before_writing: Callable[[], object] = _nothing
-        self.after_first_step: Callable[[], object] = _nothing
 
         self.scaler = LossScaler(config.precision.loss_scaling)
         self.clock = PhaseClock(device)
@@ -123,35 +123,34 @@ class Trainer:
             model, mesh, self.parameters, device, config.sync.compare_every
         )
         self._data_ranks = mesh_shape(mesh).data_ranks
-        self.data_rank = data_coordinate(mesh)
         self._upcoming: StepBatch | None = None
         self._upcoming_tokens = 0  # of the global batch
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # why the run ends before its last step
         self._told_saves = 0  # checkpoints of this process that hooks know of
-        self.hooks = HookCalls(
-            hooks,
-            RunView(
-                config=config,
-                model=model,
-                optimizer=optimizer,
-                mesh=mesh,
-                device=device,
-                rank=dist.get_rank(),
-                run_dir=run_dir,
-                tokenizer=tokenizer,
-                say=recorder.say,
-                show_text=recorder.show_text,
-            ),
+        self._callbacks = LoopCallbacks()
+        view = RunView(
+            config=config,
+            model=model,
+            optimizer=parts.optimizer,
+            mesh=mesh,
+            device=device,
+            rank=dist.get_rank(),
+            run_dir=parts.run_dir,
+            tokenizer=data.tokenizer,
+            say=recorder.say,
+            show_text=recorder.show_text,
         )
+        self.hooks = HookCalls(parts.hooks, view)
 
-    def run(self) -> None:
+    def run(self, callbacks: LoopCallbacks | None = None) -> None:
         """Trains until ``train.steps``, until finite data end, until ``train.stop`` or a hook stops
-        the run, or until told to save and end. Collective.
+        the run, or until told to save and stop. Collective.
 
         Raises `ConfigError` after too many non-finite steps in a row, and `HookError`.
         """
+        self._callbacks = callbacks or LoopCallbacks()
         feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
         # Automatic collections would fall at different moments on different ranks, and all ranks
         # would wait for each of them.
@@ -159,10 +158,11 @@ class Trainer:
         gc.disable()
         try:
             self.begin(feed)
+            first = self.progress.step + 1
             while self._upcoming is not None and not self.preempted:
                 self.step(feed)
-                self.after_first_step()
-                self.after_first_step = _nothing
+                if self.progress.step == first:
+                    self._callbacks.first_step_done()
                 if self.progress.step % self.config.train.gc_every == 0:
                     gc.collect()
             self.checkpointer.finish()
@@ -182,12 +182,10 @@ class Trainer:
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
             self.recorder.say(f"not trained on: {self.stopped}; other settings would go on")
-        more = self.progress.step < self.config.train.steps and self.stopped is None
-        self._upcoming = self._take(feed) if more else None
+        self._upcoming = self._take(feed) if self.has_steps() else None
         if self.chunked_head is not None and self._upcoming is not None:
             micro = self._upcoming.micro_batches[0]
-            ids = () if micro.document_ids is None else (micro.document_ids,)
-            self.chunked_head.compare(micro.targets, micro.inputs, *ids)
+            self.chunked_head.compare(micro.targets, *self._arguments(micro))
         tokens = _valid_tokens(self._upcoming)
         count = torch.tensor([tokens], dtype=torch.float64, device=self.device)
         self._upcoming_tokens = int(sum_over_data_ranks(count, self.mesh).item())
@@ -212,7 +210,6 @@ class Trainer:
         self.clock.mark("data_s")
         outcome = self._agree(summed, batch)
         self.clock.mark("sync_s")
-        self.gradients_ready(summed, outcome)
         self._update(outcome)
         if self._upcoming is None:
             finish_updates(self.model)
@@ -221,9 +218,8 @@ class Trainer:
         self._measured = self.recorder.measure(seconds, time.process_time() - busy)
 
         self._count(step, batch, outcome)
-        self._end_if_hopeless()
         validation = self._validate_if_due(step, seconds)
-        self.before_writing()
+        self.parts.claim.check()
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
@@ -240,7 +236,7 @@ class Trainer:
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
         # Hooks and a save take their time, in which another start may have set rows aside.
-        self.before_writing()
+        self.parts.claim.check()
         self.recorder.record(
             self.progress,
             outcome,
@@ -253,22 +249,20 @@ class Trainer:
         self._tell_saves()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors; plain numbers."""
+        """Returns what a checkpoint holds beside tensors; plain numbers."""
         return {
             **asdict(self.progress),
             "scaler": self.scaler.state_dict(),
-            "data_fingerprint": self.data_fingerprint,
+            "data_fingerprint": self.parts.data.fingerprint,
             **self._watched.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from where `state_dict` was taken. Raises `ConfigError` for what it cannot have
         given."""
-        problems = problems_of_state(state, state["step"])
-        if problems:
-            raise ConfigError(
-                f"the checkpoint's state cannot be gone on from: {'; '.join(problems[:4])}"
-            )
+        if problems := problems_of_state(state, state["step"]):
+            listed = "; ".join(problems[:4])
+            raise ConfigError(f"no run can continue from the checkpoint's state: {listed}")
         self.scaler.load_state_dict(state["scaler"])
         self._watched.load_state_dict(state)
         self.progress = Progress(**{item.name: int(state[item.name]) for item in fields(Progress)})
@@ -286,25 +280,21 @@ class Trainer:
                 if batch is None:
                     break
                 for micro in batch.micro_batches:
-                    sums[0] += self._loss_of(micro.inputs, micro.targets, micro.document_ids)
+                    sums[0] += self._loss_of(micro)
                 sums[1] += batch.valid_tokens
         finally:
             feed.close()
             self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # without a backward nothing else frees what forward gathered
+        reshard(self.model)  # without a backward nothing else frees what forward gathered
         sums *= self._agreement.counts
         dist.all_reduce(sums)
         return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
-        """The losses by key. Adds what it takes to ``seconds``."""
+        """Returns the losses by key. Adds what it takes to ``seconds``."""
         every = self.config.train.validate_every
-        if not self.validation_sets or not every:
-            return None
-        last = self._upcoming is None
-        if step % every and not last:
+        is_due = every and (step % every == 0 or self._upcoming is None)
+        if not is_due or not self.validation_sets:
             return None
         begin = time.perf_counter()
         with outer_parameters(self.model):
@@ -319,7 +309,7 @@ class Trainer:
         validation: Mapping[str, float] | None,
         seconds: dict[str, float],
     ) -> Agreed:
-        """What the hooks of all ranks came to after this step. Adds what it takes to
+        """Returns what the hooks of all ranks came to after this step. Adds what it takes to
         ``seconds``."""
         if not self.hooks.hooks:
             return Agreed()
@@ -370,14 +360,12 @@ class Trainer:
         self._told_saves = len(published)
 
     def _end(self) -> None:
-        """After the last step of this process. Collective."""
         self._tell_saves()
-        reason = self.stopped
-        if reason is None:
-            reason = "preempted" if self.preempted else "finished"
+        reason = self.stopped or ("preempted" if self.preempted else "finished")
         self.hooks.end(self.progress.step, reason)
-        for warning in self._watched.never_measured() if reason == "finished" else ():
-            self.recorder.say(f"warning: {warning}")
+        if reason == "finished":
+            for warning in self._watched.never_measured():
+                self.recorder.say(f"warning: {warning}")
 
     def _take(self, feed: BatchFeed) -> StepBatch | None:
         try:
@@ -385,14 +373,20 @@ class Trainer:
         except EndOfData:
             return None
 
-    def _loss_of(self, inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+    def _arguments(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Returns what the model is called with."""
+        inputs = batch.inputs
         if self._input_dtype is not None and inputs.is_floating_point():
             inputs = inputs.to(self._input_dtype)
-        arguments = (inputs,) if document_ids is None else (inputs, document_ids)
+        return (inputs,) if batch.document_ids is None else (inputs, batch.document_ids)
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        """Summed over the valid tokens."""
+        arguments = self._arguments(batch)
         if self.chunked_head is not None:
-            return self.chunked_head.loss(targets, *arguments)
-        loss = self.loss if self.model.training else self.validation_loss
-        return loss(self.model(*arguments), targets)
+            return self.chunked_head.loss(batch.targets, *arguments)
+        loss = self.parts.loss if self.model.training else self.parts.validation_loss
+        return loss(self.model(*arguments), batch.targets)
 
     def _forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
         """Accumulates the gradient of the mean over the global batch's ``tokens``, times the loss
@@ -403,7 +397,7 @@ class Trainer:
         for micro in accumulate(
             self.model, batch.micro_batches, self.config.sync.during_accumulation
         ):
-            loss = self._loss_of(micro.inputs, micro.targets, micro.document_ids)
+            loss = self._loss_of(micro)
             (loss * weight).backward()
             summed += loss.detach()
         return summed
@@ -414,7 +408,7 @@ class Trainer:
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
             upcoming_tokens=_valid_tokens(self._upcoming),
-            stop_requested=self.stop_requested(),
+            stop_requested=self._callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
             report=self._measured,
         )
@@ -433,19 +427,18 @@ class Trainer:
         self.scaler.update(outcome.finite)
 
     def _count(self, step: int, batch: StepBatch, outcome: StepOutcome) -> None:
+        """Raises `ConfigError` after too many non-finite steps in a row."""
         progress = self.progress
         progress.step = step
         progress.samples = batch.position
         progress.tokens += outcome.tokens
         progress.skipped += not outcome.finite
         progress.skipped_in_a_row = 0 if outcome.finite else progress.skipped_in_a_row + 1
-
-    def _end_if_hopeless(self) -> None:
         limit = self.config.train.max_skipped_steps
-        if self.progress.skipped_in_a_row >= limit:
+        if progress.skipped_in_a_row >= limit:
             raise ConfigError(
                 f"loss or gradient was not finite in {limit} steps in a row "
-                f"(train.max_skipped_steps), the last one step {self.progress.step}: lower "
+                f"(train.max_skipped_steps), the last one step {step}: lower "
                 f"optimizer.lr={self.config.optimizer.lr} or use a wider precision"
             )
 

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import CheckpointConfig
@@ -27,10 +27,11 @@ from parallel2d.parallel.mesh import AXES, axis_names
 from parallel2d.parallel.weights.named_tensors import describe_optimizer, reshard, tied_names
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 from parallel2d.training.checkpoint.resume import Copies, Resume
-from parallel2d.training.checkpoint.save import Group, Staging, write_checkpoint
+from parallel2d.training.checkpoint.save import Group, SavedState, Staging, write_checkpoint
 from parallel2d.training.checkpoint.state import replica_tensors, rng_tensors, saved_tensors
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,
+    as_config_error,
     describe_error,
     open_store,
     step_name,
@@ -83,7 +84,7 @@ class Checkpointer:
             )
         self.group = Group.new()
         # The agreement of a step must not mix with the messages of a save that runs beside it.
-        self._votes = Group.new() if config.every_minutes else None
+        self._votes = Group.new() if config.enabled and config.every_minutes else None
         self.store = open_store(config.folder or os.path.join(os.fspath(run_dir), "checkpoints"))
         self.blocked_s = 0.0
         self.bytes_written = 0
@@ -91,8 +92,8 @@ class Checkpointer:
         self.published: list[int] = []
         self._known_good: set[int] = set()
         self._resume: Resume | None = None
-        # Rank 0, with `keep_best`: the best state of which there is a checkpoint.
-        self._best: dict[str, Any] | None = None
+        # Rank 0, with `keep_best`: the best state of which there is a checkpoint; empty for none.
+        self._best: dict[str, Any] = {}
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._outcome: tuple[int, str | None, int] | None = None
@@ -105,36 +106,32 @@ class Checkpointer:
     def _check_folder(self) -> None:
         """Raises `ConfigError` unless every rank sees what rank 0 writes. Otherwise each node would
         keep only its own part of a checkpoint."""
-        token: str | None = self.group.on_first(self._leave_token)
-        if token is None:
+        root = self.store.root
+
+        def leave_token() -> str | None:
+            with as_config_error(f"checkpoints cannot be written to {root}"):
+                self.store.prepare()
+                # All ranks reach it by the same address.
+                if is_remote(root):
+                    return None
+                path = os.path.join(root, f".shared-{os.urandom(8).hex()}")
+                with open(path, "x"):
+                    return path
+
+        path: str | None = self.group.on_first(leave_token)
+        if path is None:
             return
-        seen = os.path.join(self.store.root, token)
-        hosts = self.group.all_gather("" if os.path.exists(seen) else socket.gethostname())
+        hosts = self.group.all_gather("" if os.path.exists(path) else socket.gethostname())
         if self.group.rank == 0:
-            os.unlink(seen)
+            os.unlink(path)
         ranks = [rank for rank, host in enumerate(hosts) if host]
         if ranks:
             blind = ", ".join(sorted({hosts[rank] for rank in ranks}))
             raise ConfigError(
-                f"{self.store.root} is not the same folder on every rank: {blind} (ranks {ranks}) "
+                f"{root} is not the same folder on every rank: {blind} (ranks {ranks}) "
                 "does not see what rank 0 writes. Put the run directory on a shared file system, "
                 "or set checkpoint.folder to one"
             )
-
-    def _leave_token(self) -> str | None:
-        """The name of a new file in the store, for the other ranks to see; None in one that all
-        reach by the same address."""
-        root = self.store.root
-        try:
-            self.store.prepare()
-            if is_remote(root):
-                return None
-            token = f".shared-{os.urandom(8).hex()}"
-            with open(os.path.join(root, token), "x"):
-                return token
-        except Exception as fault:
-            reason = describe_error(fault)
-            raise ConfigError(f"checkpoints cannot be written to {root}: {reason}") from None
 
     @property
     def age_steps(self) -> int:
@@ -207,7 +204,7 @@ class Checkpointer:
     def _find_best(self, state: dict[str, Any]) -> None:
         """Takes over the best step that ``state`` knows. If its checkpoint is there no longer, or
         it is of another run, ``state`` forgets it, and the next value is the best."""
-        self._best = None
+        self._best = {}
         # Nothing of the state was checked yet: it may come from anywhere.
         best = state.get("best")
         if not isinstance(best, dict) or best.get("metric") != self.config.keep_best:
@@ -216,11 +213,15 @@ class Checkpointer:
             try:
                 if best.get("step") in self.store.steps():
                     self._best = best
+                else:
+                    log.warning("there is no checkpoint of the best step so far; it is forgotten")
             except Exception as fault:
-                log.warning("%s cannot be read: %s", self.store.root, describe_error(fault))
-            if self._best is None:
-                log.warning("there is no checkpoint of the best step so far; it is forgotten")
-        if not self.group.broadcast(self._best is not None):
+                log.warning(
+                    "%s cannot be read, and the best step so far is forgotten: %s",
+                    self.store.root,
+                    describe_error(fault),
+                )
+        if not self.group.broadcast(bool(self._best)):
             state["best"] = None
 
     def save_if_due(
@@ -253,17 +254,25 @@ class Checkpointer:
         self.blocked_s = 0.0
         # The last state and that of a pre-emption are needed on disk, whatever copies there are.
         if self.copies is not None and self.copies.is_due(step) and not (last or preempted):
-            self.copies.save(*self._state(step, state))
+            self.copies.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
-        if self.config.enabled and self._is_due(step, last or preempted or wanted, due):
+        if due is None and self._votes is not None:
+            due = bool(self._votes.broadcast(self.time_is_up()))
+        is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
+        self._first_call = False
+        if self.config.enabled and is_due:
             # One save at a time: all use the same staging buffers.
-            self._join()
+            self.collect()
             if step not in self._known_good:
                 self._start(step, state, wait=preempted or not self.config.asynchronous)
             self.blocked_s = time.perf_counter() - begin
         elif preempted:
-            self._join()
-        self._first_call = False
+            self.collect()
+
+    def _is_of_interval(self, step: int) -> bool:
+        if self._first_call and self.config.on_first_step:
+            return True
+        return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
         """Whether ``every_minutes`` have passed on this rank's clock."""
@@ -277,32 +286,44 @@ class Checkpointer:
         return self._thread is not None and not self._thread.is_alive()
 
     def collect(self) -> None:
-        """Takes account of a save that has ended on every rank. Collective. Raises as
-        `save_if_due`."""
-        self._join()
+        """Waits for the save in progress, so that all ranks take account of it at one point.
+        Collective. Raises as `save_if_due`."""
+        if self._thread is not None:
+            if self._thread.is_alive() and self.group.rank == 0:
+                log.info("waiting for the checkpoint that is still being written")
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        step, error, size = outcome
+        if error is None:
+            self.failures = 0
+            self.bytes_written += size
+            self.published.append(step)
+            self._known_good.add(step)
+            return
+        self.failures += 1
+        if self.failures >= self.config.max_failures:
+            raise CheckpointError(
+                f"{self.failures} checkpoints in a row could not be written "
+                f"(checkpoint.max_failures={self.config.max_failures}), the last, of step {step}: "
+                f"{error}"
+            )
 
     def finish(self) -> None:
         """Waits for a save that is still running, then removes the copies. For a run that ended
         well. Collective. Raises `CheckpointError` if its last save failed."""
-        self._join()
+        self.collect()
         if self.failures:
             failed = f"({self.failures} failed in a row); see the log"
             raise CheckpointError(f"the last checkpoint could not be written {failed}")
         if self.copies is not None:
             self.copies.finish()
 
-    def _is_due(self, step: int, forced: bool, due: bool | None) -> bool:
-        config = self.config
-        by_time = False
-        if config.every_minutes:
-            assert self._votes is not None
-            by_time = bool(self._votes.broadcast(self.time_is_up())) if due is None else due
-        by_step = config.every > 0 and step % config.every == 0
-        return forced or by_time or by_step or (config.on_first_step and self._first_call)
-
     def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
         self._last_save = time.monotonic()
-        taken = self._staging.take(*self._state(step, state), self.mesh)
+        taken = self._staging.take(self._state(step, state), self.mesh)
 
         def write() -> None:
             try:
@@ -319,17 +340,13 @@ class Checkpointer:
 
         if wait:
             write()
-            self._settle()
+            self.collect()
         else:
             # A daemon: a save must not keep the process alive when the run fails elsewhere.
             self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
             self._thread.start()
 
-    def _state(
-        self, step: int, state: dict[str, Any]
-    ) -> tuple[Manifest, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """What is saved: the manifest without tensors and files, what all replicas share, what this
-        replica alone has, and what this rank alone has."""
+    def _state(self, step: int, state: dict[str, Any]) -> SavedState:
         # Parameters that a forward has gathered would hide the sharded ones.
         reshard(self.model)
         described = {}
@@ -349,34 +366,7 @@ class Checkpointer:
         )
         shared = saved_tensors(self.model, self.optimizer)
         of_replica = replica_tensors(self.model, self.optimizer)
-        return manifest, shared, of_replica, rng_tensors(self.group.rank)
-
-    def _join(self) -> None:
-        """Waits for the save in progress, so that all ranks take account of it at one point."""
-        if self._thread is not None:
-            if self._thread.is_alive() and self.group.rank == 0:
-                log.info("waiting for the checkpoint that is still being written")
-            self._thread.join()
-            self._thread = None
-        self._settle()
-
-    def _settle(self) -> None:
-        if self._outcome is None:
-            return
-        (step, error, size), self._outcome = self._outcome, None
-        if error is None:
-            self.failures = 0
-            self.bytes_written += size
-            self.published.append(step)
-            self._known_good.add(step)
-            return
-        self.failures += 1
-        if self.failures >= self.config.max_failures:
-            raise CheckpointError(
-                f"{self.failures} checkpoints in a row could not be written "
-                f"(checkpoint.max_failures={self.config.max_failures}), the last, of step {step}: "
-                f"{error}"
-            )
+        return SavedState(manifest, shared, of_replica, rng_tensors(self.group.rank))
 
     def _clear_the_way(self, step: int) -> str | None:
         """Rank 0: a checkpoint of this step that is there already is kept if it is sound, else
@@ -404,17 +394,18 @@ class Checkpointer:
                 self._name_best()
             if not config.keep_last:
                 return
-            kept = {*steps[-config.keep_last :], newest, (self._best or {}).get("step")}
-            for step in steps:
-                if step not in kept and not (config.keep_every and step % config.keep_every == 0):
-                    self.store.delete(step)
+            kept = {*steps[-config.keep_last :], newest, self._best.get("step")}
+            if config.keep_every:
+                kept.update(step for step in steps if step % config.keep_every == 0)
+            for step in sorted(set(steps) - kept):
+                self.store.delete(step)
         except Exception as fault:
             log.warning("an old checkpoint could not be deleted: %s", describe_error(fault))
 
     def _name_best(self) -> None:
         """Rank 0: writes `BEST`, or removes it."""
         text = None
-        if self._best is not None:
+        if self._best:
             named = {key: self._best.get(key) for key in ("metric", "mode", "step", "value")}
             named["checkpoint"] = step_name(self._best["step"])
             text = json.dumps(named, indent=1) + "\n"

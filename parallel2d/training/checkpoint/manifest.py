@@ -12,9 +12,10 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,18 +128,19 @@ class Manifest:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
         content = parse_json(data, what)
         try:
-            _check_own_digest(content)
-            _check_facts(content)
-            files = {name: _decode_file(name, item) for name, item in content["files"].items()}
+            require(_check_facts(content))
+            files = {}
+            for name, item in content["files"].items():
+                require(_check_file(name, item))
+                files[name] = StoredFile(item["bytes"], item["sha256"])
             tensors, stored = {}, content["tensors"]
             # One by one, or both forms of all of them would be in memory.
             for name in list(stored):
                 tensors[name] = _decode_tensor(name, stored.pop(name), files, what)
             for name, other in content["tied"].items():
-                if not isinstance(other, str) or f"model/{other}" not in tensors:
-                    raise ValueError(
-                        f"{printable(name)} is tied to {printable(other)}, which is not stored"
-                    )
+                is_stored = isinstance(other, str) and f"model/{other}" in tensors
+                problem = f"{printable(name)} is tied to {printable(other)}, which is not stored"
+                require([(is_stored, problem)])
         except DamagedCheckpointError:
             raise
         except ValueError as error:
@@ -183,11 +185,10 @@ class Checkpoint:
         if source.size != size:
             raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
         header = read_header(source, what)
-        # Of the right size, the file may still be that of another checkpoint.
-        found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
         expected = self._expected.get(name, {})
-        if not self._exact:
-            found = {key: found[key] for key in expected if key in found}
+        taken = header if self._exact else header.keys() & expected
+        # Of the right size, the file may still be that of another checkpoint.
+        found = {key: (header[key].dtype, header[key].shape) for key in taken}
         if found != expected:
             wrong = min(key for key, _ in found.items() ^ expected.items())
             there, told = found.get(wrong, "not there"), expected.get(wrong, "not there")
@@ -241,86 +242,93 @@ class Checkpoint:
         return result
 
 
-# These raise ValueError for what `Manifest.encode` does not write.
+def require(checks: Iterable[tuple[object, str]]) -> None:
+    """Raises ValueError with the text of the first check that does not hold. From a generator, a
+    check may rely on those before it."""
+    for holds, problem in checks:
+        if not holds:
+            raise ValueError(problem)
 
 
-def _check_own_digest(content: dict[str, Any]) -> None:
+def _check_facts(content: dict[str, Any]) -> Iterator[tuple[object, str]]:
     version = content.get("format")
-    if version != FORMAT:
-        raise ValueError(
-            f"format {printable(version)} is not the format {FORMAT} that this version reads"
-        )
+    shown = printable(version)
+    yield version == FORMAT, f"format {shown} is not the format {FORMAT} that this version reads"
     digest = content.pop("sha256", None)
-    if digest != content_digest(content):
-        raise ValueError("its own checksum does not match: it was altered or damaged")
-
-
-def _check_facts(content: dict[str, Any]) -> None:
+    is_same = digest == content_digest(content)
+    yield is_same, "its own checksum does not match: it was altered or damaged"
     for key in _OBJECTS:
-        if not isinstance(content.get(key), dict):
-            raise ValueError(f"{key} is missing or not an object")
+        yield isinstance(content.get(key), dict), f"{key} is missing or not an object"
     counts: list[Any] = [content.get("step"), content.get("world_size")]
-    if not all(map(is_count, counts)):
-        raise ValueError("step and world_size must be whole numbers")
-    if max(counts) > LARGEST_COUNT:
-        raise ValueError("step or world_size is larger than any")
-    _check_mesh(content["mesh"], content["world_size"])
+    yield all(map(is_count, counts)), "step and world_size must be whole numbers"
+    yield max(counts) <= LARGEST_COUNT, "step or world_size is larger than any"
+    mesh, ranks = content["mesh"], content["world_size"]
+    longest = max(map(len, mesh), default=0)
+    yield len(mesh) <= _MOST_AXES and longest <= 100, "mesh has more axes than any"
+    yield all(map(is_count, mesh.values())), "mesh must give whole numbers"
+    is_mesh = not mesh or math.prod(mesh.values()) == ranks
+    yield is_mesh, f"a mesh of {printable(mesh)} is not one of {ranks} ranks"
+    yield from check_optimizer_facts(content["optimizer"])
     # The state of somebody's own loop may hold anything.
     if _TRAINED in content["layout"]:
         problems = problems_of_state(content["state"], content["step"])
-        if problems:
-            raise ValueError(f"no run can continue from its state: {'; '.join(problems[:4])}")
+        yield not problems, f"no run can continue from its state: {'; '.join(problems[:4])}"
 
 
-def _check_mesh(mesh: dict[str, Any], world_size: int) -> None:
-    if len(mesh) > _MOST_AXES or any(len(axis) > 100 for axis in mesh):
-        raise ValueError("mesh has more axes than any")
-    if not all(map(is_count, mesh.values())):
-        raise ValueError("mesh must give whole numbers")
-    if mesh and math.prod(mesh.values()) != world_size:
-        raise ValueError(f"a mesh of {printable(mesh)} is not one of {world_size} ranks")
+def check_optimizer_facts(optimizer: dict[str, Any]) -> Iterator[tuple[object, str]]:
+    """For `require`: what `describe_optimizer` gives, or nothing."""
+    groups, scalars = optimizer.get("groups", []), optimizer.get("scalars", {})
+    yield isinstance(groups, list), "the optimizer's groups are no list"
+    for group in groups:
+        names = group.get("parameters") if isinstance(group, dict) else None
+        lists_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        yield lists_names, "the optimizer's groups do not list parameter names"
+        is_mapping = isinstance(group.get("settings", {}), dict)
+        yield is_mapping, "the settings of the optimizer's groups are no mapping"
+    by_name = isinstance(scalars, dict) and all(isinstance(each, dict) for each in scalars.values())
+    yield by_name, "the optimizer's scalars are no mapping of names"
 
 
-def _decode_file(name: str, item: Any) -> StoredFile:
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{printable(name)!r} cannot be the name of a file of a checkpoint")
-    if not isinstance(item, dict) or not is_count(item.get("bytes")):
-        raise ValueError(f"the size of {name} is missing or impossible")
-    if not isinstance(item.get("sha256"), str) or not _SHA256.fullmatch(item["sha256"]):
-        raise ValueError(f"the checksum of {name} is missing or impossible")
-    return StoredFile(item["bytes"], item["sha256"])
+def _check_file(name: str, item: Any) -> Iterator[tuple[object, str]]:
+    is_name = _FILE_NAME.fullmatch(name)
+    yield is_name, f"{printable(name)!r} cannot be the name of a file of a checkpoint"
+    has_size = isinstance(item, dict) and is_count(item.get("bytes"))
+    yield has_size, f"the size of {name} is missing or impossible"
+    sha256 = item.get("sha256")
+    has_sum = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
+    yield has_sum, f"the checksum of {name} is missing or impossible"
 
 
 def _decode_tensor(
     name: str, item: Any, files: Mapping[str, StoredFile], what: str
 ) -> StoredTensor:
-    described = isinstance(item, dict) and set(item) == {"dtype", "shape", "chunks"}
-    if not described or not isinstance(item["chunks"], list):
-        raise ValueError(f"{printable(name)} is not described by dtype, shape and chunks")
-    check_description(name, item["dtype"], item["shape"], what)
-    shape = tuple(item["shape"])
+    match item:
+        case {"dtype": dtype, "shape": shape, "chunks": list(listed), **others} if not others:
+            check_description(name, dtype, shape, what)
+        case _:
+            raise ValueError(f"{printable(name)} is not described by dtype, shape and chunks")
+    shape = tuple(shape)
     try:
-        chunks = tuple([_decode_chunk(chunk, shape, files) for chunk in item["chunks"]])
+        chunks = tuple([_decode_chunk(chunk, shape, files) for chunk in listed])
         check_tiling(shape, [chunk.region for chunk in chunks])
     except ValueError as error:
         raise ValueError(f"{printable(name)}: {error}") from None
-    return StoredTensor(item["dtype"], shape, chunks)
+    return StoredTensor(dtype, shape, chunks)
 
 
 def _decode_chunk(item: Any, shape: tuple[int, ...], files: Mapping[str, StoredFile]) -> Chunk:
-    is_described = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
-    if not is_described or item[0] not in files:
-        raise ValueError("a chunk names no file of this checkpoint")
-    file, offsets, lengths = item
-    for numbers in (offsets, lengths):
-        if not isinstance(numbers, list) or len(numbers) != len(shape):
-            raise ValueError("a chunk has impossible offsets or lengths")
-        if not all(map(is_count, numbers)):
-            raise ValueError("a chunk has impossible offsets or lengths")
-    for begin, length, size in zip(offsets, lengths, shape, strict=True):
-        if begin + length > size:
-            raise ValueError(f"a chunk reaches outside of its shape {list(shape)}")
-    return Chunk(file, Region(tuple(offsets), tuple(lengths)))
+    match item:
+        case [str(file), list(offsets), list(lengths)] if file in files:
+            described = len(offsets) == len(lengths) == len(shape)
+        case _:
+            raise ValueError("a chunk is not a file of this checkpoint, offsets and lengths")
+    if not described or not all(map(is_count, offsets + lengths)):
+        raise ValueError("a chunk has impossible offsets or lengths")
+    region = Region(tuple(offsets), tuple(lengths))
+    ends = map(operator.add, offsets, lengths)
+    if any(end > size for end, size in zip(ends, shape, strict=True)):
+        raise ValueError(f"a chunk reaches outside of its shape {list(shape)}")
+    return Chunk(file, region)
 
 
 def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:
@@ -330,42 +338,32 @@ def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:
     below zero. The counts of all regions at each point equal those of the whole if and only if
     every element is covered once: they are the mixed difference of how often it is covered.
     """
+    require(_tiling(shape, regions))
+
+
+def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[object, str]]:
     sizes = [region.numel for region in regions]
-    if 0 in sizes:
-        raise ValueError("it has an empty chunk")
-    if sum(sizes) != math.prod(shape):
-        raise ValueError(f"its chunks do not cover its shape {list(shape)} exactly once")
+    yield 0 not in sizes, "it has an empty chunk"
+    covers = sum(sizes) == math.prod(shape)
+    yield covers, f"its chunks do not cover its shape {list(shape)} exactly once"
     # One chunk of that size is the whole.
     if len(regions) < 2:
         return
     cut = [dim for dim, size in enumerate(shape) if {r.lengths[dim] for r in regions} != {size}]
-    if not cut:
-        raise ValueError("it is stored twice")
+    yield cut, "it is stored twice"
     # Every region has two ends along each of these dims.
     corners_to_count = len(regions) << len(cut)
-    if len(cut) > _MOST_CUT or corners_to_count > max(_MOST_CORNERS, 4 * len(regions)):
-        raise ValueError(f"it is cut into {len(regions)} chunks along {len(cut)} dims")
-    if not _cover_each_once(shape, regions, cut):
-        raise ValueError("its chunks overlap")
-
-
-def _cover_each_once(shape: Sequence[int], regions: Sequence[Region], cut: Sequence[int]) -> bool:
+    are_few = len(cut) <= _MOST_CUT and corners_to_count <= max(_MOST_CORNERS, 4 * len(regions))
+    yield are_few, f"it is cut into {len(regions)} chunks along {len(cut)} dims"
     corners: Counter[tuple[int, ...]] = Counter()
-    for region in regions:
-        _count_corners(corners, region, cut, 1)
-    _count_corners(corners, Region.whole(shape), cut, -1)
-    return not any(corners.values())
-
-
-def _count_corners(
-    corners: Counter[tuple[int, ...]], region: Region, dims: Sequence[int], sign: int
-) -> None:
-    """Adds ``sign`` at the corners of ``region`` along ``dims``, and subtracts it at those with an
-    odd number of ends."""
-    ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in dims]
-    for which in itertools.product((0, 1), repeat=len(dims)):
-        corner = tuple(pair[end] for pair, end in zip(ends, which, strict=True))
-        corners[corner] += -sign if sum(which) % 2 else sign
+    signed = [*((region, 1) for region in regions), (Region.whole(shape), -1)]
+    for region, sign in signed:
+        ends = [(region.offsets[dim], region.offsets[dim] + region.lengths[dim]) for dim in cut]
+        for which, corner in zip(
+            itertools.product((0, 1), repeat=len(cut)), itertools.product(*ends), strict=True
+        ):
+            corners[corner] += -sign if sum(which) % 2 else sign
+    yield not any(corners.values()), "its chunks overlap"
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
@@ -384,14 +382,15 @@ def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {str(key): _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case None | bool() | int() | float() | str():
+            return value
     raise TypeError(
         "a checkpoint's manifest keeps numbers, strings, lists and dicts, not "
         f"{type(value).__name__}"

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
@@ -24,7 +24,7 @@ from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
 from parallel2d.training.checkpoint.manifest import MANIFEST, MAX_BYTES, Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group
+from parallel2d.training.checkpoint.save import Group, SavedState
 from parallel2d.training.checkpoint.state import (
     check_model,
     check_optimizer,
@@ -32,17 +32,24 @@ from parallel2d.training.checkpoint.state import (
     load_model,
     load_optimizer,
     load_replica_state,
+    names_under,
     restore_rng,
     stored_settings,
 )
-from parallel2d.training.checkpoint.storage import Store, describe_error, find_checkpoint, step_name
+from parallel2d.training.checkpoint.storage import (
+    Store,
+    as_config_error,
+    describe_error,
+    find_checkpoint,
+    step_name,
+)
 
 log = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
-    """Copies of a run's state that are kept elsewhere than in its store. `MemoryNet`, in the nodes'
-    shared memory, says what each method does.
+    """Copies of a run's state that are kept elsewhere than in its store. `MemoryCopies`, in the
+    nodes' shared memory, says what each method does.
 
     Collective, `is_due` excepted, which says the same on every rank. None but `open` raises for a
     fault of the place where copies are kept.
@@ -55,13 +62,7 @@ class Copies(Protocol):
     def close(self, *, loaded: int | None = None) -> None: ...
     def begin(self, base: int) -> None: ...
     def is_due(self, step: int) -> bool: ...
-    def save(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        rng: Mapping[str, Tensor],
-    ) -> None: ...
+    def save(self, state: SavedState) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -94,20 +95,17 @@ class Resume:
         # Started anew by hand, copies count only where the newest state of this run is asked for.
         if self.copies is not None and (restarted or resume == "auto"):
             copies = self.copies.steps()
-        state = self._newest(own, copies, "all") if restarted else None
-        if state is not None:
-            return state
+        if restarted:
+            state = self._newest(own, copies, "all")
+            if state is not None:
+                return state
+            # Here the run has no checkpoint of its own, and none of its copies is sound.
+            copies = []
+        if resume == "auto":
+            return self._newest(own, copies, self.config.load)
         if resume == "never":
             self._left = own, "checkpoint.resume=never"
             return None
-        if resume == "auto":
-            # After a restart, what there was could not be loaded.
-            return None if restarted else self._newest(own, copies, self.config.load)
-        return self._from_path(resume, own, copies, restarted)
-
-    def _from_path(
-        self, resume: str, own: list[int], copies: list[int], restarted: bool
-    ) -> dict[str, Any] | None:
         step = self._own_step(resume)
         if step is not None:
             state = self._load_path(self.store.path_of(step), step)
@@ -115,11 +113,11 @@ class Resume:
             return state
         if not own:
             return self._load_path(self.group.on_first(lambda: _find(resume)), None)
-        self._say(
+        self.group.say(
             "this run has checkpoints of its own and goes on there, not at "
             f"checkpoint.resume={resume}"
         )
-        return None if restarted else self._newest(own, copies, "all")
+        return self._newest(own, copies, "all")
 
     def set_aside(self) -> None:
         """Moves checkpoints aside that the run does not go on from: later ones than the chosen
@@ -131,30 +129,23 @@ class Resume:
             try:
                 self._move_aside(self._damaged, "damaged")
             except ConfigError as fault:
-                self._say(str(fault), logging.WARNING)
+                self.group.say(str(fault), logging.WARNING)
         self._move_aside(*self._left)
 
     def _own_steps(self) -> list[int]:
         def read() -> list[int]:
-            try:
+            with as_config_error(f"{self.store.root} cannot be read"):
                 return self.store.steps()
-            except Exception as fault:
-                reason = describe_error(fault)
-                raise ConfigError(f"{self.store.root} cannot be read: {reason}") from None
 
         own: list[int] = self.group.on_first(read)
         return own
 
     def _move_aside(self, steps: Sequence[int], why: str) -> None:
         def move() -> None:
-            try:
+            with as_config_error(f"{why}: a checkpoint could not be moved aside"):
                 for step in steps:
                     name = self.store.move_aside(step)
                     log.warning("%s: %s is now %s", why, step_name(step), name)
-            except Exception as fault:
-                raise ConfigError(
-                    f"{why}: a checkpoint could not be moved aside: {describe_error(fault)}"
-                ) from None
 
         if steps:
             self.group.on_first(move)
@@ -173,7 +164,7 @@ class Resume:
                     what = f"the copy of {what} in memory"
                 else:
                     damaged[step] = f"{what}: {fault}"
-                self._say(f"passing over {what}: {fault}", logging.WARNING)
+                self.group.say(f"passing over {what}: {fault}", logging.WARNING)
                 continue
             self._damaged = list(damaged)
             self.own_step = None if is_copy else step
@@ -257,32 +248,26 @@ class Resume:
         masters_were_loaded(self.model)
         if load == "all":
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
-            has_generators = any(name.startswith("rng/") for name in checkpoint.tensors)
-            if has_generators and not same_ranks:
-                self._say(
+            if names_under(["rng"], checkpoint.tensors) and not same_ranks:
+                self.group.say(
                     f"{label} was written by {manifest.world_size} ranks, here are "
                     f"{self.group.size}: the ranks' random generators start afresh"
                 )
         if passed_over:
-            self._say(
+            self.group.say(
                 f"checkpoint.strict=false passed over:\n{list_differences(passed_over)}",
                 logging.WARNING,
             )
-        self._say(f"loaded {label} ({'all' if load == 'all' else 'weights only'})")
+        what = "all" if load == "all" else "weights only"
+        self.group.say(f"loaded {label} ({what})")
         return dict(manifest.state) | {"step": manifest.step}
-
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        if self.group.rank == 0:
-            log.log(level, "%s", text)
 
 
 def _find(path: str) -> str:
     """The checkpoint that ``path`` means: one, or the newest of a run directory or of its
     ``checkpoints`` folder. Raises `ConfigError`."""
-    try:
+    with as_config_error(f"checkpoint.resume={path}"):
         found = find_checkpoint(path)
-    except Exception as fault:
-        raise ConfigError(f"checkpoint.resume={path}: {describe_error(fault)}") from None
     if not is_remote(path) and not os.path.isdir(found):
         raise ConfigError(
             f"checkpoint.resume={path}: there is no such folder; it may be auto, never, or a path"

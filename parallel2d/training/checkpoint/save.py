@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +64,11 @@ class Group:
             return cls(None)
         return cls(dist.new_group(backend="gloo", timeout=_TIMEOUT))
 
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Logs ``text`` once for all ranks."""
+        if self.rank == 0:
+            log.log(level, "%s", text)
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         return value if self.group is None else exchange.broadcast(value, 0, self.group)
@@ -109,16 +114,24 @@ class Group:
 # Which rank writes what
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """The state of a run as this rank has it. ``shared``: what all replicas have; ``of_replica``:
+    what only the ranks of this replica have; ``own``: what no other rank has."""
+
+    manifest: Manifest  # without tensors and files
+    shared: Mapping[str, Tensor]
+    of_replica: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+
+
 def plan_all(
-    shared: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
-    mesh: DeviceMesh | None,
-    nodes: Sequence[int] | None = None,
+    state: SavedState, mesh: DeviceMesh | None, nodes: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Region, Tensor]]:
-    """`plan_writes` of ``shared``, and of ``own``, which only the ranks of this replica have."""
-    yield from plan_writes(shared.items(), mesh, nodes)
-    if own and mesh is not None:
-        yield from plan_writes(own.items(), without_replicas(mesh), nodes)
+    """`plan_writes` of what this rank has in common with others."""
+    yield from plan_writes(state.shared.items(), mesh, nodes)
+    if state.of_replica and mesh is not None:
+        yield from plan_writes(state.of_replica.items(), without_replicas(mesh), nodes)
 
 
 def plan_writes(
@@ -134,10 +147,8 @@ def plan_writes(
     rank.
     """
     for name, held, written, tensor in _plan(tensors, mesh, nodes, local_region):
-        # Empty where there are more ranks than rows.
-        if written.numel:
-            values = local_part(tensor).detach().reshape(held.lengths)
-            yield name, written, values[written.slices_in(held)]
+        values = local_part(tensor).detach().reshape(held.lengths)
+        yield name, written, values[written.slices_in(held)]
 
 
 def plan_of_replica(
@@ -155,9 +166,7 @@ def plan_of_replica(
         assert isinstance(tensor, DTensor)
         return region_of_replica(tensor, replica)
 
-    for name, held, written, tensor in _plan(split, mesh, nodes, region_of):
-        if written.numel:
-            yield name, held, written, tensor
+    yield from _plan(split, mesh, nodes, region_of)
 
 
 def _plan(
@@ -186,8 +195,18 @@ def _plan(
             # One more, so that empty and tiny rectangles are spread over ranks too.
             load[writer] += size // parts + 1
             if holders[writer] == rank:
-                held = region_of(tensor)
-                yield name, held, _equal_part(held, parts, index), tensor
+                held = written = region_of(tensor)
+                if parts > 1:
+                    # As ``torch.chunk`` cuts it along dim 0; the last part may be empty.
+                    rows = held.lengths[0]
+                    size_of_part = -(-rows // parts)  # rounded up
+                    begin = min(index * size_of_part, rows)
+                    offsets = (held.offsets[0] + begin, *held.offsets[1:])
+                    lengths = (min(size_of_part, rows - begin), *held.lengths[1:])
+                    written = Region(offsets, lengths)
+                # Empty where there are more ranks than rows.
+                if written.numel:
+                    yield name, held, written, tensor
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
@@ -203,24 +222,12 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
     return axes, mesh.mesh[tuple(index.values())].flatten().tolist()
 
 
-def _equal_part(region: Region, parts: int, index: int) -> Region:
-    """Part ``index`` of ``region`` when ``torch.chunk`` cuts it along dim 0; the last may be
-    empty."""
-    if parts == 1:
-        return region
-    rows = region.lengths[0]
-    size = -(-rows // parts)  # rounded up
-    begin = min(index * size, rows)
-    offsets = (region.offsets[0] + begin, *region.offsets[1:])
-    return Region(offsets, (min(size, rows - begin), *region.lengths[1:]))
-
-
 # What is written
 
 
 @dataclass
 class Snapshot:
-    """What one rank writes, copied to CPU."""
+    """Holds what one rank writes, copied to CPU."""
 
     manifest: Manifest  # without tensors and files
     parts: list[tuple[str, tuple[int, ...], Region, Tensor]]  # name, whole shape, region, values
@@ -233,36 +240,26 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        own: Mapping[str, Tensor],
-        mesh: DeviceMesh | None,
-    ) -> Snapshot:
-        """Copies this rank's share of ``tensors`` and of those ``of_replica``, which other replicas
-        do not have (see `plan_all`), and all of ``own``, which no other rank has."""
-        whole = {**tensors, **of_replica, **own}
-        planned = list(plan_all(tensors, of_replica, mesh))
-        planned += [(name, Region.whole(tensor.shape), tensor) for name, tensor in own.items()]
+    def take(self, state: SavedState, mesh: DeviceMesh | None) -> Snapshot:
+        """Copies this rank's share of ``state``, see `plan_all`."""
+        whole = {**state.shared, **state.of_replica, **state.own}
+        planned = list(plan_all(state, mesh))
+        planned += [(name, Region.whole(each.shape), each) for name, each in state.own.items()]
         parts = []
+        is_on_gpu = False
         for name, region, values in planned:
-            buffer = self._buffer(name, values)
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (values.shape, values.dtype):
+                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                self._buffers[name] = buffer
             buffer.copy_(values, non_blocking=values.is_cuda)
+            is_on_gpu |= values.is_cuda
             parts.append((name, tuple(whole[name].shape), region, buffer))
         # Copies into page-locked memory run beside this thread, and training would change what is
         # being copied.
-        if any(values.is_cuda for _, _, values in planned):
+        if is_on_gpu:
             torch.cuda.synchronize()
-        return Snapshot(manifest, parts)
-
-    def _buffer(self, name: str, values: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._buffers[name] = buffer
-        return buffer
+        return Snapshot(state.manifest, parts)
 
 
 def write_checkpoint(
@@ -298,7 +295,8 @@ def write_checkpoint(
 @exchange.sendable
 @dataclass(frozen=True)
 class _Answer:
-    file: tuple[str, StoredFile] | None
+    name: str  # of this rank's file
+    file: StoredFile | None  # where it has a value to write
     parts: Sequence[tuple[str, str, tuple[int, ...], Region]]  # name, dtype, whole shape, region
     error: str | None
 
@@ -311,13 +309,13 @@ def _write_part(snapshot: Snapshot, store: Store, place: str, rank: int) -> _Ans
         parts.append((tensor, DTYPE_NAMES[values.dtype], shape, region))
         if values.numel():
             stored.append((chunk_key(tensor, shape, region), values))
-    if not stored:
-        return _Answer(None, parts, None)
+    file = None
     try:
-        file = store.write(place, name, encode(stored, {"format": "pt"}))
-        return _Answer((name, file), parts, None)
+        if stored:
+            file = store.write(place, name, encode(stored, {"format": "pt"}))
+        return _Answer(name, file, parts, None)
     except Exception as fault:  # whatever the storage raises: training goes on
-        return _Answer(None, (), f"rank {rank}: {describe_error(fault)}")
+        return _Answer(name, None, (), f"rank {rank}: {describe_error(fault)}")
 
 
 def _publish(
@@ -328,8 +326,18 @@ def _publish(
         if errors:
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)
-        manifest.files = dict(answer.file for answer in answers if answer.file)
-        manifest.tensors = _stored_tensors(answers)
+        manifest.files = {answer.name: answer.file for answer in answers if answer.file}
+        described: dict[str, tuple[str, tuple[int, ...]]] = {}
+        chunks: dict[str, list[Chunk]] = {}
+        for answer in answers:
+            for name, dtype, shape, region in answer.parts:
+                described.setdefault(name, (dtype, shape))
+                listed = chunks.setdefault(name, [])
+                # The manifest records that a tensor without elements was there.
+                if region.numel:
+                    listed.append(Chunk(answer.name, region))
+        for name, listed in chunks.items():
+            manifest.tensors[name] = StoredTensor(*described[name], tuple(listed))
         content = manifest.encode()
         # A save that could not be loaded again is a failed save.
         Manifest.decode(content, "the new manifest")
@@ -338,15 +346,3 @@ def _publish(
     except Exception as fault:  # whatever the storage raises: training goes on
         store.discard(place)
         return describe_error(fault), 0
-
-
-def _stored_tensors(answers: Sequence[_Answer]) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    for answer in answers:
-        for name, dtype, shape, region in answer.parts:
-            found.setdefault(name, StoredTensor(dtype, shape, ()))
-            # The manifest records that a tensor without elements was there.
-            if answer.file is not None and region.numel:
-                chunks.setdefault(name, []).append(Chunk(answer.file[0], region))
-    return {name: replace(each, chunks=tuple(chunks.get(name, ()))) for name, each in found.items()}

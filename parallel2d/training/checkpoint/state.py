@@ -16,7 +16,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -39,7 +39,7 @@ from parallel2d.parallel.weights.named_tensors import (
 )
 from parallel2d.parallel.weights.optimizer_settings import Settings, match_settings
 from parallel2d.parallel.weights.states import new_state_tensor
-from parallel2d.training.checkpoint.manifest import Checkpoint
+from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -53,36 +53,31 @@ _TWISTER, _LARGEST = 624, 2**16
 def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Everything that all replicas share, by its name in the checkpoint, in the same order on every
     rank. Collective over the replicas with ``sync=diloco``."""
-    found = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
-    found |= shared_tensors(model)
+    found = _under("model", model_tensors(model)) | shared_tensors(model)
     # Replicas that train on their own have optimizers of their own: `replica_tensors`.
     if optimizer is not None and STEPS not in found:
-        state = optimizer_tensors(model, optimizer)
-        found |= {f"optimizer/{name}": tensor for name, tensor in state.items()}
+        found |= _under("optimizer", optimizer_tensors(model, optimizer))
     return found
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
     """One line per model tensor that the checkpoint and the model do not share by name and shape;
     raises `ConfigError` with all of them when there are any and ``strict``."""
-    here, tied = model_tensors(model), tied_names(model)
+    here = {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
+    names = names_under(["model"], checkpoint.tensors)
+    stored = {name.removeprefix("model/"): list(checkpoint.tensors[name].shape) for name in names}
+    there = {name: stored[first] for name, first in checkpoint.manifest.tied.items()} | stored
     lines = []
-    for name, tensor in here.items():
-        source = _stored_name(name, checkpoint)
-        if source is None:
-            lines.append(f"{name}: {list(tensor.shape)} in the model, not in the checkpoint")
-            continue
-        shape = checkpoint.tensors[source].shape
-        if shape != tuple(tensor.shape):
-            lines.append(
-                f"{name}: {list(tensor.shape)} in the model, {list(shape)} in the checkpoint"
-            )
-    for full, stored in sorted(checkpoint.tensors.items()):
-        kind, _, name = full.partition("/")
-        if kind == "model" and name not in here and name not in tied:
-            lines.append(
-                f"{printable(name)}: {list(stored.shape)} in the checkpoint, not in the model"
-            )
+    for name, shape in here.items():
+        if there.get(name) != shape:
+            found = there.get(name, "not")
+            lines.append(f"{name}: {shape} in the model, {found} in the checkpoint")
+    for name in sorted(stored.keys() - here.keys() - tied_names(model).keys()):
+        lines.append(f"{printable(name)}: {stored[name]} in the checkpoint, not in the model")
     if strict and lines:
         raise ConfigError(
             f"{checkpoint.folder.label} holds another model than this one:\n"
@@ -108,7 +103,7 @@ def check_optimizer(
             lines.append(f"optimizer {kind} here, {printable(other)} in the checkpoint")
         trained = set(trained_parameters(model, optimizer))
         before: set[str] = set()
-        for group in _stored_groups(checkpoint):
+        for group in stored.get("groups", []):
             before.update(group["parameters"])
         for name in sorted(trained - before):
             lines.append(f"{name}: trained here, not trained in the checkpoint")
@@ -132,33 +127,13 @@ def list_differences(lines: Sequence[str]) -> str:
     return "\n".join(shown)
 
 
-def _stored_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    label = checkpoint.folder.label
-    groups = checkpoint.manifest.optimizer.get("groups")
-    if not isinstance(groups, list):
-        raise DamagedCheckpointError(f"{label}: the optimizer's groups are no list")
-    for group in groups:
-        listed = group.get("parameters") if isinstance(group, dict) else None
-        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            raise DamagedCheckpointError(
-                f"{label}: the optimizer's groups do not list parameter names"
-            )
-    return groups
-
-
 def stored_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
 ) -> list[Settings]:
     """The stored settings of each parameter group of ``optimizer``. Raises `ConfigError` when they
     are not unique."""
-    stored = []
-    for group in _stored_groups(checkpoint):
-        settings = group.get("settings", {})
-        if not isinstance(settings, dict):
-            raise DamagedCheckpointError(
-                f"{checkpoint.folder.label}: the settings of the optimizer's groups are no mapping"
-            )
-        stored.append((settings, group["parameters"]))
+    groups = checkpoint.manifest.optimizer.get("groups", [])
+    stored = [(group.get("settings", {}), group["parameters"]) for group in groups]
     names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
     matched, problems = match_settings(optimizer, names, stored)
     if problems:
@@ -166,19 +141,21 @@ def stored_settings(
     return matched
 
 
-def _stored_name(name: str, checkpoint: Checkpoint) -> str | None:
-    """Where the checkpoint keeps a tensor of the model: as itself, or as one it was tied to."""
-    if f"model/{name}" in checkpoint.tensors:
-        return f"model/{name}"
-    other = checkpoint.manifest.tied.get(name)
-    return f"model/{other}" if other is not None else None
+def fitting_name(name: str, tensor: Tensor, manifest: Manifest) -> str | None:
+    """Finds a tensor of the model in a checkpoint, in the same shape: under its own name, or under
+    the one that it was tied to. None: nowhere."""
+    source = f"model/{name}"
+    if source not in manifest.tensors:
+        source = f"model/{manifest.tied.get(name)}"
+    stored = manifest.tensors.get(source)
+    fits = stored is not None and stored.shape == tuple(tensor.shape)
+    return source if fits else None
 
 
-def _fitting_name(name: str, tensor: Tensor, checkpoint: Checkpoint) -> str | None:
-    source = _stored_name(name, checkpoint)
-    if source is None or checkpoint.tensors[source].shape != tuple(tensor.shape):
-        return None
-    return source
+def names_under(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Selects the ``names`` that begin with one of the ``prefixes`` and a slash."""
+    beginnings = tuple(f"{prefix}/" for prefix in prefixes)
+    return [name for name in names if name.startswith(beginnings)]
 
 
 @torch.no_grad()
@@ -193,7 +170,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[s
     reshard(model)
     differences = check_model(model, checkpoint, strict)
     for name, tensor in model_tensors(model).items():
-        source = _fitting_name(name, tensor, checkpoint)
+        source = fitting_name(name, tensor, checkpoint.manifest)
         if source is not None:
             checkpoint.fill(tensor, source)
     return differences
@@ -212,54 +189,43 @@ def load_optimizer(
     # Without ``strict`` another optimizer starts anew: its state means something else.
     if stored.get("class") != type(optimizer).__name__:
         return differences
-    prefix = optimizer_prefix(model, checkpoint.tensors)
-    keys = _keys_by_name(prefix, checkpoint)
-    # A checkpoint may hold anything.
-    scalars: Any = stored.get("scalars")
+    fitting = {}
     for name, parameter in trained_parameters(model, optimizer).items():
-        plain = scalars.get(name) if isinstance(scalars, dict) else None
-        if _fitting_name(name, parameter, checkpoint) is None or not (name in keys or plain):
-            continue
-        state = optimizer.state[parameter]
-        for key in keys.get(name, []):
-            full = f"{prefix}/{key}/{name}"
+        if fitting_name(name, parameter, checkpoint.manifest) is not None:
+            fitting[name] = parameter
+    prefix = optimizer_prefix(model, checkpoint.tensors)
+    for full in names_under([prefix], checkpoint.tensors):
+        key, _, name = full.removeprefix(f"{prefix}/").partition("/")
+        if name in fitting:
+            state = optimizer.state[fitting[name]]
             entry = checkpoint.tensors[full]
             shape = torch.Size(entry.shape)
             if not isinstance(state.get(key), Tensor):
-                state[key] = new_state_tensor(optimizer, parameter, key, shape, DTYPES[entry.dtype])
+                dtype = DTYPES[entry.dtype]
+                state[key] = new_state_tensor(optimizer, fitting[name], key, shape, dtype)
             if shape != state[key].shape:
                 here = list(state[key].shape)
                 raise ConfigError(f"{full}: {here} here, {list(shape)} in the checkpoint")
             checkpoint.fill(state[key], full)
-        if isinstance(plain, dict):
-            _take_scalars(state, plain)
+    scalars = stored.get("scalars", {})
+    for name in filter(fitting.__contains__, scalars):
+        state = optimizer.state[fitting[name]]
+        for key, value in scalars[name].items():
+            # What is a tensor here was filled above, whatever a checkpoint says beside it.
+            if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
+                state[key] = value
     return differences
 
 
-def _keys_by_name(prefix: str, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    keys: dict[str, list[str]] = {}
-    for full in checkpoint.tensors:
-        if full.startswith(f"{prefix}/"):
-            key, _, name = full.removeprefix(f"{prefix}/").partition("/")
-            keys.setdefault(name, []).append(key)
-    return keys
-
-
-def _take_scalars(state: dict[str, Any], plain: dict[str, Any]) -> None:
-    for key, value in plain.items():
-        if isinstance(value, SCALARS) and not isinstance(state.get(key), Tensor):
-            state[key] = value
-
-
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What all replicas have of the outer optimizer; empty with ``sync=every_step``. Collective
-    over the replicas: what is on its way between them is received first."""
+    """Lists what all replicas have of the outer optimizer; empty with ``sync=every_step``.
+    Collective over the replicas: what is on its way between them is received first."""
     outer = outer_sync(model)
     if outer is None:
         return {}
     outer.receive()
     found = {STEPS: torch.tensor([outer.steps, outer.finished_after])}
-    found |= {f"sync/momentum/{name}": momentum for name, momentum in outer.momenta.items()}
+    found |= _under("sync/momentum", outer.momenta)
     for name, parameter in outer.parameters.items():
         # Received, and applied when the delay is over.
         if parameter.mean is not None:
@@ -268,7 +234,7 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What this replica alone has; empty with ``sync=every_step``."""
+    """Lists what this replica alone has; empty with ``sync=every_step``."""
     outer = outer_sync(model)
     if outer is None:
         return {}
@@ -279,14 +245,13 @@ def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
         if parameter.residual is not None:
             found[f"{prefix}/residual/{name}"] = parameter.residual
     if optimizer is not None:
-        state = optimizer_tensors(model, optimizer)
-        found |= {f"{prefix}/optimizer/{name}": tensor for name, tensor in state.items()}
+        found |= _under(f"{prefix}/optimizer", optimizer_tensors(model, optimizer))
     return found
 
 
 def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
-    """Where a checkpoint with tensors of these ``names`` keeps the optimizer's state that this rank
-    goes on from: ``optimizer``, or that of a replica."""
+    """Tells where a checkpoint with tensors of these ``names`` has the optimizer's state that this
+    rank goes on from: ``optimizer``, or that of a replica."""
     available = _replicas_in(names)
     if not available:
         return "optimizer"
@@ -303,13 +268,17 @@ def needed_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     prefixes = [optimizer_prefix(model, names)]
     outer = outer_sync(model)
     if outer is not None:
-        available = _replicas_in(names)
         prefixes += ["sync", f"{_prefix(outer.replica)}/model"]
-        # The residuals of all replicas are read where their number has changed.
-        if len(available) == outer.replicas:
-            available = [outer.replica]
-        prefixes += [f"{_prefix(each)}/residual" for each in available]
-    return [name for name in names if name.startswith(tuple(f"{each}/" for each in prefixes))]
+        prefixes += [f"{each}/residual" for each in _residual_prefixes(outer, names)]
+    return names_under(prefixes, names)
+
+
+def _residual_prefixes(outer: OuterSync, names: Iterable[str]) -> list[str]:
+    """Names this replica; where the number of replicas has changed, all that there were."""
+    available = _replicas_in(names)
+    if len(available) == outer.replicas:
+        available = [outer.replica]
+    return [_prefix(each) for each in available]
 
 
 @torch.no_grad()
@@ -327,22 +296,27 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
         parameter = outer.parameters[name]
         parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
         _fill_if_there(parameter.mean, f"sync/mean/{name}", checkpoint)
-    before = _replicas_in(checkpoint.tensors)
-    prefix = _prefix(outer.replica)
+    residuals = _residual_prefixes(outer, checkpoint.tensors)
     for name, parameter in outer.parameters.items():
-        _fill_if_there(parameter.own, f"{prefix}/model/{name}", checkpoint)
-        if parameter.residual is None:
-            continue
-        stored = [f"{_prefix(each)}/residual/{name}" for each in before]
-        if len(before) == outer.replicas:
-            stored = [f"{prefix}/residual/{name}"]
-        _fill_with_mean(parameter.residual, stored, checkpoint)
-    _report_lost(outer, checkpoint.manifest.mesh.get("replicate", 1), before)
+        _fill_if_there(parameter.own, f"{_prefix(outer.replica)}/model/{name}", checkpoint)
+        if parameter.residual is not None:
+            # The mean of what is stored: what replicas did not send counts as much for the shared
+            # parameters as before.
+            total = torch.zeros_like(parameter.residual)
+            for each in residuals:
+                part = torch.zeros_like(total)
+                _fill_if_there(part, f"{each}/residual/{name}", checkpoint)
+                total += part
+            parameter.residual.copy_(total / max(len(residuals), 1))
+    if torch.distributed.get_rank() == 0:
+        _report_lost(outer, checkpoint)
 
 
-def _report_lost(outer: OuterSync, saved: int, available: list[int]) -> None:
-    lost = [number for number in range(saved) if number not in available[: outer.replicas]]
-    if lost and torch.distributed.get_rank() == 0:
+def _report_lost(outer: OuterSync, checkpoint: Checkpoint) -> None:
+    saved = checkpoint.manifest.mesh.get("replicate", 1)
+    continued = _replicas_in(checkpoint.tensors)[: outer.replicas]
+    lost = sorted(set(range(saved)) - set(continued))
+    if lost:
         since = max(outer.steps - fragment.sent_after for fragment in outer.fragments)
         log.warning(
             "the replicas %s of the checkpoint are not continued: up to %d steps of each since "
@@ -369,17 +343,6 @@ def _fill_if_there(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
     stored = checkpoint.tensors.get(name)
     if stored is not None and stored.shape == tuple(tensor.shape):
         checkpoint.fill(tensor, name)
-
-
-def _fill_with_mean(tensor: Tensor, names: list[str], checkpoint: Checkpoint) -> None:
-    """Fills ``tensor`` with the mean of what is stored under ``names``: what replicas did not send
-    counts as much for the shared parameters as before."""
-    total = torch.zeros_like(tensor)
-    for name in names:
-        part = torch.zeros_like(tensor)
-        _fill_if_there(part, name, checkpoint)
-        total += part
-    tensor.copy_(total / max(len(names), 1))
 
 
 def rng_tensors(rank: int) -> dict[str, Tensor]:
@@ -410,35 +373,34 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
     one."""
     prefix = f"rng/{rank:05d}/"
     what = f"{checkpoint.folder.label}: {prefix} is no state of a random generator"
-    found: dict[str, Tensor] = {}
-    for name, stored in checkpoint.tensors.items():
-        if name.startswith(prefix):
-            if math.prod(stored.shape) > _LARGEST:
-                raise DamagedCheckpointError(what)
-            found[name.removeprefix(prefix)] = checkpoint.read(name)
+    names = names_under([f"rng/{rank:05d}"], checkpoint.tensors)
+    found = {}
+    for name in names:
+        if math.prod(checkpoint.tensors[name].shape) > _LARGEST:
+            raise DamagedCheckpointError(what)
+        found[name.removeprefix(prefix)] = checkpoint.read(name)
+    if not found:
+        return
     try:
-        if "torch" in found:
-            torch.set_rng_state(found["torch"])
+        torch.set_rng_state(found["torch"])
+        version, *numbers = found["python"].tolist()
+        random.setstate((version, tuple(numbers), _cached(found["python_gauss"])))
+        # A rank without an accelerator has saved none, and NumPy may have another generator.
         if "accelerator" in found and torch.cuda.is_available():
             torch.cuda.set_rng_state(found["accelerator"])
-        if "python" in found:
-            version, *words = found["python"].tolist()
-            random.setstate((version, tuple(words), _cached(found["python_gauss"])))
         if "numpy" in found:
-            _restore_numpy(found["numpy"].tolist(), _cached(found["numpy_gauss"]))
-    except (KeyError, OverflowError, RuntimeError, TypeError, ValueError):
+            key, position = found["numpy"][:-1].numpy(), int(found["numpy"][-1])
+            words = key.astype(numpy.uint32)
+            # NumPy sets what it is given. A word that the cast has changed is none of 32 bits.
+            if len(key) != _TWISTER or (words != key).any() or not 0 <= position <= _TWISTER:
+                raise ValueError("no state of a Mersenne Twister")
+            gauss = _cached(found["numpy_gauss"])
+            state = ("MT19937", words, position, int(gauss is not None), gauss or 0.0)
+            numpy.random.set_state(state)
+    except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
         raise DamagedCheckpointError(what) from None
 
 
 def _cached(gauss: Tensor) -> float | None:
+    """The normal number that a generator has drawn and not given out yet."""
     return float(gauss) if gauss.numel() else None
-
-
-def _restore_numpy(words: list[int], gauss: float | None) -> None:
-    *key, position = words
-    # NumPy sets what it is given.
-    are_words = len(key) == _TWISTER and all(0 <= word < 2**32 for word in key)
-    if not are_words or not 0 <= position <= _TWISTER:
-        raise ValueError("no state of a Mersenne Twister")
-    array = numpy.array(key, numpy.uint32)
-    numpy.random.set_state(("MT19937", array, position, int(gauss is not None), gauss or 0.0))

@@ -17,15 +17,18 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import flush_folder, replace
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
 
-_STEP = re.compile(r"step-(\d{8,18})")
+# What `step_name` writes, which adds zeros up to eight digits.
+_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
+_PIECE = 2**24  # bytes, small enough to overlap hashing with the disk's own work
 
 Blocks = Iterable[bytes | memoryview]
 
@@ -39,27 +42,25 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _steps_in(names: list[str]) -> list[int]:
-    found = [int(name.removeprefix("step-")) for name in names if _STEP.fullmatch(name)]
-    # More leading zeros than `step_name` writes are another name.
-    return sorted(step for step in set(found) if step_name(step) in names)
+def _steps_in(names: Iterable[str]) -> list[int]:
+    return sorted(int(name.removeprefix("step-")) for name in names if _STEP.fullmatch(name))
 
 
-class Store(Protocol):
-    """Where a run's checkpoints are kept. ``path_of`` gives the address of one, for readers."""
+def _free_name(step: int, is_taken: Callable[[str], bool]) -> str:
+    """A name for a checkpoint that is moved aside."""
+    names = (f"aside-{step_name(step)}-{number}" for number in itertools.count(1))
+    return next(itertools.filterfalse(is_taken, names))
 
-    root: str
 
-    def prepare(self) -> None: ...  # makes the root
-    def steps(self) -> list[int]: ...  # what looks complete, ascending
-    def path_of(self, step: int) -> str: ...
-    def begin(self, step: int, token: str) -> str: ...  # the place to write to
-    def write(self, place: str, name: str, blocks: Blocks) -> StoredFile: ...
-    def publish(self, place: str, step: int, manifest: bytes) -> None: ...
-    def discard(self, place: str) -> None: ...
-    def move_aside(self, step: int) -> str: ...  # returns the new name
-    def delete(self, step: int) -> None: ...
-    def put_note(self, name: str, text: str | None) -> None: ...  # a file beside; None removes it
+def _write_pieces(file: Any, blocks: Blocks) -> StoredFile:
+    digest, size = hashlib.sha256(), 0
+    for block in blocks:
+        view = memoryview(block)
+        for begin in range(0, len(view), _PIECE):
+            digest.update(view[begin : begin + _PIECE])
+            file.write(view[begin : begin + _PIECE])
+        size += len(view)
+    return StoredFile(size, digest.hexdigest())
 
 
 def open_store(root: str) -> Store:
@@ -87,9 +88,11 @@ class LocalStore:
         self.root = os.path.abspath(root)
 
     def prepare(self) -> None:
+        """Makes the root."""
         os.makedirs(self.root, exist_ok=True)
 
     def steps(self) -> list[int]:
+        """Lists the steps of checkpoints that look complete, ascending."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -97,11 +100,19 @@ class LocalStore:
         return _steps_in(names)
 
     def path_of(self, step: int) -> str:
+        """The address of a checkpoint, for readers."""
         return os.path.join(self.root, step_name(step))
 
     def begin(self, step: int, token: str) -> str:
+        """The place to write to. Removes what killed saves and deletions left: it takes room."""
         self.prepare()
-        self._sweep()
+        for name in os.listdir(self.root):
+            if name.startswith((".saving-", ".deleting-", ".shared-")):
+                path = os.path.join(self.root, name)
+                shutil.rmtree(path, ignore_errors=True)
+                # rmtree refuses links and files.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         place = os.path.join(self.root, f".saving-{step_name(step)}-{token}")
         os.mkdir(place)
         return place
@@ -109,17 +120,10 @@ class LocalStore:
     def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
         """Writes, flushes, drops from the page cache and reads back: what is counted as written is
         what the disk returns."""
-        digest, size = hashlib.sha256(), 0
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(os.path.join(place, name), flags, 0o666)
         with os.fdopen(descriptor, "rb+") as file:
-            for block in blocks:
-                view = memoryview(block)
-                # Small enough to overlap hashing with the disk's own work.
-                for begin in range(0, len(view), 2**24):
-                    digest.update(view[begin : begin + 2**24])
-                    file.write(view[begin : begin + 2**24])
-                size += len(view)
+            stored = _write_pieces(file, blocks)
             file.flush()
             os.fsync(file.fileno())
             # Read from the page cache, the data would be right whatever the disk holds. Only pages
@@ -128,9 +132,9 @@ class LocalStore:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             returned = hashlib.file_digest(file, "sha256")
-        if returned.digest() != digest.digest():
+        if returned.hexdigest() != stored.sha256:
             raise CheckpointError(f"{name}: the disk returned other bytes than were written")
-        return StoredFile(size, digest.hexdigest())
+        return stored
 
     def publish(self, place: str, step: int, manifest: bytes) -> None:
         self.write(place, MANIFEST, [manifest])
@@ -147,6 +151,7 @@ class LocalStore:
         shutil.rmtree(place, ignore_errors=True)
 
     def move_aside(self, step: int) -> str:
+        """Returns the new name."""
         name = _free_name(step, lambda name: os.path.lexists(os.path.join(self.root, name)))
         os.rename(self.path_of(step), os.path.join(self.root, name))
         flush_folder(self.root)
@@ -160,27 +165,13 @@ class LocalStore:
         shutil.rmtree(doomed)
 
     def put_note(self, name: str, text: str | None) -> None:
+        """Writes a file beside the checkpoints, or removes it."""
         path = os.path.join(self.root, name)
         if text is not None:
             replace(path, text, durable=True)
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-
-    def _sweep(self) -> None:
-        """Removes what killed saves and deletions left: it takes room that others need."""
-        for name in os.listdir(self.root):
-            if name.startswith((".saving-", ".deleting-", ".shared-")):
-                path = os.path.join(self.root, name)
-                shutil.rmtree(path, ignore_errors=True)
-                # rmtree refuses links and files.
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-
-
-def _free_name(step: int, is_taken: Callable[[str], bool]) -> str:
-    names = (f"aside-{step_name(step)}-{number}" for number in itertools.count(1))
-    return next(name for name in names if not is_taken(name))
 
 
 class RemoteStore:
@@ -221,17 +212,13 @@ class RemoteStore:
         return place
 
     def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
-        digest, size = hashlib.sha256(), 0
         with self.filesystem.open(f"{place}/{name}", "wb") as file:
-            for block in blocks:
-                digest.update(block)
-                file.write(block)
-                size += len(block)
+            stored = _write_pieces(file, blocks)
         self.filesystem.invalidate_cache(place)
-        stored = self.filesystem.size(f"{place}/{name}")
-        if stored != size:
-            raise CheckpointError(f"{name}: {stored} bytes arrived of {size}")
-        return StoredFile(size, digest.hexdigest())
+        arrived = self.filesystem.size(f"{place}/{name}")
+        if arrived != stored.bytes:
+            raise CheckpointError(f"{name}: {arrived} bytes arrived of {stored.bytes}")
+        return stored
 
     def publish(self, place: str, step: int, manifest: bytes) -> None:
         self.filesystem.pipe_file(f"{place}/{MANIFEST}", manifest)
@@ -271,6 +258,9 @@ class RemoteStore:
             self.filesystem.rm_file(path)
 
 
+Store = LocalStore | RemoteStore
+
+
 def describe_error(error: BaseException) -> str:
     """One line: the kind of error where its text alone would not show it."""
     if isinstance(error, OSError) and error.strerror:
@@ -278,3 +268,12 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, DamagedCheckpointError | CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Makes one `ConfigError` of whatever a storage raises."""
+    try:
+        yield
+    except Exception as fault:
+        raise ConfigError(f"{what}: {describe_error(fault)}") from None

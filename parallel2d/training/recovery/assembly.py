@@ -10,7 +10,7 @@ from parallel2d.base.exchange import sendable
 from parallel2d.base.files.tensor_file import DamagedCheckpointError, printable
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint.manifest import PLAIN, Chunk, Manifest, StoredFile, StoredTensor
-from parallel2d.training.checkpoint.state import REPLICA
+from parallel2d.training.checkpoint.state import REPLICA, names_under
 
 # Tensors that not every rank has
 _OWN = ("rng/", REPLICA)
@@ -67,7 +67,7 @@ class _Inventory:
         self.described: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtype and whole shape
         self.files: dict[str, tuple[StoredFile, int]] = {}
         # Tensor -> rectangle that the ranks of a node share -> its parts and their files.
-        self._pieces: dict[str, dict[Region, dict[Region, str]]] = {}
+        self.pieces: dict[str, dict[Region, dict[Region, str]]] = {}
 
     def add(self, node: int, message: Any, parts: Sequence[Any], files: Mapping[str, Any]) -> None:
         rank, tensors, common = message
@@ -90,46 +90,35 @@ class _Inventory:
         if not base.numel:
             return
         region = Region(tuple(offsets), tuple(lengths))
-        regions = self._pieces.setdefault(name, {}).setdefault(base, {})
+        regions = self.pieces.setdefault(name, {}).setdefault(base, {})
         # The node of a rank has that rank's own random generators.
         if region not in regions or name.startswith(f"rng/{rank:05d}/"):
             regions[region] = file
-
-    def chunks(self, name: str) -> tuple[Chunk, ...]:
-        """What there is of a tensor, without overlaps."""
-        found: list[Chunk] = []
-        for base, regions in self._pieces.get(name, {}).items():
-            found += _cover(base, regions)
-        return tuple(found)
 
 
 def _whole_tensors(inventory: _Inventory, what: str) -> dict[str, StoredTensor]:
     tensors = {}
     gone: set[str] = set()
     for name, (dtype, shape) in inventory.described.items():
-        chunks = inventory.chunks(name)
+        chunks: list[Chunk] = []
+        for base, regions in inventory.pieces.get(name, {}).items():
+            chunks += _cover(base, regions)
         if sum(chunk.region.numel for chunk in chunks) == Region.whole(shape).numel:
-            tensors[name] = StoredTensor(dtype, shape, chunks)
+            tensors[name] = StoredTensor(dtype, shape, tuple(chunks))
         elif name.startswith(REPLICA):
             # Training goes on without a replica that is gone.
-            gone.add(_replica_of(name))
+            gone.add("/".join(name.split("/")[:2]))
         else:
+            lost = sorted(set(range(inventory.common["world_size"])) - inventory.ranks)
+            whose = f"; no copy is left of ranks {lost}" if lost else ""
             raise DamagedCheckpointError(
                 f"{what} is incomplete: parts of {printable(name)} are on no node that is left"
-                f"{_lost_ranks(inventory)}"
+                f"{whose}"
             )
     # Half of a replica is of no use: some of its tensors may be on several nodes.
-    return {name: tensor for name, tensor in tensors.items() if _replica_of(name) not in gone}
-
-
-def _replica_of(name: str) -> str:
-    """The number of the replica that alone has the tensor, or "" where all have it."""
-    return name.split("/")[1] if name.startswith(REPLICA) else ""
-
-
-def _lost_ranks(inventory: _Inventory) -> str:
-    lost = sorted(set(range(inventory.common["world_size"])) - inventory.ranks)
-    return f"; no copy is left of ranks {lost}" if lost else ""
+    for name in names_under(gone, list(tensors)):
+        del tensors[name]
+    return tensors
 
 
 def _cover(base: Region, regions: Mapping[Region, str]) -> list[Chunk]:
@@ -140,6 +129,7 @@ def _cover(base: Region, regions: Mapping[Region, str]) -> list[Chunk]:
     if not base.lengths:
         return []
     begin, end = base.offsets[0], base.offsets[0] + base.lengths[0]
+    # Row -> the part that ends there, for rows up to which parts follow each other from the first.
     reached: dict[int, Region | None] = {begin: None}
     for region in sorted(regions, key=lambda region: region.offsets[0]):
         if region.offsets[0] in reached:

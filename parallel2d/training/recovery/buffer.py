@@ -30,8 +30,6 @@ from parallel2d.base.files.tensor_file import (
     encode,
     encode_header,
     parse_json,
-    read_header,
-    read_rows,
 )
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint.manifest import (
@@ -41,6 +39,7 @@ from parallel2d.training.checkpoint.manifest import (
     StoredFile,
     chunk_key,
     content_digest,
+    require,
 )
 
 RECORD = "record.json"
@@ -225,35 +224,6 @@ def digest(data: memoryview) -> str:
     return sums.hexdigest()
 
 
-class _Bytes:
-    def __init__(self, data: bytearray) -> None:
-        self._data, self.size = data, len(data)
-
-    def buffer(self, begin: int, end: int) -> Any:
-        return self._data[begin:end]
-
-
-def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """Small CPU tensors with their names as bytes; `unpack` takes them, with anything behind them,
-    back."""
-    blob = b"".join(encode(list(tensors.items())))
-    return len(blob).to_bytes(8, "little") + blob
-
-
-def unpack(data: bytes) -> dict[str, Tensor]:
-    """What `pack` was given; nothing from zeros. Raises `DamagedCheckpointError` for anything
-    else."""
-    length = int.from_bytes(data[:8], "little")
-    if not length:
-        return {}
-    source = _Bytes(bytearray(data[8 : 8 + length]))
-    found = {
-        name: (entry, read_rows(source, entry, 0, (*entry.shape, 1)[0]))
-        for name, entry in read_header(source, "a message").items()
-    }
-    return {name: values.view(entry.shape) for name, (entry, values) in found.items()}
-
-
 def check_file(folder: str, name: str, expected: StoredFile) -> None:
     """Raises `DamagedCheckpointError` unless the file has the size and the digest of its record."""
     source = LocalFolder(folder).source(name)
@@ -301,21 +271,26 @@ def folders_in(path: str) -> list[str]:
 def _read_record(slot: str, incarnation: str) -> dict[str, Any]:
     record = parse_json(LocalFolder(slot).read(RECORD, MAX_BYTES), RECORD)
     try:
-        if record.pop("sha256") != content_digest(record):
-            raise DamagedCheckpointError(f"{RECORD}: its own checksum does not match")
-        numbers = (record["rank"], record["common"]["step"], record["common"]["world_size"])
-        if record["incarnation"] != incarnation or not all(map(is_count, numbers)):
-            raise DamagedCheckpointError(f"{RECORD}: it is that of another copy")
-        for name, file in record["files"].items():
-            # A name with a slash could lead out of the folder.
-            is_described = is_count(file["bytes"]) and isinstance(file["digest"], str)
-            if os.path.basename(name) != name or not is_described:
-                raise DamagedCheckpointError(f"{RECORD}: its files are not described")
-        if not isinstance(record["parts"], list) or not isinstance(record["tensors"], list):
-            raise DamagedCheckpointError(f"{RECORD}: its parts are not listed")
+        require(_check_record(record, incarnation))
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{RECORD}: {type(error).__name__}: {error}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{RECORD}: {error}") from None
     return record
+
+
+def _check_record(record: dict[str, Any], incarnation: str) -> Iterator[tuple[object, str]]:
+    is_same = record.pop("sha256") == content_digest(record)
+    yield is_same, "its own checksum does not match"
+    numbers = (record["rank"], record["common"]["step"], record["common"]["world_size"])
+    is_own = record["incarnation"] == incarnation and all(map(is_count, numbers))
+    yield is_own, "it is that of another copy"
+    for name, file in record["files"].items():
+        is_described = is_count(file["bytes"]) and isinstance(file["digest"], str)
+        # A name with a slash could lead out of the folder.
+        yield is_described and os.path.basename(name) == name, "its files are not described"
+    listed = isinstance(record["parts"], list) and isinstance(record["tensors"], list)
+    yield listed, "its parts are not listed"
 
 
 def _write(path: str, data: bytes) -> None:

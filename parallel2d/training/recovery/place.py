@@ -94,22 +94,19 @@ def _free_memory() -> int:
         # The limit may be that of this group or of any around it.
         while True:
             with contextlib.suppress(OSError, ValueError):
-                available = min(available, _left_in(os.path.join(_CGROUPS, group.lstrip("/"))))
+                facts = {}
+                for name in ("max", "current", "stat"):
+                    with open(os.path.join(_CGROUPS, group.lstrip("/"), f"memory.{name}")) as file:
+                        facts[name] = file.read()
+                # Cached contents of files that nobody used lately count as used, and are given back
+                # when needed.
+                words = facts["stat"].split()
+                cached = int(words[words.index("inactive_file") + 1])
+                available = min(available, int(facts["max"]) - int(facts["current"]) + cached)
             if group in ("", "/"):
                 break
             group = os.path.dirname(group)
     return max(available, 0)
-
-
-def _left_in(group: str) -> int:
-    with open(os.path.join(group, "memory.max")) as file:
-        limit = int(file.read())
-    with open(os.path.join(group, "memory.current")) as file:
-        current = int(file.read())
-    with open(os.path.join(group, "memory.stat")) as file:
-        facts = dict(line.split() for line in file)
-    # Cached file contents that nobody used lately count as used, and are given back when needed.
-    return limit - current + int(facts["inactive_file"])
 
 
 def _token(root: str) -> str:

@@ -5,14 +5,21 @@ The first rank of each node reads its folder. Rank 0 puts a copy together from w
 The ranks of each node compute the checksums of the files that were chosen, in parallel. A damaged
 file is omitted when another node holds the same rectangles. A node is sent the files that its ranks
 need and it lacks, in pieces, from rank to rank.
+
+[Note: lineage] Every start of a run gets a random name, its incarnation, and writes it, with the
+step it starts from, into ``memory.json`` in the run directory. A copy counts only when its writer
+is named there and no later start went back behind its step (`Lineage`). So the copies of another
+run, and those of steps that the run has left for an older checkpoint, are never loaded, whichever
+node holds them.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,27 +27,80 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel2d.base import files
+from parallel2d.base.exchange import sendable
+from parallel2d.base.files import is_count
 from parallel2d.base.files.folder import LocalFolder
-from parallel2d.base.files.tensor_file import DamagedCheckpointError
+from parallel2d.base.files.tensor_file import DamagedCheckpointError, parse_json
 from parallel2d.parallel.weights.geometry import Region, local_region
 from parallel2d.parallel.weights.named_tensors import model_tensors
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
+from parallel2d.training.checkpoint.manifest import MAX_BYTES, Checkpoint, Manifest
 from parallel2d.training.checkpoint.save import Group
-from parallel2d.training.checkpoint.state import needed_names
+from parallel2d.training.checkpoint.state import fitting_name, names_under, needed_names
 from parallel2d.training.checkpoint.storage import describe_error, step_name
 from parallel2d.training.recovery.assembly import AssembledCopy, assemble
 from parallel2d.training.recovery.buffer import Found, check_file, digest, find_copies, map_new_file
-from parallel2d.training.recovery.lineage import Lineage
 from parallel2d.training.recovery.place import remove
 
-log = logging.getLogger(__name__)
+NAME = "memory.json"
+_KEPT = 64  # starts that are remembered; copies of earlier ones were overwritten long ago
+
+
+@sendable
+@dataclass(frozen=True)
+class Lineage:
+    """(incarnation, step it started from), in the order of time."""
+
+    starts: tuple[tuple[str, int], ...] = ()
+
+    def holds(self, incarnation: str, step: int) -> bool:
+        """Whether the copy of ``step`` that ``incarnation`` wrote is a state that this run passed
+        through and did not leave."""
+        names = [name for name, _ in self.starts]
+        if incarnation not in names:
+            return False
+        later = self.starts[names.index(incarnation) + 1 :]
+        return all(step <= base for _, base in later)
+
+    def followed_by(self, incarnation: str, base: int) -> Lineage:
+        """Returns the lineage with one more start."""
+        return Lineage((*self.starts, (incarnation, base))[-_KEPT:])
+
+    @classmethod
+    def read(cls, run_dir: str) -> Lineage:
+        """Empty when there is none. Raises `DamagedCheckpointError` when it is damaged, OSError
+        when it cannot be read."""
+        try:
+            with open(os.path.join(run_dir, NAME), "rb") as file:
+                listed = parse_json(file.read(MAX_BYTES), NAME).get("starts")
+        except FileNotFoundError:
+            return cls()
+        if not isinstance(listed, list):
+            raise DamagedCheckpointError(f"{NAME}: starts is missing or not a list")
+        starts = []
+        for start in listed:
+            match start:
+                case [str(name), base] if is_count(base):
+                    starts.append((name, base))
+                case _:
+                    raise DamagedCheckpointError(f"{NAME}: a start is not a name and a step")
+        return cls(tuple(starts))
+
+    def write(self, run_dir: str) -> None:
+        """Replaces the file in one rename."""
+        os.makedirs(run_dir, exist_ok=True)
+        files.replace(
+            os.path.join(run_dir, NAME), json.dumps({"starts": self.starts}), durable=True
+        )
+
 
 PIECE = 16 * 2**20  # bytes that one message carries
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks share a folder. ``of``: the node of each rank; a node is called by its number."""
+    """Tells which ranks share a folder. ``of``: the node of each rank; a node is called by its
+    number."""
 
     of: tuple[int, ...]
     rank: int
@@ -82,20 +142,18 @@ class Search:
         answers = self.group.all_gather(
             ([(found.record["incarnation"], found.step) for found in self._mine], faults)
         )
-        for rank, (_, lines) in enumerate(answers):
-            for line in lines:
-                self._say(
-                    f"passing over a copy in memory (rank {rank}'s node): {line}", logging.WARNING
-                )
         copies: set[tuple[str, int]] = set()
-        for held, _ in answers:
+        for rank, (held, lines) in enumerate(answers):
             copies.update(held)
+            for line in lines:
+                what = f"passing over a copy in memory (rank {rank}'s node): {line}"
+                self.group.say(what, logging.WARNING)
         own = {copy for copy in copies if self.lineage.holds(*copy)}
         self._writers = {step: name for name, step in sorted(own)}
         left = {step for _, step in copies - own}
         if left:
             listed = ", ".join(map(str, sorted(left)))
-            self._say(
+            self.group.say(
                 f"copies in memory of step {listed} are not of this run as it stands, and are not "
                 "used",
                 logging.WARNING,
@@ -119,13 +177,15 @@ class Search:
         except BaseException:
             self.close()
             raise
-        self._say(
+        self.group.say(
             f"{step_name(step)} is in memory: {len(manifest.files)} files, {sent / 2**20:.1f} MiB "
             "sent to nodes without them"
         )
-        lost = _lost_generators(manifest)
+        held_generators = {name.split("/")[1] for name in names_under(["rng"], manifest.tensors)}
+        ranks = range(manifest.world_size)
+        lost = [rank for rank in ranks if f"{rank:05d}" not in held_generators]
         if lost:
-            self._say(
+            self.group.say(
                 f"random generators of ranks {lost} were lost with their nodes: they start afresh",
                 logging.WARNING,
             )
@@ -178,7 +238,7 @@ class Search:
             if not damaged:
                 return chosen
             for reason in damaged.values():
-                self._say(f"passing over a file of {what}: {reason}", logging.WARNING)
+                self.group.say(f"passing over a file of {what}: {reason}", logging.WARNING)
             refused |= set(damaged)
 
     def _check(self, chosen: AssembledCopy, held: Sequence[Found], what: str) -> dict[str, str]:
@@ -259,10 +319,6 @@ class Search:
         self.group.agree(verify)
         return sum(manifest.files[name].bytes for name, _, _ in plan)
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        if self.group.rank == 0:
-            log.log(level, "%s", text)
-
 
 def _folders_of_files(held: Sequence[Found]) -> dict[str, str]:
     folders: dict[str, str] = {}
@@ -272,7 +328,8 @@ def _folders_of_files(held: Sequence[Found]) -> dict[str, str]:
 
 
 def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> AssembledCopy:
-    """As `assemble`, with a `DamagedCheckpointError` for all that may be wrong with ``answers``."""
+    """Calls `assemble`, with a `DamagedCheckpointError` for all that may be wrong with
+    ``answers``."""
     try:
         return assemble([answer for answer in answers if answer is not None], refused, what)
     except DamagedCheckpointError:
@@ -284,24 +341,22 @@ def _assemble(answers: Sequence[Any], refused: set[str], what: str) -> Assembled
         ) from None
 
 
-def _lost_generators(manifest: Manifest) -> list[int]:
-    found = {name.split("/")[1] for name in manifest.tensors if name.startswith("rng/")}
-    return [rank for rank in range(manifest.world_size) if f"{rank:05d}" not in found]
-
-
 def _needed(
     manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group
 ) -> set[str]:
     """The files in which this rank's parts of model, optimizer and random generators are."""
     here = model_tensors(model)
-    wanted = [*_of_model(manifest, here)]
-    for name, region in _of_training(manifest, here, model):
-        if optimizer is not None or "optimizer/" not in name:
-            wanted.append((name, region))
+    wanted = []
+    for name, tensor in here.items():
+        source = fitting_name(name, tensor, manifest)
+        if source is not None:
+            wanted.append((source, local_region(tensor)))
+    for stored in needed_names(model, manifest.tensors):
+        if optimizer is not None or "optimizer/" not in stored:
+            wanted.append((stored, _needed_region(stored, manifest, here)))
     if manifest.world_size == group.size:
-        generators = f"rng/{group.rank:05d}/"
-        own = [name for name in manifest.tensors if name.startswith(generators)]
-        wanted += [(name, Region.whole(manifest.tensors[name].shape)) for name in own]
+        for name in names_under([f"rng/{group.rank:05d}"], manifest.tensors):
+            wanted.append((name, Region.whole(manifest.tensors[name].shape)))
     found: set[str] = set()
     for name, region in wanted:
         for chunk in manifest.tensors[name].chunks:
@@ -311,31 +366,13 @@ def _needed(
     return found
 
 
-def _of_model(manifest: Manifest, here: Mapping[str, Tensor]) -> Iterator[tuple[str, Region]]:
-    for name, tensor in here.items():
-        stored = manifest.tensors.get(f"model/{name}")
-        # A tied parameter is stored under its first name.
-        if stored is None:
-            name = str(manifest.tied.get(name))
-            stored = manifest.tensors.get(f"model/{name}")
-        if stored is not None and stored.shape == tuple(tensor.shape):
-            yield f"model/{name}", local_region(tensor)
-
-
-def _of_training(
-    manifest: Manifest, here: Mapping[str, Tensor], model: nn.Module
-) -> Iterator[tuple[str, Region]]:
-    for stored in needed_names(model, manifest.tensors):
-        shape = manifest.tensors[stored].shape
-        # The name of the parameter follows the kind of state.
-        owner = next((here[name] for name in _endings(stored) if name in here), None)
-        if owner is not None and shape == tuple(owner.shape):
-            yield stored, local_region(owner)
-        else:
-            yield stored, Region.whole(shape)
-
-
-def _endings(name: str) -> list[str]:
-    """What is left of ``name`` after each of its slashes, the longest first."""
-    parts = name.split("/")
-    return ["/".join(parts[number:]) for number in range(1, len(parts))]
+def _needed_region(stored: str, manifest: Manifest, here: Mapping[str, Tensor]) -> Region:
+    """This rank's part, for state of the shape of its parameter; otherwise the whole."""
+    shape = manifest.tensors[stored].shape
+    # The name of the parameter follows the kind of state, and both may have slashes.
+    name = stored
+    while name and name not in here:
+        name = name.partition("/")[2]
+    if name and shape == tuple(here[name].shape):
+        return local_region(here[name])
+    return Region.whole(shape)

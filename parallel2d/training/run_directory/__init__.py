@@ -7,11 +7,17 @@ from parallel2d.training.run_directory.end import (
     read_objective,
     summarize,
 )
-from parallel2d.training.run_directory.segments import Segment, changes_since, read_segments
-from parallel2d.training.run_directory.start import AcceptedStart, accept_start, discard_pending
+from parallel2d.training.run_directory.start import (
+    RunClaim,
+    Segment,
+    accept_start,
+    changes_since,
+    discard_pending,
+    read_segments,
+)
 
 __all__ = [
-    "AcceptedStart",
+    "RunClaim",
     "Segment",
     "accept_start",
     "changes_since",

@@ -33,17 +33,13 @@ def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for row in filter(None, map(parse_row, file)):
             last.update(row)
-            for key in filter(_is_loss, row):
+            for key in [key for key in row if key.split("/")[-1] == keys.LOSS]:
                 value = _number(row[key])
                 least, _ = best.setdefault(key, (value, row[keys.STEP]))
                 # No number is smaller than NaN, or larger.
                 if math.isnan(least) or value < least:
                     best[key] = (value, row[keys.STEP])
     return last, best
-
-
-def _is_loss(key: str) -> bool:
-    return key.split("/")[-1] == keys.LOSS
 
 
 def _number(value: Any) -> float:
@@ -123,10 +119,9 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
 def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
     run_dir = shlex.quote(_short(job.run_dir))
     lines = []
-    if summary["checkpoint"]:
-        lines.append(f"checkpoint  {_short(summary['checkpoint'])}")
-    if summary["best_checkpoint"]:
-        lines.append(f"best        {_short(summary['best_checkpoint'])}")
+    for label, key in (("checkpoint", "checkpoint"), ("best", "best_checkpoint")):
+        if summary[key]:
+            lines.append(f"{label:<12}{_short(summary[key])}")
     if summary["checkpoint"] and not summary["reason"]:
         start = _STARTERS.get(launcher, "python -m ")
         words = shlex.join(_words_to_go_on(job, summary))
@@ -154,7 +149,7 @@ _NOT_AGAIN = (
 
 
 def _words_to_go_on(job: Job, summary: Mapping[str, Any]) -> list[str]:
-    """As far as was planned where the run was stopped, otherwise twice as far."""
+    """Goes as far as was planned where the run was stopped, otherwise twice as far."""
     words = [word for word in job.overrides if not word.lstrip("+").startswith(_NOT_AGAIN)]
     epochs = job.config.train.epochs
     further = 1 if summary["stopped"] else 2

@@ -1,4 +1,7 @@
-"""A start of a run once nothing can refuse it any more: `accept_start`.
+"""The starts of a run: `accept_start` records one once nothing can refuse it any more,
+`read_segments` reads the records, `changes_since` says what a start changed.
+
+``segments.jsonl`` has one line for every start, which rows of ``metrics.jsonl`` name by its number.
 
 [Note: pending records] Hydra writes what it composed before anything is checked. It does so into
 a folder of its own, which takes the place of ``.hydra`` when the start is accepted and is removed
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -24,14 +28,120 @@ import shlex
 import shutil
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
 from parallel2d.base import files
-from parallel2d.base.config import Job
+from parallel2d.base.config import AXES, Job
 from parallel2d.training.run_directory.end import SUMMARY
-from parallel2d.training.run_directory.segments import Segment, append, changes_since, read_segments
+
+_SEGMENTS = "segments.jsonl"
+_LONGEST_LINE = 1 << 22  # bytes; a layout lists every rank
+_LARGEST_FILE = 1 << 28
+_MOST_SEGMENTS = 10_000
+_LONGEST_VALUE = 60  # of a setting that changed, in characters
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One start of a run: by a person or a scheduler, or of workers that replace others."""
+
+    number: int  # from 1
+    first_step: int  # that it trains
+    restarted: bool  # workers of the same job replaced others
+    begun: str  # local time
+    begun_s: float = 0.0  # the same as of `time.time`
+    certified: bool = False  # compared with one process before its first step
+    command: tuple[str, ...] = ()  # the words of the command line
+    config: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)  # as in layout.json
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+# What a line of any origin must hold
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "restarted": bool,
+    "certified": bool,
+    "command": (list, tuple),
+    "config": dict,
+    "layout": dict,
+    "versions": dict,
+}
+
+
+def read_segments(run_dir: str) -> list[Segment]:
+    """Reads them in the order in which they began; none where there is no file, as in older runs. A
+    line that is no segment, such as one that a kill has cut, is passed over. Raises OSError."""
+    found: list[Segment] = []
+    try:
+        file = files.open_regular(os.path.join(run_dir, _SEGMENTS))
+    except FileNotFoundError:
+        return []
+    with file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE >> 20} MiB", file.name)
+        while len(found) < _MOST_SEGMENTS and (line := file.readline(_LONGEST_LINE)):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                found.append(_segment(files.parse(line)))
+    return found
+
+
+def _segment(value: Any) -> Segment:
+    """Raises ValueError, TypeError or KeyError for JSON that is none."""
+    known = {item.name for item in dataclasses.fields(Segment)}
+    segment = Segment(**{name: value[name] for name in known & set(value)})
+    are_counts = files.is_count(segment.number) and files.is_count(segment.first_step)
+    are_kinds = all(isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items())
+    if not are_counts or not are_kinds or not files.is_number(segment.begun_s):
+        raise ValueError("no segment")
+    return dataclasses.replace(segment, command=tuple(map(str, segment.command)))
+
+
+def _append(run_dir: str, segment: Segment) -> None:
+    """Adds a line. Raises OSError."""
+    line = json.dumps(dataclasses.asdict(segment), default=str).encode() + b"\n"
+    with open(os.path.join(run_dir, _SEGMENTS), "ab+") as file:
+        # A line that a kill has cut must not swallow this one.
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                line = b"\n" + line
+        file.write(line)
+
+
+def changes_since(before: Segment, now: Segment) -> list[str]:
+    """``optimizer.lr: 0.0003 -> 0.0001``: settings, then the mesh and the versions."""
+    old, new = _facts(before), _facts(now)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in changed]
+
+
+def _facts(segment: Segment) -> dict[str, Any]:
+    """Settings by their full key, sizes of the mesh, and versions."""
+    facts = dict(_flat(segment.config))
+    facts.pop("launch.host_id", None)  # machines have names of their own
+    sizes = segment.layout.get("mesh")
+    if isinstance(sizes, Mapping):
+        facts["mesh"] = " x ".join(f"{axis} {sizes.get(axis, '?')}" for axis in AXES)
+    facts |= {f"version of {name}": version for name, version in segment.versions.items()}
+    return facts
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown(value: Any) -> str:
+    """Writes a value as on a command line, shortened."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +154,16 @@ class RunTakenOver(RuntimeError):  # noqa: N818  (named after what happened; it 
 
 
 class RunClaim:
-    """Rank 0's mark in the run directory, from the start of a run to its end."""
+    """Rank 0's mark in the run directory, from the start of a run to its end; nothing before
+    `take`, nor on other ranks."""
 
     def __init__(self, run_dir: str) -> None:
-        """Takes the directory, from whoever has it. Raises OSError when it cannot be written."""
         self._path = os.path.join(run_dir, _OWNER)
         self._token = os.urandom(8).hex()
+        self._seen: tuple[int, int] | None = None
+
+    def take(self) -> None:
+        """Takes the directory, from whoever has it. Raises OSError when it cannot be written."""
         mark = {
             "token": self._token,
             "host": socket.gethostname(),
@@ -62,6 +176,8 @@ class RunClaim:
     def check(self) -> None:
         """Raises `RunTakenOver` naming who took the directory. Reads the file only when its inode
         or its modification time has changed."""
+        if self._seen is None:
+            return
         try:
             if _identity(self._path) == self._seen:
                 return
@@ -88,18 +204,19 @@ def _identity(path: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AcceptedStart:
-    """``changes``: lines about what the start before had otherwise; ``begun_before_s``: when that
+    """``changes``: lines about what differs from the start before; ``begun_before_s``: when that
     start of this run began, as of `time.time`; 0 without one."""
 
     segment: Segment
     changes: tuple[str, ...]
-    claim: RunClaim
     begun_before_s: float
 
 
-def accept_start(job: Job, layout: dict[str, Any], finished_steps: int) -> AcceptedStart:
-    """Makes the records of ``job``'s directory those of this start. On rank 0 alone, before it
-    writes anything else there. Raises OSError.
+def accept_start(
+    job: Job, layout: dict[str, Any], finished_steps: int, claim: RunClaim
+) -> AcceptedStart:
+    """Makes the records of ``job``'s directory those of this start, which takes ``claim``. On rank
+    0 alone, before it writes anything else there. Raises OSError.
 
     ``layout``: the facts that programs read; ``finished_steps``: 0, or those of what is resumed.
     """
@@ -122,8 +239,8 @@ def accept_start(job: Job, layout: dict[str, Any], finished_steps: int) -> Accep
         },
     )
     # What may fail is done: from here on this start owns the directory.
-    claim = RunClaim(run_dir)
-    append(run_dir, segment)
+    claim.take()
+    _append(run_dir, segment)
     files.replace(os.path.join(run_dir, "layout.json"), json.dumps(layout, indent=1))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(run_dir, SUMMARY))
@@ -134,11 +251,11 @@ def accept_start(job: Job, layout: dict[str, Any], finished_steps: int) -> Accep
     words = shlex.join(segment.command)
     log.info("%s %d, at step %d: %s", what, segment.number, segment.first_step, words)
     begun_before_s = earlier[-1].begun_s if earlier else 0.0
-    return AcceptedStart(segment, tuple(changes), claim, begun_before_s)
+    return AcceptedStart(segment, tuple(changes), begun_before_s)
 
 
 def _is_certified(job: Job, layout: dict[str, Any], earlier: list[Segment]) -> bool:
-    """Also of workers that replace others on the layout that was certified."""
+    """Whether workers that replace others are on the layout that was certified, too."""
     if not job.restarted or not earlier:
         return job.certified
     before = earlier[-1]

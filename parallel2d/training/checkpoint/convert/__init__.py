@@ -20,21 +20,23 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import flush_folder
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DTYPES
+from parallel2d.training.checkpoint.convert.formats import (
+    Source,
+    read_ours,
+    read_safetensors,
+    read_torch,
+    write_ours,
+    write_safetensors,
+    write_torch,
+)
 from parallel2d.training.checkpoint.convert.hugging_face import (
     llama_arguments,
     read_llama,
     write_adapter,
     write_model,
 )
-from parallel2d.training.checkpoint.convert.own_formats import (
-    Source,
-    read_ours,
-    read_safetensors,
-    write_ours,
-    write_safetensors,
-)
-from parallel2d.training.checkpoint.convert.torch_file import read_torch, write_torch
 from parallel2d.training.checkpoint.manifest import MANIFEST
+from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import find_checkpoint
 
 __all__ = ["Source", "convert", "guess_format", "llama_arguments", "open_source"]
@@ -54,7 +56,12 @@ def open_source(path: str) -> Source:
     if is_remote(path):
         return read_ours(find_checkpoint(path))
     if os.path.isfile(path):
-        _check_has_no_holes(path)
+        status = os.stat(path)
+        stored = status.st_blocks * 512
+        # A few bytes would be converted to many. Some file systems count no blocks.
+        if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
+            sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
+            raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
         if path.endswith(".safetensors"):
             return read_safetensors(path)
         if path.endswith(_TORCH):
@@ -68,16 +75,6 @@ def open_source(path: str) -> Source:
             return read_llama(path)
         raise ConfigError(f"{path} holds neither {MANIFEST} (ours) nor config.json (Hugging Face)")
     raise ConfigError(f"{path}: there is no such file or folder")
-
-
-def _check_has_no_holes(path: str) -> None:
-    """Raises `ConfigError` for a few bytes that would be converted to many."""
-    status = os.stat(path)
-    stored = status.st_blocks * 512
-    # Some file systems count no blocks.
-    if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
-        sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
-        raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
 
 
 def guess_format(target: str) -> str:
@@ -138,17 +135,18 @@ def convert(
 def _chosen(
     source: Source, dtype: str | None, optimizer: bool, progress: Progress | None
 ) -> Source:
-    """What is written of ``source``: the widest dtypes first, weights converted to ``dtype``; and
-    without optimizer state, the facts about the weights alone."""
-    tensors = {}
-    for name, (stored, shape) in source.tensors.items():
-        is_weight = name.startswith("model/")
-        if is_weight and dtype is not None and DTYPES[stored].is_floating_point:
-            stored = dtype
-        if is_weight or optimizer:
-            tensors[name] = stored, shape
-    if not any(name.startswith("model/") for name in tensors):
+    """Returns what is written of ``source``: the widest dtypes first, weights converted to
+    ``dtype``; and without optimizer state, the facts about the weights alone."""
+    weights = names_under(["model"], source.tensors)
+    if not weights:
         raise ConfigError("the source holds no weights")
+    tensors = dict(source.tensors)
+    if not optimizer:
+        tensors = {name: tensors[name] for name in weights}
+    for name in weights:
+        stored, shape = tensors[name]
+        if dtype is not None and DTYPES[stored].is_floating_point:
+            tensors[name] = dtype, shape
 
     def read(name: str) -> Tensor:
         values = source.read(name)

@@ -26,7 +26,7 @@ from parallel2d.base.files import is_number, printable, read_json
 from parallel2d.base.files.tensor_file import DTYPES
 from parallel2d.models import adapters, huggingface
 from parallel2d.parallel.weights.pretrained import has_weights, read_headers
-from parallel2d.training.checkpoint.convert.own_formats import Source, source_of
+from parallel2d.training.checkpoint.convert.formats import Source, source_of
 
 # Our Llama and the library's. The weights are the same: both rotate the two halves of a head
 # against each other.
@@ -106,9 +106,9 @@ def read_llama(path: str) -> Source:
         tied = {"output.weight": "embedding.weight"}
     headers = read_headers(path)
     problems = [f"{name} is missing" for name in names.values() if name not in headers]
-    for name in sorted(headers.keys() - names.values()):
-        # A copy of what is tied, and tables that are computed, not trained.
-        if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+    for name in sorted(headers.keys() - {*names.values(), "lm_head.weight"}):
+        # Beside a copy of what is tied, there may be tables that are computed, not trained.
+        if not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"{printable(name)} is unknown")
     if problems:
         raise ConfigError(f"{what} does not fit a Llama: {first_five(problems)}")
@@ -121,14 +121,11 @@ def _arguments_of(config: Any) -> dict[str, Any]:
     ours cannot be."""
     if config.model_type != "llama":
         raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
-    arguments: dict[str, Any] = {}
-    for ours, theirs in _ARGUMENTS.items():
-        value = getattr(config, theirs)
-        if ours == "rope_theta":
-            value = value[ours]
+    arguments: dict[str, Any] = {ours: getattr(config, name) for ours, name in _ARGUMENTS.items()}
+    arguments["rope_theta"] = arguments["rope_theta"]["rope_theta"]
+    for ours, value in arguments.items():
         if type(value) is not bool and (not is_number(value) or value <= 0):
             raise ValueError(f"{ours}={printable(value)} must be a number above 0")
-        arguments[ours] = value
     same = huggingface.saved_config(None, "llama", _library_arguments(arguments))
     for key in _FIXED:
         value = getattr(config, key)
@@ -157,9 +154,11 @@ def _llama_names(layers: int) -> dict[str, str]:
 
 def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The library's arguments for a Llama with ours. Raises `ConfigError` for missing ones."""
-    missing = " ".join(f"--model {key}=..." for key in _ARGUMENTS if key not in arguments)
+    missing = [f"--model {key}=..." for key in _ARGUMENTS if key not in arguments]
     if missing:
-        raise ConfigError(f"the source does not say what transformers needs; add {missing}")
+        raise ConfigError(
+            f"the source does not say what transformers needs; add {' '.join(missing)}"
+        )
     found = {theirs: arguments[ours] for ours, theirs in _ARGUMENTS.items()}
     rope = {"rope_type": "default", "rope_theta": arguments["rope_theta"]}
     return {**found, "rope_parameters": rope}
@@ -172,14 +171,14 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
         with _one_message(f"--model {key}={value} is no number"):
             arguments[key] = json.loads(value)
     # What the weights tell is not asked.
-    shapes = {name: shape for name, (_, shape) in source.tensors.items()}
     for name, keys in _SIZES.items():
-        arguments |= dict(zip(keys, shapes.get(f"model/{name}", ()), strict=False))
-    arguments["n_layers"] = sum(name.endswith(".attention_norm.weight") for name in shapes)
+        _, shape = source.tensors.get(f"model/{name}", ("", ()))
+        arguments |= dict(zip(keys, shape, strict=False))
+    layers = [name for name in source.tensors if name.endswith(".attention_norm.weight")]
+    arguments["n_layers"] = len(layers)
     arguments["tie_embeddings"] = "output.weight" in source.tied
-    names = {}
-    for ours, theirs in _llama_names(arguments["n_layers"]).items():
-        names[f"model/{ours}"] = f"model/{theirs}"
+    renamed = _llama_names(len(layers))
+    names = {f"model/{ours}": f"model/{theirs}" for ours, theirs in renamed.items()}
     ours_of = {theirs: ours for ours, theirs in names.items()}
     settings = {"path": None, "architecture": "llama", "head": "causal_lm"}
     return replace(
@@ -203,9 +202,9 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     settings = source.layout.get("model")
     of_library = isinstance(settings, dict) and settings.get("family") == "hf"
     allowed = _MOVED if of_library else tuple(_ARGUMENTS)
-    for key in given:
-        if key not in allowed:
-            raise ConfigError(f"--model {key}: it is not one of {', '.join(allowed)}")
+    unknown = [key for key in given if key not in allowed]
+    if unknown:
+        raise ConfigError(f"--model {unknown[0]}: it is not one of {', '.join(allowed)}")
     moved = given
     if not of_library:
         source, moved = _as_library_model(source, given), {}
@@ -269,7 +268,7 @@ def _library_model(
             model: Any = huggingface.model_class(config, settings["head"])(config)
         of_folder = []
         if path is not None:
-            of_folder = [name for name in os.listdir(path) if _BESIDE.fullmatch(name)]
+            of_folder = list(filter(_BESIDE.fullmatch, os.listdir(path)))
         if "generation_config.json" in of_folder:
             generation = huggingface.library().GenerationConfig
             model.generation_config = generation.from_pretrained(path, local_files_only=True)
@@ -285,17 +284,16 @@ def _refuse_settings(settings: Any) -> None:
         return
     for key, value in settings.items():
         _refuse_settings(value)
-        if value and _stands_for_more(str(key), str(value)):
+        more = (
+            str(key).endswith("_implementation") and "/" in str(value),
+            # Another library builds these, and may read files that the settings name.
+            key in _FOREIGN and value,
+            key == "model_type" and str(value).startswith("timm"),
+        )
+        if any(more):
             raise ValueError(f"{key}={value} stands for code, files or parts of other libraries")
         if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
             raise ValueError(f"num_labels={value} is more than {_MOST_LABELS:,}")
-
-
-def _stands_for_more(key: str, value: str) -> bool:
-    names_code = key.endswith("_implementation") and "/" in value
-    # Another library builds these, and may read files that the settings name.
-    is_foreign = key in _FOREIGN or (key == "model_type" and value.startswith("timm"))
-    return names_code or is_foreign
 
 
 def _stored_names(source: Source, model: Any) -> dict[str, str]:
@@ -304,19 +302,17 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
     there = {name.removeprefix("model/"): name for name in source.tensors}
     # The checkpoint keeps a tied parameter under its first name, the library under one it chose.
     there |= {name: f"model/{first}" for name, first in source.tied.items()}
-    omitted = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
-    found, problems, wrong = {}, [], []
-    for name, parameter in model.state_dict().items():
-        if name in there.keys() - omitted:
-            found[name] = there[name]
-            shape, expected = list(source.tensors[there[name]][1]), list(parameter.shape)
-            if shape != expected:
-                wrong.append(f"{name} is {shape}, the model's is {expected}")
-        elif name not in omitted:
-            problems.append(f"{name} is missing")
+    expected = model.state_dict()
+    for name in (*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys):
+        expected.pop(name, None)
+    found = {name: there[name] for name in expected if name in there}
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found)]
     for name in sorted(source.tensors.keys() - found.values()):
         problems.append(f"{printable(name.removeprefix('model/'))} is unknown")
-    problems += wrong
+    for name, stored in found.items():
+        shape, of_model = list(source.tensors[stored][1]), list(expected[name].shape)
+        if shape != of_model:
+            problems.append(f"{name} is {shape}, the model's is {of_model}")
     if problems:
         raise ConfigError(f"the weights do not fit {type(model).__name__}: {first_five(problems)}")
     return found
@@ -368,10 +364,11 @@ def write_adapter(source: Source, folder: str) -> int:
         settings.base_model_name_or_path = base if isinstance(base, str) else None
         settings.inference_mode = True  # what peft saves: an adapter is loaded to be used
         settings.save_pretrained(folder)
-    saved = {
-        name: adapters.saved_name(name.removeprefix("model/"), adapter) for name in source.tensors
-    }
-    names = {name: each for name, each in saved.items() if each is not None}
+    names = {}
+    for name in source.tensors:
+        saved = adapters.saved_name(name.removeprefix("model/"), adapter)
+        if saved is not None:
+            names[name] = saved
     if not names:
         raise ConfigError(f"the checkpoint holds no weights of its adapter {printable(adapter)}")
     source.write_file(os.path.join(folder, "adapter_model.safetensors"), names)

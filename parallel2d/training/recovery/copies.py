@@ -1,5 +1,5 @@
-"""`MemoryNet`: decides when copies are made, how ranks agree on them and which one is found again.
-See [Note: memory net].
+"""`MemoryCopies`: decides when copies are made, how ranks agree on them and which one is found
+again. See [Note: memory copies].
 
 All ranks make the same calls. A fault that is reported to all ranks turns the copies off, with one
 warning, and frees the memory. When a rank no longer answers, everything is left as it is, since
@@ -10,28 +10,30 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.base import exchange
 from parallel2d.base.files.tensor_file import DTYPE_NAMES
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.weights.geometry import local_region
 from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest
-from parallel2d.training.checkpoint.save import Group, plan_all, plan_of_replica
+from parallel2d.training.checkpoint.save import Group, SavedState, plan_all, plan_of_replica
 from parallel2d.training.checkpoint.storage import describe_error
-from parallel2d.training.recovery.buffer import Buffer, Part, folders_in, pack, slots, unpack
-from parallel2d.training.recovery.lineage import Lineage
+from parallel2d.training.recovery.buffer import Buffer, Part, folders_in, slots
 from parallel2d.training.recovery.place import Place, open_place, remove, remove_place, room, used
-from parallel2d.training.recovery.search import Nodes, Search
+from parallel2d.training.recovery.search import Lineage, Nodes, Search
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class _Outcome:
     heard: bool = True
 
 
-class MemoryNet:
+class MemoryCopies:
     """Copies of one run's state in shared memory. Collective: every rank makes one and calls its
     methods at the same points.
 
@@ -68,6 +70,7 @@ class MemoryNet:
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, answers: Group) -> None:
         self.every, self.run_dir, self.mesh, self.answers = every, run_dir, mesh, answers
+        self._replicas = 1 if mesh is None else mesh_shape(mesh).replicate
         # The thread that finishes a copy communicates while the loop and a save to disk do.
         self._group = Group(dist.new_group(backend="gloo") if answers.group is not None else None)
         self.on = True
@@ -109,13 +112,12 @@ class MemoryNet:
         holds a part of."""
         if not self.on:
             return []
-        lineage, error = Lineage(), None
+        lineage = Lineage()
         if self.answers.rank == 0:
             try:
                 lineage = Lineage.read(self.run_dir)
             except (OSError, ValueError) as fault:
-                error = describe_error(fault)
-                log.warning("copies in memory are passed over: %s", error)
+                log.warning("copies in memory are passed over: %s", describe_error(fault))
         self._lineage = self.answers.broadcast(lineage)
         self._search = Search(self.folder, self.answers, self.nodes, self._lineage)
         return self._search.steps()
@@ -140,9 +142,19 @@ class MemoryNet:
             return
         self._incarnation = self.answers.broadcast(os.urandom(8).hex())
         own = os.path.join(self.folder, self._incarnation)
-        error = self._write_start(self._incarnation, base)
+        error = None
+        if self.answers.rank == 0:
+            try:
+                self._lineage.followed_by(self._incarnation, base).write(self.run_dir)
+            except OSError as fault:
+                reason = describe_error(fault)
+                error = f"its record in the run directory cannot be written: {reason}"
+        error = self.answers.broadcast(error)
         if error is None:
-            error = self._clear(own)
+            try:
+                self._clear(own)
+            except OSError as fault:
+                error = _on_this_host(fault)
         # Nobody writes before every node has been cleared.
         if errors := [answer for answer in self.answers.all_gather(error) if answer]:
             self._turn_off(errors[0])
@@ -153,52 +165,31 @@ class MemoryNet:
         self._buffers = Buffer(first, rank), Buffer(second, rank)
         self._due_now = self._loaded is not None  # nodes that are new hold nothing yet
         self._search = None
-        if rank == 0:
-            assert self.place is not None
-            log.info(
-                "memory net on: a copy every %d steps in %s, %d nodes",
-                self.every,
-                self.place.root,
-                max(self.nodes.of) + 1,
-            )
-
-    def _write_start(self, incarnation: str, base: int) -> str | None:
-        """Names this start in the run directory; returns an error, alike on all ranks."""
-        error = None
-        if self.answers.rank == 0:
-            try:
-                self._lineage.followed_by(incarnation, base).write(self.run_dir)
-            except OSError as fault:
-                reason = describe_error(fault)
-                error = f"its record in the run directory cannot be written: {reason}"
-        return self.answers.broadcast(error)
-
-    def _clear(self, own: str) -> str | None:
-        """Removes what other starts left on this node, and makes the folder ``own``; returns an
-        error of this rank."""
-        try:
-            self._old = []
-            if self._search is not None and self._loaded is not None:
-                self._old = self._search.kept(self._loaded)
-            if self.nodes.is_first:
-                self._drop_all_but(self._old)
-                os.makedirs(own, mode=0o700)
-        except OSError as fault:
-            return _on_this_host(fault)
-        return None
-
-    def _drop_all_but(self, kept: list[str]) -> None:
         assert self.place is not None
+        self.answers.say(
+            f"memory copies on: one every {self.every} steps in {self.place.root}, "
+            f"{max(self.nodes.of) + 1} nodes"
+        )
+
+    def _clear(self, own: str) -> None:
+        """Removes what other starts left on this node, and makes the folder ``own``. Raises
+        OSError."""
+        assert self.place is not None
+        self._old = []
+        if self._search is not None and self._loaded is not None:
+            self._old = self._search.kept(self._loaded)
+        if not self.nodes.is_first:
+            return
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        doomed = [slot for slot in slots(self.folder) if slot not in kept]
+        doomed = set(slots(self.folder)) - set(self._old)
         # Of this run, those folders of earlier starts in which nothing is kept.
-        for incarnation in folders_in(self.folder):
-            if not any(slot.startswith(incarnation + os.sep) for slot in kept):
-                doomed.append(incarnation)
+        kept_starts = {os.path.dirname(os.path.dirname(slot)) for slot in self._old}
+        doomed |= set(folders_in(self.folder)) - kept_starts
         if self.place.own:  # no other run can be using it
-            doomed += [run for run in folders_in(self.place.root) if run != self.folder]
+            doomed |= set(folders_in(self.place.root)) - {self.folder}
         for path in doomed:
             remove(path)
+        os.makedirs(own, mode=0o700)
 
     # In the loop
 
@@ -206,55 +197,35 @@ class MemoryNet:
         """Whether `save` is called after ``step``."""
         return self.on and (step % self.every == 0 or self._due_now)
 
-    def save(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        rng: Mapping[str, Tensor],
-    ) -> None:
+    def save(self, state: SavedState) -> None:
         """Copies the state; the loop waits for the copy alone. Never raises for a fault of the
-        memory. Collective.
-
-        ``manifest`` without tensors and files; ``tensors`` as `saved_tensors` gives them,
-        ``of_replica`` those of this replica alone, ``rng`` this rank's.
-        """
+        memory. Collective."""
         begin = time.perf_counter()
         self.blocked_s = 0.0
         if not self._incarnation:
-            self.begin(manifest.step - 1)
+            self.begin(state.manifest.step - 1)
         # Rank 0's copy is finished only when all ranks are about to be.
         if self.answers.broadcast(self._thread is not None and self._thread.is_alive()):
             self.skipped += 1
-            if self.answers.rank == 0:
-                level = logging.WARNING if self.skipped == 1 else logging.DEBUG
-                log.log(
-                    level,
-                    "no copy of step %d in memory: the one before is not finished yet. A higher "
-                    "checkpoint.memory_every than %d would fit",
-                    manifest.step,
-                    self.every,
-                )
+            self.answers.say(
+                f"no copy of step {state.manifest.step} in memory: the one before is not finished "
+                f"yet. A higher checkpoint.memory_every than {self.every} would fit",
+                logging.WARNING if self.skipped == 1 else logging.DEBUG,
+            )
             return
         self.wait()
-        if self.on and self._start(manifest, tensors, of_replica, rng):
+        if self.on and self._start(state):
             self._due_now = False
         self.blocked_s = time.perf_counter() - begin
 
-    def _start(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        of_replica: Mapping[str, Tensor],
-        rng: Mapping[str, Tensor],
-    ) -> bool:
+    def _start(self, state: SavedState) -> bool:
         nodes = self.nodes.of if self.mesh is not None else None
-        whole = {**tensors, **of_replica}
+        whole = {**state.shared, **state.of_replica}
         parts = [
             Part(name, tuple(whole[name].shape), region, local_region(whole[name]), values)
-            for name, region, values in plan_all(tensors, of_replica, self.mesh, nodes)
+            for name, region, values in plan_all(state, self.mesh, nodes)
         ]
-        sent, received = self._partitions(tensors, parts, nodes)
+        sent, received = self._partitions(state.shared, parts, nodes)
         parts += received
         if not self.node_bytes and not self._has_room(parts):
             return False
@@ -263,41 +234,47 @@ class MemoryNet:
             buffer.fill(parts)
         except Exception as fault:  # the others get the error, whatever it is, and training goes on
             error = _on_this_host(fault)
+        # What describes the tensors now: training changes the state while the thread runs.
         described = [
             [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
-            for name, tensor in tensors.items()
+            for name, tensor in state.shared.items()
         ]
-        incarnation = self._incarnation
-
-        def finish_own() -> str | None:
-            others = self._rng_of_another(rng)
-            if sent or received:
-                self._exchange_partitions(buffer, sent, received, error)
-            if error is not None:
-                return error
-            try:
-                buffer.seal(incarnation, manifest, described, {**rng, **others})
-            except Exception as fault:  # the others wait for an answer, whatever happened
-                return _on_this_host(fault)
-            return None
-
         self._thread = threading.Thread(
             target=self._complete,
-            args=(manifest.step, finish_own),
-            name=f"memory copy {manifest.step}",
+            args=(state.manifest, state.own, described, buffer, sent, received, error),
+            name=f"memory copy {state.manifest.step}",
             daemon=True,
         )
         self._thread.start()
         return True
 
-    def _complete(self, step: int, finish_own: Callable[[], str | None]) -> None:
+    def _complete(
+        self,
+        manifest: Manifest,
+        rng: Mapping[str, Tensor],
+        described: Sequence[list[Any]],
+        buffer: Buffer,
+        sent: Sequence[Part],
+        received: Sequence[Part],
+        error: str | None,
+    ) -> None:
         """Beside the loop: finishes this rank's part of a copy, and notes what came of it on all
-        ranks. ``finish_own`` returns an error."""
-        outcome = _Outcome(step)
+        ranks. ``sent`` goes to the same rank of the next replica, ``received`` comes from that of
+        the one before; ``error``: of this rank so far."""
+        outcome = _Outcome(manifest.step)
         try:
-            answers = self._group.all_gather(finish_own())
+            others = self._rng_of_another(rng)
+            if sent or received:
+                # A rank whose buffer could not be filled takes part with nothing of use.
+                tensor_of = buffer.view if error is None else operator.attrgetter("values")
+                self._pass_on(list(map(tensor_of, sent)), list(map(tensor_of, received)))
+            if error is None:
+                try:
+                    buffer.seal(self._incarnation, manifest, described, {**rng, **others})
+                except Exception as fault:  # the others wait for an answer, whatever happened
+                    error = _on_this_host(fault)
             # A copy is of use only where every rank has its part of it.
-            outcome.error = next(filter(None, answers), None)
+            outcome.error = next(filter(None, self._group.all_gather(error)), None)
             if outcome.error is None and self.nodes.is_first:
                 while self._old:
                     remove(self._old.pop())
@@ -308,12 +285,12 @@ class MemoryNet:
     def _partitions(
         self, tensors: Mapping[str, Tensor], own: Sequence[Part], nodes: Sequence[int] | None
     ) -> tuple[list[Part], list[Part]]:
-        """What this rank gives to the next replica and what it keeps for the one before, of tensors
+        """Lists what this rank gives to the next replica and keeps for the one before, of tensors
         that are split over the replicas: a node that is lost takes its part of them with it."""
-        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
+        if self.mesh is None or self._replicas == 1:
             return [], []
         replica = self.mesh.get_local_rank("replicate")
-        before = (replica - 1) % mesh_shape(self.mesh).replicate
+        before = (replica - 1) % self._replicas
         received: list[Part] = []
         for name, held, region, tensor in plan_of_replica(
             tensors.items(), self.mesh, nodes, before
@@ -325,15 +302,31 @@ class MemoryNet:
         sent = [part for part in own if part.name in split]
         return sent, received
 
-    def _exchange_partitions(
-        self, buffer: Buffer, sent: Sequence[Part], received: Sequence[Part], failed: str | None
-    ) -> None:
-        """Gives ``sent`` to the same rank of the next replica and takes ``received`` from that of
-        the one before, between the buffers. Collective over a ring of ranks."""
-        following, before = self._neighbours()
-        # A rank whose buffer could not be filled takes part with nothing of use.
-        outgoing = [part.values if failed else buffer.view(part) for part in sent]
-        incoming = [part.values if failed else buffer.view(part) for part in received]
+    def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The random generators of the same rank of the replica before this one, which gives its
+        own to the next; none where they take more than `_RNG_BYTES`. Collective as `_pass_on`."""
+        if self._replicas == 1:
+            return {}
+        sent = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+        received = torch.zeros_like(sent)
+        data = bytearray(exchange.encode(dict(rng)).encode())
+        if len(data) <= _RNG_BYTES:
+            sent[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        self._pass_on([sent], [received])
+        text = received.numpy().tobytes().rstrip(b"\0")
+        found: dict[str, Tensor] = exchange.decode(text or b"{}")
+        return found
+
+    def _pass_on(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Sends to the next replica what that one receives as its ``incoming``. Collective over a
+        ring of ranks."""
+        assert self.mesh is not None
+        positions = axis_positions(self.mesh)
+        index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
+        # The ranks in this rank's place of each replica
+        line = self.mesh.mesh[tuple(index.values())].tolist()
+        own = positions["replicate"]
+        following, before = line[(own + 1) % len(line)], line[own - 1]
         group = self._group.group
         # Nobody waits for its send before it receives: in a ring of ranks all would wait.
         works = [dist.isend(tensor.contiguous(), following, group=group) for tensor in outgoing]
@@ -342,15 +335,6 @@ class MemoryNet:
         for work in works:
             assert work is not None
             work.wait()
-
-    def _neighbours(self) -> tuple[int, int]:
-        """The ranks in this rank's place of the next replica and of the one before."""
-        assert self.mesh is not None
-        positions = axis_positions(self.mesh)
-        index: dict[str, int | slice] = {**positions, "replicate": slice(None)}
-        line = self.mesh.mesh[tuple(index.values())].tolist()
-        own = positions["replicate"]
-        return line[(own + 1) % len(line)], line[own - 1]
 
     def _has_room(self, parts: list[Part]) -> bool:
         """Whether two buffers fit on every node, before the first one is taken. Collective."""
@@ -370,19 +354,9 @@ class MemoryNet:
                     "set checkpoint.memory_every=0"
                 )
                 return False
-        if self.answers.rank == 0:
-            log.info(
-                "memory net: 2 x %.1f MiB of shared memory on this node", self.node_bytes / 2**20
-            )
+        mib = self.node_bytes / 2**20
+        self.answers.say(f"memory copies: 2 x {mib:.1f} MiB of shared memory on this node")
         return True
-
-    def _rng_of_another(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The random generators of the same rank of the replica before this one, which gets this
-        rank's."""
-        if self.mesh is None or mesh_shape(self.mesh).replicate == 1:
-            return {}
-        following, before = self._neighbours()
-        return exchange_tensors(rng, following, before, self._group)
 
     def wait(self) -> None:
         """Returns when the last copy is complete on all nodes, or has failed, and applies its
@@ -411,12 +385,11 @@ class MemoryNet:
 
     def _turn_off(self, why: str) -> None:
         self.on = False
-        if self.answers.rank == 0:
-            log.warning(
-                "memory net off: %s. Training goes on; a lost worker costs the steps since the "
-                "last checkpoint",
-                why,
-            )
+        self.answers.say(
+            f"memory copies off: {why}. Training goes on; a lost worker costs the steps since the "
+            "last checkpoint",
+            logging.WARNING,
+        )
         self._remove()
 
     def _remove(self) -> None:
@@ -430,19 +403,3 @@ class MemoryNet:
 
 def _on_this_host(fault: BaseException) -> str:
     return f"{socket.gethostname()}: {describe_error(fault)}"
-
-
-def exchange_tensors(
-    tensors: Mapping[str, Tensor], to: int, source: int, group: Group
-) -> dict[str, Tensor]:
-    """Gives small CPU tensors to rank ``to`` and returns those of rank ``source``, at most 64 KiB
-    with their names; nothing when there are more. Collective over a ring of ranks."""
-    sent = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
-    received = torch.zeros_like(sent)
-    if len(data := pack(tensors)) <= _RNG_BYTES:
-        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    work = dist.isend(sent, to, group=group.group)
-    dist.recv(received, source, group=group.group)
-    assert work is not None
-    work.wait()
-    return unpack(received.numpy().tobytes())
