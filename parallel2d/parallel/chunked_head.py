@@ -284,10 +284,7 @@ class ChunkedHead:
         output = self._call(targets, self.chunk, inputs, options)
         assert self._operations is not None
         done = output.record.operations
-        same = len(done) == len(self._operations) and all(
-            a.is_same(b) for a, b in zip(done, self._operations, strict=True)
-        )
-        if not same:
+        if [each.key for each in done] != [each.key for each in self._operations]:
             raise RuntimeError(
                 f"the model did {list(done)} with its logits, and {list(self._operations)} (with "
                 "the same numbers) in its first forward, which the loss in chunks repeats; set "

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, first_five, nearest_words
 from parallel2d.parallel.model_structure import fqn_of, join_names
+from parallel2d.parallel.weights.initial_values import rank_device
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
@@ -118,8 +119,7 @@ def ignored_parameters(
             )
         # On meta there is nothing to move; values come after sharding, on the right device.
         if not parameter.is_meta and parameter.device.type != device_type:
-            device = torch.device(device_type, torch.accelerator.current_device_index())
             # The object stays the same, because `fully_shard` looks for it by identity.
-            parameter.data = parameter.data.to(device)
+            parameter.data = parameter.data.to(rank_device(device_type))
         found.add(parameter)
     return found

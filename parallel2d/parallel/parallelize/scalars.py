@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import held_parameters
+from parallel2d.parallel.weights.initial_values import rank_device
 
 
 class Scalar:
@@ -37,9 +38,8 @@ class Scalar:
             axes.append("tensor")
         local = _local(self._plain.detach())
         # As `fully_shard` does with the other parameters.
-        if mesh.device_type != "cpu" and not local.is_meta:
-            index = torch.accelerator.current_device_index()
-            local = local.to(torch.device(mesh.device_type, index))
+        if not local.is_meta:
+            local = local.to(rank_device(mesh.device_type))
         all_axes = mesh[tuple(axes)]
         whole = [Replicate()] * all_axes.ndim
         value = DTensor.from_local(local, all_axes, whole, run_check=False)
