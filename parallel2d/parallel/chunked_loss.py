@@ -166,7 +166,7 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _check(hidden: Any, weight: Any, targets: Any, chunk: Any) -> None:
     where = "cross_entropy_from_hidden"
     if not isinstance(weight, Tensor):
-        raise ConfigError(f"{where}: weight must be a tensor, got a {type(weight).__name__}")
+        raise ConfigError(f"{where}: weight is a {type(weight).__name__}, no tensor")
     check_shapes(where, "hidden", hidden, targets)
     if not isinstance(chunk, int) or chunk < 1:
         raise ConfigError(f"{where}: chunk={chunk} must be a whole number of rows, at least 1")

@@ -78,7 +78,7 @@ def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:
     tensors, with one target for each row."""
     for name, value in ((what, values), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise ConfigError(f"{where}: {name} must be a tensor, got a {type(value).__name__}")
+            raise ConfigError(f"{where}: {name} is a {type(value).__name__}, no tensor")
     wanted = tuple(values.shape[:-1])
     # Flat targets are taken as well.
     if tuple(targets.shape) not in (wanted, (math.prod(wanted),)):
