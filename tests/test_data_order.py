@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.training.data import BatchPlan
+from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.data.order import MAXIMUM_SIZE, Order
 
 

@@ -56,13 +56,12 @@ def has_weights(path: str) -> bool:
     """Whether the folder holds safetensors. Raises `ConfigError` when it holds only pickles."""
     if _has(path, INDEX) or _has(path, SINGLE):
         return True
-    for name in _PICKLED:
-        if _has(path, name):
-            raise ConfigError(
-                f"{path} holds {name} and no safetensors: a pickle can run code, so it is not "
-                "read; save the model again with safe serialization, or set "
-                "model.load_weights=false"
-            )
+    pickled = [name for name in _PICKLED if _has(path, name)]
+    if pickled:
+        raise ConfigError(
+            f"{path} holds {pickled[0]} and no safetensors: a pickle can run code, so it is not "
+            "read; save the model again with safe serialization, or set model.load_weights=false"
+        )
     return False
 
 
@@ -141,7 +140,10 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
             problems.append(
                 f"{printable(names[0])} has shape {value.shape}, the model's is {shape}"
             )
-    problems += _lacking(model, missing, adapted + base, fresh, targets)
+    # Of the base everything must be there, but for the adapters that are left to the caller.
+    left_to_caller = _matching(model, fresh, targets)
+    required = [name for name in missing if name not in left_to_caller]
+    problems += [f"{name} is missing" for name in required if name.startswith(adapted + base)]
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
     masters_were_loaded(model)
@@ -171,27 +173,19 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
     return list(targets.values())
 
 
-def _lacking(
-    model: nn.Module,
-    missing: Sequence[str],
-    base: str,
-    fresh: Sequence[str],
-    targets: Sequence[_Target],
-) -> list[str]:
-    """One line for each of ``missing`` that is of the base and no adapter. Raises `ConfigError` for
-    a pattern of ``fresh`` that matches nothing."""
+def _matching(model: nn.Module, patterns: Sequence[str], targets: Sequence[_Target]) -> set[str]:
+    """FQNs that one of ``patterns`` matches. Raises `ConfigError` for one that matches nothing."""
     names = list(chain.from_iterable(target.names for target in targets))
-    left_to_caller: set[str] = set()
-    for pattern in fresh:
+    found: set[str] = set()
+    for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         # A misspelt pattern would otherwise show as a parameter that is missing, or not at all.
         if not matching:
             raise ConfigError(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
             )
-        left_to_caller.update(matching)
-    required = [name for name in missing if name.startswith(base)]
-    return [f"{name} is missing" for name in required if name not in left_to_caller]
+        found.update(matching)
+    return found
 
 
 def _find_stored(
@@ -219,7 +213,12 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     """The parts of parameter ``name``, each at its place. Nothing is read."""
     try:
         # Of tensors without storage, torch says whether they fit together.
-        groups = [_group_on_meta(group, form, headers) for group in form.names]
+        groups = []
+        for names in form.names:
+            tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
+            if not form.stacked and len(tensors) > 1:
+                raise ValueError(f"{first_five(list(map(printable, names)))} are one tensor")
+            groups.append(torch.stack(tensors) if form.stacked else tensors[0])
         whole = groups[0] if form.dim is None else torch.cat(groups, form.dim)
         # torch skips tensors of shape (0,).
         if any(group.ndim != whole.ndim for group in groups):
@@ -241,15 +240,6 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
         if form.dim is not None:
             begin[form.dim] += shape[form.dim]
     return _Stored(tuple(whole.shape), parts)
-
-
-def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: _Headers) -> Tensor:
-    """The tensors of a group, stacked, or the only one. Raises what torch does if they differ."""
-    tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
-    if form.stacked:
-        return torch.stack(tensors)
-    (only,) = tensors
-    return only
 
 
 def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
@@ -307,8 +297,7 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             first = entry.begin + piece.position_in(entry.shape) * size
             alone = Entry(entry.dtype, piece.lengths, first, first + piece.numel * size)
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
-            wanted = kept.intersect(piece)
-            assert wanted is not None
+            wanted: Any = kept.intersect(piece)  # of full rows, some is kept
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
             # Before the next piece is read, or two would be held.
             del values
