@@ -204,11 +204,7 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         return output
     if not any(map(_is_live_view, collect_grad_tensors(output))):
         return output
-    return tree_map(_own, output)
-
-
-def _own(leaf: Any) -> Any:
-    return _OwnTensor.apply(leaf) if _is_live_view(leaf) else leaf
+    return tree_map(lambda leaf: _OwnTensor.apply(leaf) if _is_live_view(leaf) else leaf, output)
 
 
 def _is_live_view(leaf: Any) -> bool:
