@@ -188,7 +188,7 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
     """The model's own tensor-parallel plan, module pattern -> word, as the library ships it; empty
     when it ships none.
 
-    Expert layers, whose parameters belong to no Linear, are left out and so stay whole: every
+    Expert layers, whose parameters belong to no Linear, are omitted and so stay whole: every
     tensor rank computes them, which is right though not split. Raises ValueError for a plan with
     other words that would have to be translated.
     """

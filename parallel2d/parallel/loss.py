@@ -165,8 +165,8 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _places(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Which targets are in ``columns`` columns from ``first`` on, and their indices there, [n, 1];
-    those of the others are only kept legal."""
+    """Finds which targets are in ``columns`` columns from ``first`` on, and their indices there,
+    [n, 1]; those of the others are only kept legal."""
     own = (targets >= first) & (targets < first + columns)
     return own, (targets - first).clamp(0, max(columns - 1, 0))[:, None]
 

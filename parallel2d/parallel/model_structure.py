@@ -40,8 +40,8 @@ _UPDATED_AS = "_parallel2d_updated_as"
 
 
 def updated_as(parameter: Updated) -> Updated:
-    """What the optimizer updates for ``parameter``: the part of it that this rank owns where
-    replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
+    """The tensor that the optimizer updates for ``parameter``: the part of it that this rank
+    owns where replicas split the updates (``strategy=hybrid_full``), else the parameter itself."""
     return getattr(parameter, _UPDATED_AS, parameter)
 
 
@@ -82,7 +82,7 @@ def owns_itself(module: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of ``module`` itself and of containers in it."""
+    """Parameters of ``module`` itself and of containers in it."""
     for _, parameter in held_parameters(module):
         yield parameter
     # A container has no forward of its own: its parameters are used by ``module``.

@@ -230,8 +230,8 @@ class _Table:
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> _Table | None:
-        """None, on every rank, when some cannot open what the first one made: containers on one
-        host have file systems of their own. Collective."""
+        """A new table; None, on every rank, when some cannot open what the first one made:
+        containers on one host have file systems of their own. Collective."""
         ranks = dist.get_process_group_ranks(group)
         path = ""
         if group.rank() == 0:

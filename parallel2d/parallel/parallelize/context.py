@@ -79,19 +79,13 @@ def model_sharded_context(
 
 
 def _outermost(built: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    """Those of ``built`` that still exist, have parameters and are in no other one, in the order in
-    which they were built."""
-    alive: dict[int, nn.Module] = {}
-    for reference in built:
-        module = reference()
-        if module is not None:
-            alive[id(module)] = module
+    """Selects the modules that still exist, have parameters and are in no other one, in the order
+    in which they were built."""
+    # A constructor may have been called twice.
+    modules = dict.fromkeys(reference() for reference in built)
+    alive = [module for module in modules if module is not None]
     inner: set[int] = set()
-    for module in alive.values():
+    for module in alive:
         inner.update(id(child) for child in module.modules() if child is not module)
-    outermost = []
-    for module in alive.values():
-        has_parameters = next(module.parameters(), None) is not None
-        if has_parameters and id(module) not in inner:
-            outermost.append(module)
-    return outermost
+    outermost = [module for module in alive if id(module) not in inner]
+    return [module for module in outermost if next(module.parameters(), None) is not None]

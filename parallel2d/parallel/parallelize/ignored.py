@@ -1,4 +1,4 @@
-"""Parameters that are left out of sharding: they stay whole, plain tensors on every rank.
+"""Parameters that are excluded from sharding: they stay whole, plain tensors on every rank.
 
 `ignored_names` finds them by pattern or module before the transforms; after those,
 `ignored_parameters` makes the set that `fully_shard` takes.

@@ -63,7 +63,7 @@ class Precision:
 
     @property
     def sums(self) -> torch.dtype:
-        """In which gradients are added: fp32 at least."""
+        """The dtype in which gradients are added: fp32 at least."""
         return torch.promote_types(self.storage, torch.float32)
 
     @property
@@ -82,7 +82,7 @@ class Precision:
 
 
 def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
-    """In which floating-point inputs reach the model; None for as they are."""
+    """The dtype in which floating-point inputs reach the model; None: as they are."""
     if not config.cast_forward_inputs:
         return None
     return DTYPES[config.param]

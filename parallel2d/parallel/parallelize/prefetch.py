@@ -1,4 +1,4 @@
-"""How many groups ahead of the one that computes parameters are gathered: `prefetch_parameters`.
+"""Gathers parameters some groups ahead of the one that computes: `prefetch_parameters`.
 
 [Note: the order in which groups run] Groups that gather others ahead need the order of execution,
 which need not be the order of registration: a model may run its modules in any order, or one of
@@ -81,7 +81,7 @@ def _set_chains(ended: Sequence[Group], config: PrefetchConfig) -> None:
 
 
 def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]]]:
-    """For each group its first module, and the first modules of the ``ahead`` groups after it."""
+    """Yields each group's first module, and the first modules of the ``ahead`` groups after it."""
     first = [group[0] for group in order]
     for index, module in enumerate(first):
         yield module, first[index + 1 : index + 1 + ahead]

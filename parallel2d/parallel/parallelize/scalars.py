@@ -82,7 +82,7 @@ class Scalar:
 
     @property
     def gradient(self) -> Tensor | None:
-        """What autograd has added up on this rank since the last `set_mean`, plain."""
+        """The gradient that autograd has added up on this rank since the last `set_mean`, plain."""
         gradient = self._plain.grad
         # Over the tensor axis it may be a part of a sum.
         if isinstance(gradient, DTensor):

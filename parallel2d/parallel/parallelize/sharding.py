@@ -13,8 +13,8 @@ backward gathers the group's parameters. Two things go wrong when that is a view
 was changed in place after the view was taken (``y = h.view(-1); h[0] += 1; return y``), torch ends
 the process by SIGSEGV as the hook is set (seen with 2.13; pytorch issue 196459 says 2.9 to 2.14).
 And if the caller changes the view in place (``y = block(x); y += x``), the hook is lost, and
-backward fails for want of parameters. So in place of a view the group returns a tensor that shares
-the view's memory and version, and is a node of its own in the autograd graph.
+backward fails, because parameters are missing. So in place of a view the group returns a tensor
+that shares the view's memory and version, and is a node of its own in the autograd graph.
 """
 
 from __future__ import annotations

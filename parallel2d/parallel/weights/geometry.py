@@ -1,4 +1,4 @@
-"""Which rectangle of a tensor this rank holds: `local_region`. No communication.
+"""The rectangle of a tensor that this rank holds: `local_region`. No communication.
 
 Tensors are resharded by intersecting the rectangles of one layout with those of the other.
 """
@@ -130,7 +130,7 @@ def region_of_replica(tensor: DTensor, replica: int) -> Region:
 
 
 def split_dims(tensor: Tensor) -> dict[str, int]:
-    """By mesh axis the dim of ``tensor`` along which its ranks hold different parts. Axes of one
+    """The dim of ``tensor``, by mesh axis, along which its ranks hold different parts. Axes of one
     rank count too; empty for a tensor without a mesh."""
     if not isinstance(tensor, DTensor):
         return {}
@@ -144,7 +144,7 @@ def first_position(tensor: Tensor) -> int:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: everything when it is no `DTensor`."""
+    """The part of ``tensor`` that this rank holds: everything when it is no `DTensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

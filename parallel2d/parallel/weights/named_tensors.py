@@ -56,7 +56,7 @@ def register_masters(model: nn.Module, masters: MasterValues) -> None:
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:
-    """Those of ``model``, of the model that it is a part of, and of models inside it."""
+    """Master values of ``model``, of the model that it is a part of, and of models inside it."""
     found = chain.from_iterable(vars(module).get(_MASTERS, []) for module in model.modules())
     return list({id(masters): masters for masters in found}.values())
 

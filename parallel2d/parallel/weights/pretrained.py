@@ -159,8 +159,8 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
 
 
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
-    """Everything in the model's state dict, tied parameters once. ``adapted``: what names begin
-    with in a model with adapters."""
+    """Lists everything in the model's state dict, tied parameters once. ``adapted``: what names
+    begin with in a model with adapters."""
     reshard(model)
     targets = {name: _Target(value, [name], []) for name, value in model_tensors(model).items()}
     for name, first in tied_names(model).items():
@@ -191,8 +191,8 @@ def _matching(model: nn.Module, patterns: Sequence[str], targets: Sequence[_Targ
 def _find_stored(
     model: nn.Module, targets: Sequence[_Target], headers: _Headers
 ) -> dict[str, _Stored]:
-    """What the folder holds, by its own names and, where these are not enough, by those that the
-    library gives it. Raises `ConfigError` for a form that cannot be read in parts."""
+    """Finds what the folder holds, by its own names and, where these are not enough, by those that
+    the library gives it. Raises `ConfigError` for a form that cannot be read in parts."""
     stored: dict[str, _Stored] = {}
     for name, (_, entry) in headers.items():
         stored[name] = _Stored(entry.shape, {name: (entry, (0,) * len(entry.shape))})

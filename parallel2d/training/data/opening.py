@@ -35,7 +35,7 @@ _MOST_THREADS = 16
 
 @dataclass(frozen=True)
 class OpenData:
-    """What a run reads."""
+    """The streams that a run reads, and what they are."""
 
     train: SampleStream
     # Finite, in an order that does not depend on the seed; None if nothing is held out
@@ -186,7 +186,7 @@ class _Tokens:
         )
 
     def fingerprint(self, seed: int) -> str:
-        """Of all that decides which sample is at a position."""
+        """A digest of all that decides which sample is at a position."""
         contents = [store.content for store in self._stores]
         identity = list(zip(contents, self._weights, strict=True))
         masking = self._config.intra_document_masking

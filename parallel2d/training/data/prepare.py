@@ -185,7 +185,7 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
 
 
 def _record(job: UnitJob) -> Record | None:
-    """What was written when a unit was finished; None if it was not, or if a file is missing."""
+    """Reads what a finished unit has written; None if it is not finished, or lacks a file."""
     try:
         record: Record = files.read_json(str(job.record))
         store.check_sizes(job.folder, record)

@@ -349,8 +349,8 @@ def _open(path: str) -> IO[bytes]:
 
 
 class _Decompressed(io.RawIOBase):
-    """What a decompressor gives. Raises OSError where it is more than any text expands to: a few
-    bytes may expand to terabytes."""
+    """Passes on what a decompressor gives. Raises OSError where it is more than any text expands
+    to: a few bytes may expand to terabytes."""
 
     def __init__(self, file: IO[bytes], stream: Any) -> None:
         self._file, self._stream, self._given = file, stream, 0
@@ -426,7 +426,7 @@ def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
 
 
 def _columns(names: list[str], text_field: str) -> list[str]:
-    """Those that documents are made of; all where none is, for the message about the first row."""
+    """Selects those that documents are made of; all where none is, for the message about a row."""
     wanted = (text_field, "prompt", "completion", "segments")
     return [name for name in names if name in wanted] or names
 

@@ -151,8 +151,8 @@ class TokenSplit:
         return np.concatenate(parts).astype(np.bool_)
 
     def document_ends(self, start: int, count: int) -> NDArray[np.int64]:
-        """Those of the documents' ends, in tokens from the start of the split, that lie in
-        ``start + 1 .. start + count``."""
+        """Ends of documents, in tokens from the start of the split, that lie in ``start + 1 ..
+        start + count``."""
         parts = []
         for shard, a, b in self._ranges(start, count):
             ends = self._array(shard, "ends")

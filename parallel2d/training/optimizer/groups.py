@@ -120,7 +120,7 @@ def describe_group(group: Mapping[str, Any]) -> str:
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> parameter of two dims inside the repeated blocks, embeddings left out: what
+    """FQN -> parameter of two dims inside the repeated blocks, without embeddings: what
     Muon is meant for.
 
     Blocks are found as for ``bucketing=block``; single layers that repeat are no blocks here,

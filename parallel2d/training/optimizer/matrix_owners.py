@@ -103,7 +103,7 @@ class OwnedMatrix:
 
     @property
     def part_bytes(self) -> int:
-        """Of what a rank gets of the result, with padding."""
+        """Bytes that a rank gets of the result, with padding."""
         part = self.parts[-1].padded if self.parts else self.shape
         return part.numel() * DTYPE.itemsize
 
