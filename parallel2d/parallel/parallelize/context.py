@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -84,8 +85,7 @@ def _outermost(built: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
     # A constructor may have been called twice.
     modules = dict.fromkeys(reference() for reference in built)
     alive = [module for module in modules if module is not None]
-    inner: set[int] = set()
-    for module in alive:
-        inner.update(id(child) for child in module.modules() if child is not module)
-    outermost = [module for module in alive if id(module) not in inner]
+    # The first of its modules is a module itself.
+    inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
+    outermost = [module for module in alive if module not in inner]
     return [module for module in outermost if next(module.parameters(), None) is not None]
