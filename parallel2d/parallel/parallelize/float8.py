@@ -66,35 +66,9 @@ def convert_to_float8(
     if precision.float8 == "none":
         return []
     torchao = _torchao(f"precision.float8={precision.float8}")
+    # Kept until the end, so that no new layer has the id of an old one.
     layers = list(_linear_layers(blocks))
-    names = [name for name, _, _ in layers]
-    matched = {pattern: fnmatch.filter(names, pattern) for pattern in precision.float8_exclude}
-    unmatched = [pattern for pattern, found in matched.items() if not found]
-    if unmatched:
-        there = ", ".join(names[:4]) + " ..." * (len(names) > 4)
-        raise ConfigError(
-            f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer "
-            f"inside a block; there are {there or 'none'}"
-        )
-    excluded = set(chain.from_iterable(matched.values()))
-    # Names of the layers that stay, by reason, and of those to convert, by id.
-    kept: dict[str, list[str]] = {}
-    chosen: dict[int, str] = {}
-    for name, layer, is_block in layers:
-        obstacles = {
-            "excluded": name in excluded,
-            "computes in fp32": id(layer) in apart,
-            # torchao replaces a layer on its parent, which is outside of what it is given here.
-            "is a whole block": is_block,
-            f"sizes are no multiples of {MULTIPLE}": any(
-                size % MULTIPLE for size in layer.weight.shape
-            ),
-        }
-        reasons = [reason for reason, holds in obstacles.items() if holds]
-        if reasons:
-            kept.setdefault(reasons[0], []).append(name)
-        else:
-            chosen[id(layer)] = name
+    kept, chosen = _choose(layers, precision.float8_exclude, apart)
     for reason, listed in kept.items():
         log.info(
             "precision.float8: %d layers are left as they are (%s): %s",
@@ -120,6 +94,40 @@ def convert_to_float8(
     for _, block in blocks:
         torchao.convert_to_float8_training(block, config=recipe, module_filter_fn=is_wanted)
     return list(chosen.values())
+
+
+def _choose(
+    layers: Sequence[tuple[str, nn.Linear, bool]], exclude: Sequence[str], apart: Collection[int]
+) -> tuple[dict[str, list[str]], dict[int, str]]:
+    """Names of the layers that stay, by reason, and of those to convert, by id."""
+    names = [name for name, _, _ in layers]
+    matched = {pattern: fnmatch.filter(names, pattern) for pattern in exclude}
+    unmatched = [pattern for pattern, found in matched.items() if not found]
+    if unmatched:
+        there = ", ".join(names[:4]) + " ..." * (len(names) > 4)
+        raise ConfigError(
+            f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer "
+            f"inside a block; there are {there or 'none'}"
+        )
+    excluded = set(chain.from_iterable(matched.values()))
+    kept: dict[str, list[str]] = {}
+    chosen: dict[int, str] = {}
+    for name, layer, is_block in layers:
+        obstacles = {
+            "excluded": name in excluded,
+            "computes in fp32": id(layer) in apart,
+            # torchao replaces a layer on its parent, which is outside of what it is given here.
+            "is a whole block": is_block,
+            f"sizes are no multiples of {MULTIPLE}": any(
+                size % MULTIPLE for size in layer.weight.shape
+            ),
+        }
+        reasons = [reason for reason, holds in obstacles.items() if holds]
+        if reasons:
+            kept.setdefault(reasons[0], []).append(name)
+        else:
+            chosen[id(layer)] = name
+    return kept, chosen
 
 
 def _linear_layers(

@@ -137,12 +137,10 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
         if value.shape == shape:
             _fill(target.tensor, value, headers)
         else:
-            problems.append(
-                f"{printable(names[0])} has shape {value.shape}, the model's is {shape}"
-            )
-    # Of the base everything must be there, but for the adapters that are left to the caller.
-    left_to_caller = _matching(model, fresh, targets)
-    required = [name for name in missing if name not in left_to_caller]
+            problem = f"has shape {value.shape}, the model's is {shape}"
+            problems.append(f"{printable(names[0])} {problem}")
+    # Of the base everything must be there, but for the adapters that the caller fills.
+    required = sorted(set(missing) - _left_to_caller(model, fresh, targets), key=missing.index)
     problems += [f"{name} is missing" for name in required if name.startswith(adapted + base)]
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
@@ -173,11 +171,11 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
     return list(targets.values())
 
 
-def _matching(model: nn.Module, patterns: Sequence[str], targets: Sequence[_Target]) -> set[str]:
-    """FQNs that one of ``patterns`` matches. Raises `ConfigError` for one that matches nothing."""
+def _left_to_caller(model: nn.Module, fresh: Sequence[str], targets: Sequence[_Target]) -> set[str]:
+    """FQNs that a pattern of ``fresh`` matches. Raises `ConfigError` for one without a match."""
     names = list(chain.from_iterable(target.names for target in targets))
     found: set[str] = set()
-    for pattern in patterns:
+    for pattern in fresh:
         matching = fnmatch.filter(names, pattern)
         # A misspelt pattern would otherwise show as a parameter that is missing, or not at all.
         if not matching:

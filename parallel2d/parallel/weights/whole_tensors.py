@@ -135,15 +135,7 @@ def summon_full_params(
         )
     # After a forward without backward, some parameters may still be gathered.
     reshard(model)
-    places: _Places = {}
-    for module in model.modules() if recurse else [model]:
-        for name, parameter in held_parameters(module):
-            places.setdefault(parameter, []).append((module, name))
-            if hasattr(parameter, _MARK):
-                place = f"{name} of {type(module).__name__}"
-                raise ConfigError(
-                    f"summon_full_params: {place} is whole already, in an outer context"
-                )
+    places = _places_of_parameters(model.modules() if recurse else [model])
     keep = not rank0_only or dist.get_rank() == 0
     wholes = {}
     for parameter in places:
@@ -198,6 +190,19 @@ _MARK = "_summoned_whole"
 
 # Parameter -> the (module, attribute) that it is; a tied one is several.
 _Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+
+
+def _places_of_parameters(modules: Iterable[nn.Module]) -> _Places:
+    """Raises `ConfigError` for a parameter that is whole already."""
+    places: _Places = {}
+    for module in modules:
+        for name, parameter in held_parameters(module):
+            places.setdefault(parameter, []).append((module, name))
+            if hasattr(parameter, _MARK):
+                place = f"{name} of {type(module).__name__}"
+                problem = "is whole already, in an outer context"
+                raise ConfigError(f"summon_full_params: {place} {problem}")
+    return places
 
 
 def _show(places: _Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
