@@ -140,8 +140,8 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
             problem = f"has shape {value.shape}, the model's is {shape}"
             problems.append(f"{printable(names[0])} {problem}")
     # Of the base everything must be there, but for the adapters that the caller fills.
-    required = sorted(set(missing) - _left_to_caller(model, fresh, targets), key=missing.index)
-    problems += [f"{name} is missing" for name in required if name.startswith(adapted + base)]
+    required = [name for name in missing if name.startswith(adapted + base)]
+    problems += _lacking(model, required, fresh, targets)
     if problems:
         raise ConfigError(f"{path} does not fit {type(model).__name__}: {first_five(problems)}")
     masters_were_loaded(model)
@@ -171,10 +171,13 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
     return list(targets.values())
 
 
-def _left_to_caller(model: nn.Module, fresh: Sequence[str], targets: Sequence[_Target]) -> set[str]:
-    """FQNs that a pattern of ``fresh`` matches. Raises `ConfigError` for one without a match."""
+def _lacking(
+    model: nn.Module, missing: Sequence[str], fresh: Sequence[str], targets: Sequence[_Target]
+) -> list[str]:
+    """One line for each of ``missing`` that no pattern of ``fresh`` matches. Raises `ConfigError`
+    for a pattern that matches nothing."""
     names = list(chain.from_iterable(target.names for target in targets))
-    found: set[str] = set()
+    left_to_caller: set[str] = set()
     for pattern in fresh:
         matching = fnmatch.filter(names, pattern)
         # A misspelt pattern would otherwise show as a parameter that is missing, or not at all.
@@ -182,8 +185,8 @@ def _left_to_caller(model: nn.Module, fresh: Sequence[str], targets: Sequence[_T
             raise ConfigError(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
             )
-        found.update(matching)
-    return found
+        left_to_caller.update(matching)
+    return [f"{name} is missing" for name in missing if name not in left_to_caller]
 
 
 def _find_stored(
